@@ -1,0 +1,105 @@
+"""What a model is evaluated on: frames of any sizes on one flat atom axis, with their neighbors as a dense matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NeighborLayout:
+    """How a model wants its neighbors: which pairs, how many, in which order.
+
+    Attributes:
+        rcut: cutoff radius, angstrom.
+        sel: most neighbors kept per section; the nearest are kept when there are more. One number per neighbor type
+            (``by_type``), or one number for all.
+        num_types: number of elements in the model's type map.
+        by_type: whether slots come in one section per neighbor type, or in one section sorted by distance.
+        excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.
+    """
+
+    rcut: float
+    sel: tuple[int, ...]
+    num_types: int
+    by_type: bool = True
+    excluded_pairs: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Frames of any sizes on one flat atom axis.  F frames, A atoms, K neighbor slots, T types, M reverse slots.
+
+    Atoms are sorted by type over all frames (then by frame, then by place in the frame), so that the atoms of one type
+    are one slice. Virtual atoms (type -1 in mixed data) are not here. An empty slot holds the atom itself as its
+    neighbor and a vector of length ``2 * rcut``: every switching function vanishes there with all its derivatives.
+
+    Attributes:
+        type_counts: atoms per type, T numbers that add up to A.
+        slots: slots per section (trimmed to what the batch needs and rounded up); they add up to K.
+        atom_type: (A,) int64.
+        atom_frame: (A,) int64, the frame of each atom.
+        atom_order: (A,) int64, place of each atom in the frames one after the other, as in the files.
+        num_atoms: (F,) int64, real atoms of each frame.
+        coord: (A, 3) float64, angstrom.
+        box: (F, 3, 3) float64, angstrom, rows are cell vectors; zeros for an open frame.
+        periodic: (F,) bool.
+        neighbor: (A, K) int64, flat atom index of each neighbor.
+        vector: (A, K, 3) float64, position of the neighbor (its image) minus that of the atom, angstrom.
+        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
+        labels: name (see ``keys``) to tensor, zeros where a frame has no such label.
+        found: label name to (F,) float64, 1 where the frame has the label.
+        fparam: (F, P) float64 or None.
+        aparam: (A, Q) float64 or None.
+        frames: for messages, where each frame comes from: (system, frame number in the system).
+    """
+
+    type_counts: tuple[int, ...]
+    slots: tuple[int, ...]
+    atom_type: Tensor
+    atom_frame: Tensor
+    atom_order: Tensor
+    num_atoms: Tensor
+    coord: Tensor
+    box: Tensor
+    periodic: Tensor
+    neighbor: Tensor
+    vector: Tensor
+    reverse: Tensor
+    labels: Mapping[str, Tensor] = field(default_factory=dict)
+    found: Mapping[str, Tensor] = field(default_factory=dict)
+    fparam: Tensor | None = None
+    aparam: Tensor | None = None
+    frames: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames."""
+        return self.num_atoms.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on ``device``; the copy does not wait when the memory is pinned."""
+        return self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory, from which a copy to a GPU runs beside the step."""
+        return self._map(lambda t: t.pin_memory())
+
+    def in_file_order(self, per_atom: Tensor) -> Tensor:
+        """Return ``per_atom`` (A, ...) with the frames one after the other and their atoms as in the files."""
+        out = torch.empty_like(per_atom)
+        out[self.atom_order] = per_atom
+        return out
+
+    def _map(self, move) -> Batch:  # noqa: ANN001
+        changed = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                changed[f.name] = move(value)
+            elif isinstance(value, Mapping):
+                changed[f.name] = {k: move(v) for k, v in value.items()}
+        return replace(self, **changed)

@@ -1,0 +1,49 @@
+"""The ways a run can be wrong: errors of the user's making, shown on one screen without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; the command line prints it and exits with 2.
+
+    Args:
+        problems: one message, or all the messages of one input; each says where, what was found, what was expected
+            and what to do.
+    """
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ConfigError(UserError):
+    """The config file is wrong."""
+
+
+class DataError(UserError):
+    """The training or validation data are wrong; the message names the file and the frame."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or model file is missing, damaged or of another model, or cannot be written."""
+
+
+class DivergedError(UserError):
+    """The loss or a gradient became non-finite; the message names the step, the task and the frames."""
+
+
+class Interrupted(UserError):
+    """The run was asked to stop and has saved where it was."""
+
+
+def did_you_mean(found: str, known: Sequence[str]) -> str:
+    """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the known names."""
+    close = get_close_matches(found.lower(), [k.lower() for k in known], n=1, cutoff=0.6)
+    names = ", ".join(known)
+    if not close:
+        return f"Known: {names}."
+    match = next(k for k in known if k.lower() == close[0])
+    return f"Did you mean {match}? Known: {names}."

@@ -1,0 +1,87 @@
+"""Device, precision, rank and named random seeds of a process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepmd_ema.errors import UserError
+
+PRECISIONS = {"default": torch.float64, "float64": torch.float64, "double": torch.float64, "float32": torch.float32,
+              "single": torch.float32}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process computes and which of how many processes it is."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def chief(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+
+def make_runtime(device: str | None = None) -> Runtime:
+    """Return the runtime of this process: CUDA when there is one, or ``device``; the rank from the environment.
+
+    Raises:
+        UserError: if ``device`` is unknown or absent on this machine.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"--device {device}: unknown device. Use cpu, cuda or cuda:0.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: no CUDA device is visible to torch {torch.__version__}. Use --device cpu.")
+    return Runtime(chosen, rank, world)
+
+
+def precision(name: str) -> torch.dtype:
+    """Return the torch dtype of a ``precision`` option; ``default`` is float64."""
+    return PRECISIONS[name]
+
+
+def seed_for(stream: str, *numbers: int) -> int:
+    """Return a 63-bit seed for a named stream; the same name and numbers give the same seed on every machine."""
+    text = ":".join([stream, *map(str, numbers)]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Yield a path beside ``path`` to write to; on success it becomes ``path`` in one move, else it is removed.
+
+    The file and its folder are flushed to the disk, so that a crash at any moment leaves the old file or the new one.
+    """
+    final = Path(path)
+    part = final.with_name(f"{final.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, final)
+        _sync_folder(final.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
