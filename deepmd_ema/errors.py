@@ -36,7 +36,11 @@ class DivergedError(UserError):
 
 
 class Interrupted(UserError):
-    """The run was asked to stop and has saved where it was."""
+    """The run was asked to stop and has saved where it was; ``signal_number`` is who asked."""
+
+    def __init__(self, problem: str, signal_number: int = 2) -> None:
+        self.signal_number = signal_number
+        super().__init__(problem)
 
 
 def did_you_mean(found: str, known: Sequence[str]) -> str:

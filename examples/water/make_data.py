@@ -15,14 +15,18 @@ import json
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # one thread per process: --workers is the only parallelism, and the sums inside the labels keep their order
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import openmm
 
 TYPE_MAP = ("O", "H")
 NUM_MOLECULES = 32
@@ -114,9 +118,9 @@ def plan_jobs(args: argparse.Namespace) -> list[Job]:
 
 def run_job(job: Job, work: Path) -> float:
     """Sample and label one trajectory, store it in `work`, and return the seconds per label."""
-    coord_FA3, box_length = sample(job)
+    coords, box_length = sample(job)
     start = time.perf_counter()
-    frames = [label(coord_A3, box_length) for coord_A3 in coord_FA3]
+    frames = [label(coord, box_length) for coord in coords]
     seconds = (time.perf_counter() - start) / len(frames)
     arrays = {key: np.array([frame[key] for frame in frames]) for key in frames[0]}
     part = work / f"{job.name}.part.npz"
@@ -150,7 +154,7 @@ def sample(job: Job) -> tuple[np.ndarray, float]:
     return np.array(frames), box_length
 
 
-def flexible_water(box_length: float):
+def flexible_water(box_length: float) -> openmm.System:
     """Return the OpenMM system of `NUM_MOLECULES` flexible water molecules in a cubic box, length in nm."""
     import openmm
 
@@ -190,13 +194,13 @@ def random_start(rng: np.random.Generator, box_length: float) -> np.ndarray:
     return np.concatenate(positions)
 
 
-def wrap_molecules(coord_A3: np.ndarray, box_length: float) -> np.ndarray:
-    """Return the coordinates with every oxygen inside the box and its hydrogens beside it, angstrom."""
-    molecules = coord_A3.reshape(-1, 3, 3)
+def wrap_molecules(coord: np.ndarray, box_length: float) -> np.ndarray:
+    """Return the coordinates, (atoms, 3), with every oxygen inside the box and its hydrogens beside it, angstrom."""
+    molecules = coord.reshape(-1, 3, 3)
     return (molecules - box_length * np.floor(molecules[:, :1] / box_length)).reshape(-1, 3)
 
 
-def label(coord_A3: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
+def label(coord: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
     """Return one frame in DeePMD arrays: coord, box (angstrom), energy (eV), force (eV/angstrom), virial (eV).
 
     virial_ab = -dE/dstrain_ab = -volume * stress_ab   (stress: ASE's sign, positive under tension)
@@ -204,10 +208,10 @@ def label(coord_A3: np.ndarray, box_length: float) -> dict[str, np.ndarray]:
     from ase import Atoms
     from tblite.ase import TBLite
 
-    atoms = Atoms("OH2" * NUM_MOLECULES, positions=coord_A3, cell=[box_length] * 3, pbc=True)
+    atoms = Atoms("OH2" * NUM_MOLECULES, positions=coord, cell=[box_length] * 3, pbc=True)
     atoms.calc = TBLite(method="GFN1-xTB", accuracy=SCF_ACCURACY, verbosity=0)
     return {
-        "coord": coord_A3.reshape(-1),
+        "coord": coord.reshape(-1),
         "box": atoms.cell.array.reshape(-1),
         "energy": np.float64(atoms.get_potential_energy()),
         "force": atoms.get_forces().reshape(-1),
@@ -229,7 +233,7 @@ def write_all(jobs: list[Job], work: Path, output: Path) -> None:
     made_by = {
         "versions": {package: version(package) for package in ("ase", "numpy", "openmm", "tblite")},
         "seconds_per_label": round(float(np.mean(seconds)), 3),
-        "trajectories": {name: [asdict(job) for job in members] for name, members in groups.items()},
+        "trajectories": {name: [job.name for job in members] for name, members in groups.items()},
     }
     (output / "made_by.json").write_text(json.dumps(made_by, indent=1) + "\n")
 

@@ -1,0 +1,229 @@
+"""What the benchmarks share: inputs, runs of both programs, times of rows of lcurve.out, markdown tables."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "water"
+RUNS = Path(tempfile.gettempdir()) / "dp-ema-benchmarks"
+POLL_S = 0.002  # how closely lcurve.out is watched
+SEL_RATIO = 1.1  # as DeePMD-kit's "auto"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of the two programs: its name in tables, its command, and its python."""
+
+    name: str
+    command: tuple[str, ...]
+    python: str
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A training run: when it began, when each row of lcurve.out appeared, and when it ended, in seconds."""
+
+    start: float
+    rows: dict[int, float]
+    end: float
+
+
+def programs(peer: str | None) -> dict[str, Program]:
+    """Return ``ours`` and, given the peer's environment, ``peer``."""
+    found = {"ours": Program("dp-ema", (sys.executable, "-m", "deepmd_ema"), sys.executable)}
+    if peer is not None:
+        folder = Path(peer).resolve()
+        found["peer"] = Program("dp --pt", (str(folder / "bin" / "dp"), "--pt"), str(folder / "bin" / "python"))
+    return found
+
+
+def environment(threads: int, device: str) -> dict[str, str]:
+    """Return the environment of a run: both programs get the same number of threads and the same device."""
+    settings = {
+        "OMP_NUM_THREADS": threads,
+        "DP_INTRA_OP_PARALLELISM_THREADS": threads,
+        "DP_INTER_OP_PARALLELISM_THREADS": 1,
+        "PYTHONPATH": str(ROOT),
+    }
+    if device == "cpu":
+        settings |= {"CUDA_VISIBLE_DEVICES": "", "DEVICE": "cpu"}
+    return os.environ | {name: str(value) for name, value in settings.items()}
+
+
+def add_common_options(parser) -> None:
+    """Add the options of every benchmark."""
+    parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit; without it only we run")
+    parser.add_argument("--input", type=Path, default=EXAMPLE / "input.json", help="input to start from")
+    parser.add_argument("--data", nargs="+", help="training systems instead of those of the input")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each program")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both programs run")
+    parser.add_argument("--work", type=Path, default=RUNS, help="folder of the runs")
+    parser.add_argument("--output", type=Path, help="also write the page here")
+
+
+def read_input(file: Path, data: list[str] | None) -> dict:
+    """Return an input with absolute paths of its systems; ``data`` replaces the training systems."""
+    config = json.loads(file.read_text())
+    training = config["training"]
+    if data:
+        training["training_data"]["systems"] = data
+    for section in ("training_data", "validation_data"):
+        if section in training:
+            base = Path.cwd() if data and section == "training_data" else file.resolve().parent
+            systems = training[section]["systems"]
+            systems = [systems] if isinstance(systems, str) else systems
+            training[section]["systems"] = [str((base / s).resolve()) for s in systems]
+    return config
+
+
+def bare(config: dict) -> dict:
+    """Return a copy without validation and averages, which writes no checkpoint on the way."""
+    config = copy.deepcopy(config)
+    training = config["training"]
+    for key in ("validation_data", "enable_ema", "ema_decay", "ema_ckpt_keep", "ema_warmup"):
+        training.pop(key, None)
+    config.pop("validating", None)
+    training["save_freq"] = 10**8
+    return config
+
+
+def with_precision(config: dict, precision: str) -> dict:
+    """Return a copy whose descriptor and fitting net have ``precision``."""
+    config = copy.deepcopy(config)
+    for part in ("descriptor", "fitting_net"):
+        config["model"][part]["precision"] = precision
+    return config
+
+
+def with_numeric_sel(config: dict) -> dict:
+    """Return a copy with ``sel: auto`` replaced by its numbers, so that both programs train the same model."""
+    from deepmd_ema.geometry import auto_sel, neighbor_statistics
+
+    descriptor = config["model"]["descriptor"]
+    if not isinstance(descriptor["sel"], str):
+        return copy.deepcopy(config)
+    _, _, ratio = descriptor["sel"].partition(":")
+    type_map = config["model"]["type_map"]
+    frames = ((c, b, t) for s in config["training"]["training_data"]["systems"] for c, b, t in _frames(s, type_map))
+    found = neighbor_statistics(frames, descriptor["rcut"], len(type_map))
+    config = copy.deepcopy(config)
+    sel = auto_sel(found.max_neighbors, float(ratio) if ratio else SEL_RATIO)
+    config["model"]["descriptor"]["sel"] = [int(n) for n in np.atleast_1d(sel)]
+    return config
+
+
+def write_input(folder: Path, config: dict) -> None:
+    """Make ``folder`` anew with an ``input.json``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "input.json").write_text(json.dumps(config, indent=2))
+
+
+def train(program: Program, folder: Path, env: dict[str, str], *options: str) -> Watched:
+    """Train in ``folder`` and watch lcurve.out, which both programs write row by row in the same format.
+
+    Raises:
+        SystemExit: if the run fails; its log is shown.
+    """
+    lcurve, log = folder / "lcurve.out", folder / "train.log"
+    lcurve.unlink(missing_ok=True)
+    rows: dict[int, float] = {}
+    start = time.perf_counter()
+    with log.open("w") as out:
+        run = subprocess.Popen(
+            [*program.command, "train", "input.json", *options], cwd=folder, env=env, stdout=out, stderr=out
+        )
+        size = 0
+        while run.poll() is None:
+            size = _note_rows(lcurve, size, rows)
+            time.sleep(POLL_S)
+    end = time.perf_counter()
+    _note_rows(lcurve, size, rows)
+    if run.returncode:
+        raise SystemExit(f"{program.name} failed in {folder}:\n{log.read_text()[-3000:]}")
+    return Watched(start, rows, end)
+
+
+def run_text(program: Program, folder: Path, env: dict[str, str], *arguments: str) -> str:
+    """Run a sub-command in ``folder`` and return what it printed; a failure ends the benchmark and shows it."""
+    done = subprocess.run(
+        [*program.command, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    text = done.stdout + done.stderr
+    if done.returncode:
+        raise SystemExit(f"{program.name} {' '.join(arguments)} failed in {folder}:\n{text[-3000:]}")
+    return text
+
+
+def machine(found: dict[str, Program], threads: int, device: str) -> str:
+    """Return one line about what the numbers were measured on and with."""
+    versions = [f"{p.name}: torch {_torch_version(p.python)}" for p in found.values()]
+    where = f"{os.cpu_count()} cores, {threads} threads each"
+    if device == "cuda":
+        import torch
+
+        where += f", {torch.cuda.get_device_name()}"
+    return f"{where}; {'; '.join(versions)}; load {os.getloadavg()[0]:.1f} at the end"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def publish(page: str, output: Path | None) -> None:
+    """Print a page and write it to ``output`` when given."""
+    print(page)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page + "\n")
+
+
+def today() -> str:
+    """Return the date of a page."""
+    return time.strftime("%Y-%m-%d")
+
+
+def _note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
+    try:
+        now_size = lcurve.stat().st_size
+    except FileNotFoundError:
+        return size
+    if now_size == size:
+        return size
+    now = time.perf_counter()
+    for line in lcurve.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            rows.setdefault(int(line.split()[0]), now)
+    return now_size
+
+
+def _torch_version(python: str) -> str:
+    code = "import torch; print(torch.__version__)"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _frames(system: str, type_map: list[str]):
+    folder = Path(system)
+    kinds = np.loadtxt(folder / "type.raw", dtype=int, ndmin=1)
+    names = folder / "type_map.raw"
+    if names.exists():
+        kinds = np.array([type_map.index(name) for name in names.read_text().split()])[kinds]
+    for part in sorted(folder.glob("set.*")):
+        coords = np.load(part / "coord.npy").reshape(-1, len(kinds), 3)
+        open_system = (folder / "nopbc").exists()
+        boxes = [None] * len(coords) if open_system else np.load(part / "box.npy").reshape(-1, 3, 3)
+        yield from ((coord, box, kinds) for coord, box in zip(coords, boxes))

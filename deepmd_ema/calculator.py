@@ -1,0 +1,102 @@
+"""An ASE calculator; this module, unlike the rest, needs ASE to be installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deepmd_ema.errors import UserError, did_you_mean
+from deepmd_ema.infer.potential import Potential
+
+try:
+    # the class below is a subclass of ASE's: there is no later moment to import it
+    from ase.calculators.calculator import Calculator, all_changes
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("deepmd_ema.calculator needs ASE: pip install 'dp-ema[ase]'", name="ase") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ase import Atoms
+
+
+class DP(Calculator):
+    """Energies (eV), forces (eV/angstrom) and stress (eV/angstrom^3) of a trained model in ASE.
+
+    ``calc.set(fparam=..., aparam=...)`` changes the parameters of models that take some.
+
+    Args:
+        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
+        device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
+        head: for models with several heads.
+        **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
+    """
+
+    name = "DP"
+    implemented_properties: ClassVar[list[str]] = ["energy", "free_energy", "energies", "forces", "stress"]
+    default_parameters: ClassVar[dict[str, Any]] = {"fparam": None, "aparam": None}
+
+    def __init__(
+        self, model: str | Path | Potential, device: str | None = None, head: str | None = None, **parameters: Any
+    ) -> None:
+        super().__init__(**parameters)
+        self.potential = model if isinstance(model, Potential) else Potential(model, head=head, device=device)
+
+    def set(self, **parameters: Any) -> dict[str, Any]:
+        """Change parameters; results are computed again when one differs."""
+        changed = super().set(**parameters)
+        if changed:
+            self.reset()
+        return changed
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = tuple(all_changes),
+    ) -> None:
+        """Fill ``results``; all properties cost one evaluation. Open systems have no stress.
+
+        Raises:
+            UserError: if an element is not in the model, or the cell is periodic in some directions only.
+        """
+        super().calculate(atoms, list(properties), list(system_changes))
+        found = self.potential.evaluate(
+            self.atoms.get_positions(),
+            self._types(),
+            self._box(),
+            fparam=self.parameters["fparam"],
+            aparam=self.parameters["aparam"],
+        )
+        energy = float(found.energy[0])
+        self.results = {
+            "energy": energy,
+            "free_energy": energy,
+            "energies": found.atom_energy[0],
+            "forces": found.force[0],
+        }
+        if self.atoms.pbc.all():
+            # ASE: stress is the derivative of the energy by strain over the volume, the opposite of the virial
+            stress = -found.virial[0].reshape(3, 3) / self.atoms.get_volume()
+            stress = 0.5 * (stress + stress.T)
+            self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+
+    def _types(self) -> list[str]:
+        symbols = self.atoms.get_chemical_symbols()
+        unknown = sorted(set(symbols) - set(self.potential.type_map))
+        if unknown:
+            raise UserError(
+                f"the element {unknown[0]} of the atoms is not in the model. "
+                f"{did_you_mean(unknown[0], self.potential.type_map)}"
+            )
+        return symbols
+
+    def _box(self) -> Any:
+        if not self.atoms.pbc.any():
+            return None
+        if not self.atoms.pbc.all():
+            raise UserError(
+                f"pbc = {self.atoms.pbc.tolist()}: periodic in some directions only, which models do not know. Set pbc "
+                f"to True with a vacuum of more than {self.potential.rcut:g} angstrom along the open directions."
+            )
+        return self.atoms.cell.array

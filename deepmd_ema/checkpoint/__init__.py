@@ -1,0 +1,37 @@
+"""Checkpoints: payload, names, atomic writes, rotation, the latest pointer and the best files.
+
+A checkpoint is a dictionary that loads with ``torch.load(weights_only=True)``::
+
+    {"format": 1, "version": ..., "kind": "training" | "average" | "best", "weights": "live" | <average>,
+     "step": n, "config": {...}, "model": {name: tensor}, ...}
+
+``kind`` training holds everything a restart needs; the others hold weights only.
+"""
+
+from deepmd_ema.checkpoint.best import BestFiles
+from deepmd_ema.checkpoint.family import Family, keep_count, save_together
+from deepmd_ema.checkpoint.files import (
+    FORMAT,
+    check_weights,
+    ensure_writable,
+    load,
+    require_training,
+    resolve,
+    save,
+    snapshot,
+)
+
+__all__ = [
+    "FORMAT",
+    "BestFiles",
+    "Family",
+    "check_weights",
+    "ensure_writable",
+    "keep_count",
+    "load",
+    "require_training",
+    "resolve",
+    "save",
+    "save_together",
+    "snapshot",
+]

@@ -1,0 +1,115 @@
+"""The best files of a run by a validation metric, with the rank in their names."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema.checkpoint.files import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+logger = logging.getLogger(__name__)
+
+
+class BestFiles:
+    """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
+
+    What a better file pushes out stays, with a rank beyond ``keep``, until :meth:`settle` is called after a training
+    checkpoint that knows the new records: so the files that a restart expects are always there. Best files of an
+    earlier run go the same way once this run has one of its own. Rotation of checkpoints never touches them.
+
+    Args:
+        prefix: ``best``, or ``best_<name>`` for an average.
+        folder: where the files stand.
+        keep: how many are kept.
+        metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
+    """
+
+    def __init__(self, prefix: str, folder: str | Path, keep: int, metric: str) -> None:
+        self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
+        self.records: list[tuple[float, int]] = []  # (value, step), best first
+        self._pattern = re.compile(rf"^{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+)\.pt$")
+
+    def submit(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
+        """Write the file of ``step`` if it is among the best, and return whether it is.
+
+        Of equal values the earlier one stays ahead; a value that is not finite is never kept.
+        """
+        records = [r for r in self.records if r[1] != step]
+        rank = sum(v <= value for v, _ in records)
+        if not math.isfinite(value) or rank >= self.keep:
+            return False
+        records.insert(rank, (value, step))
+        save(self._file(step, rank + 1), payload())
+        self.records = records[: self.keep]
+        self._arrange(records)
+        return True
+
+    def path(self, step: int) -> Path:
+        """Return the file of ``step``, which must be among the best."""
+        return self._file(step, 1 + [s for _, s in self.records].index(step))
+
+    def settle(self) -> None:
+        """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
+        if not self.records:
+            return
+        mine = {self.path(step).name for _, step in self.records}
+        for files in self._on_disk().values():
+            for file in files:
+                if file.name not in mine:
+                    file.unlink(missing_ok=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metric and the records, best first."""
+        return {"metric": self.metric, "records": [list(record) for record in self.records]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the records of ``state`` whose files are still there; put the ranks in their names right."""
+        if state["metric"] != self.metric:
+            logger.warning(
+                "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
+            )
+            return
+        there = self._on_disk()
+        records = [(float(value), int(step)) for value, step in state["records"]]
+        for value, step in records:
+            if step not in there:
+                logger.warning(
+                    "%s of step %d (%s %.5g) is gone and no longer counts as best",
+                    self.prefix,
+                    step,
+                    self.metric,
+                    value,
+                )
+        records = [r for r in records if r[1] in there]
+        self.records = records[: self.keep]
+        self._arrange(records)
+
+    def _arrange(self, records: list[tuple[float, int]]) -> None:
+        """Give the files of ``records`` their ranks; names differ by step, so no move can hit another file."""
+        there = self._on_disk()
+        for rank, (_, step) in enumerate(records, 1):
+            wanted = self._file(step, rank)
+            files = there.get(step, [])
+            if wanted not in files and files:
+                os.replace(files[0], wanted)
+            for file in files:
+                if wanted in files and file != wanted:
+                    file.unlink(missing_ok=True)
+
+    def _file(self, step: int, rank: int) -> Path:
+        return self.folder / f"{self.prefix}.ckpt-{step}.t-{rank}.pt"
+
+    def _on_disk(self) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            match = self._pattern.match(path.name)
+            if match is not None:
+                found.setdefault(int(match[1]), []).append(path)
+        return found

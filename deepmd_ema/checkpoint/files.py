@@ -1,0 +1,353 @@
+"""One checkpoint file: written whole or not at all, read with every way it can be wrong named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.runtime import atomic_write
+
+FORMAT = 1  # of the payload; a reader knows this number and all below it
+POINTER = "checkpoint"  # text file that names the newest training checkpoint
+
+_NUMBERED = re.compile(r"^(?P<name>.+)-(?P<step>\d+)\.pt$")
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_SHOWN = 10  # names listed in one message
+
+
+class _DamagedError(Exception):
+    """The bytes are not what was written."""
+
+
+def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+    """Write ``payload`` to ``path`` in one move; tensors are copied to the CPU first.
+
+    Args:
+        path: the file; its folder is made when it is not there.
+        payload: primitive containers, numbers, strings and tensors.
+        fallback: an older checkpoint, named in the message when the writing fails.
+
+    Raises:
+        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name stays.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as part, part.open("wb") as file:
+            torch.save(snapshot(payload), file)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(_cannot_write(path, error, fallback)) from error
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve` takes.
+
+    Raises:
+        CheckpointError: if it is missing, damaged (the newest intact one before it is named), written by DeePMD-kit,
+            written by a newer version, or no checkpoint at all.
+    """
+    path = resolve(path)
+    try:
+        return _read(path)
+    except _DamagedError as error:
+        older = _newest_intact_before(path)
+        advice = (
+            f"The newest intact checkpoint before it is {older}: go on from that one."
+            if older is not None
+            else "No older intact checkpoint stands beside it."
+        )
+        raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
+
+
+def resolve(path: str | Path) -> Path:
+    """Return the file that ``path`` means: a file, a name without ``.pt``, or a folder in which a run has saved.
+
+    Raises:
+        CheckpointError: if there is no such file; the checkpoints that stand nearby are listed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _newest_in(path)
+    if path.name == POINTER and path.is_file():
+        return _follow(path)
+    for candidate in (path, path.with_name(path.name + ".pt")):
+        if candidate.is_file():
+            return candidate
+        if candidate.is_symlink():
+            raise CheckpointError(f"{candidate}: links to {os.readlink(candidate)}, which is missing. {_nearby(path)}")
+    raise CheckpointError(f"{path}: no such file. {_nearby(path)}")
+
+
+def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
+    """Check that a restart can go on from ``payload``, read from ``path``.
+
+    Raises:
+        CheckpointError: if it holds weights only; the message names the file to use instead.
+    """
+    kind = payload["kind"]
+    if kind == "training":
+        return
+    what = f"the average {payload['weights']!r}" if payload["weights"] != "live" else "the best weights"
+    if kind == "best" and payload["weights"] != "live":
+        what = f"the best weights of the average {payload['weights']!r}"
+    partner = _training_partner(Path(path), payload)
+    use = f"Use --restart {partner}" if partner is not None else "Use a training checkpoint (model.ckpt-*.pt)"
+    raise CheckpointError(
+        f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
+        f"so a restart cannot go on from it. {use}, or start anew from these weights with --init-model {path}."
+    )
+
+
+def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any], path: str | Path) -> None:
+    """Check names and shapes of the tensors that a model needs.
+
+    Args:
+        expected: name to shape in the model of this run.
+        found: name to tensor (or shape) in the file.
+        path: where ``found`` was read, for the message.
+
+    Raises:
+        CheckpointError: naming every missing, extra, renamed and reshaped tensor.
+    """
+    want = {name: tuple(shape) for name, shape in expected.items()}
+    have = {name: tuple(getattr(value, "shape", value)) for name, value in found.items()}
+    missing = [name for name in want if name not in have]
+    extra = [name for name in have if name not in want]
+    renamed = _pair_up(missing, extra, want, have)
+    groups = {
+        "missing": [f"{n} {want[n]}" for n in missing if n not in renamed],
+        "not of this model": [f"{n} {have[n]}" for n in extra if n not in renamed.values()],
+        "renamed": [f"{n} is called {other} there" for n, other in renamed.items()],
+        "of another shape": [
+            f"{n} is {have[n]} there, {want[n]} here" for n in want if n in have and have[n] != want[n]
+        ],
+    }
+    if not any(groups.values()):
+        return
+    lines = [f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, {len(want)} here)."]
+    lines += [f"  {title}: {_some(names)}" for title, names in groups.items() if names]
+    lines.append("  Use the model section of the run that wrote the file (`dp-ema show` prints it).")
+    raise CheckpointError("\n".join(lines))
+
+
+def ensure_writable(folder: str | Path) -> None:
+    """Make ``folder`` if need be, and check that a file can be written into it.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    folder = Path(folder)
+    probe = folder / f".writable.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot write here ({_reason(error)}). Start the run in a folder that you may write to, or set "
+            "training.save_ckpt, training.save_dir or validating.save_best_dir to one."
+        ) from error
+
+
+def snapshot(tree: Any) -> Any:
+    """Return a copy of nested dictionaries, lists and tuples with every tensor cloned to the CPU.
+
+    The copy shares no memory with ``tree``. A tensor that occurs under several names is copied once.
+    """
+    return _snapshot(tree, {})
+
+
+def _snapshot(tree: Any, seen: dict[Any, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        key = (tree.device, tree.data_ptr(), tree.dtype, tuple(tree.shape), tree.stride()) if tree.numel() else id(tree)
+        if key not in seen:
+            copy = torch.empty(tree.shape, dtype=tree.dtype)
+            seen[key] = copy.copy_(tree.detach())
+        return seen[key]
+    if isinstance(tree, Mapping):
+        return {key: _snapshot(value, seen) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_snapshot(value, seen) for value in tree]
+    if isinstance(tree, tuple):
+        return tuple(_snapshot(value, seen) for value in tree)
+    return tree
+
+
+def numbered(folder: Path, name: str) -> dict[int, Path]:
+    """Return the files ``<name>-<step>.pt`` in ``folder`` by their step."""
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for path in folder.iterdir():
+        match = _NUMBERED.match(path.name)
+        if match is not None and match["name"] == name:
+            found[int(match["step"])] = path
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read and check one file; :class:`_DamagedError` if its bytes were lost or changed."""
+    try:
+        _check_archive(path)
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds objects other than tensors and numbers; dp-ema did not write it."
+        ) from error
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read ({_reason(error)}).") from error
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise _DamagedError(f"{str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    _check_payload(path, payload)
+    return payload
+
+
+def _check_archive(path: Path) -> None:
+    """Check every byte against the archive's checksums, which ``torch.load`` does not do."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    if not head:
+        raise _DamagedError("the file is empty")
+    if head == _HDF5:
+        raise CheckpointError(f"{path}: a model file (.dp, HDF5), not a checkpoint of a run.")
+    if head[:2] != b"PK":
+        raise CheckpointError(f"{path}: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt.")
+    if not zipfile.is_zipfile(path):
+        raise _DamagedError(f"cut off after {path.stat().st_size} bytes")
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise CheckpointError(f"{path}: a TorchScript archive (.pth), not a checkpoint of a run.")
+        bad = archive.testzip()
+    if bad is not None:
+        raise _DamagedError(f"the checksum of {bad} is wrong")
+
+
+def _check_payload(path: Path, payload: Any) -> None:
+    if isinstance(payload, Mapping) and "format" in payload and "kind" in payload:
+        if payload["format"] > FORMAT:
+            raise CheckpointError(
+                f"{path}: written by dp-ema {payload['version']} in format {payload['format']}; this version reads up "
+                f"to format {FORMAT}. Update dp-ema."
+            )
+        return
+    weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
+    if isinstance(weights, Mapping) and "_extra_state" in weights:
+        raise CheckpointError(
+            f"{path}: a checkpoint of DeePMD-kit, which keeps its parameters under other names. Convert its model: "
+            f"`dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`; dp-ema reads .dp."
+        )
+    raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
+
+
+def _newest_intact_before(path: Path) -> Path | None:
+    real = path.resolve()
+    match = _NUMBERED.match(real.name)
+    if match is None:
+        return None
+    older = {s: p for s, p in numbered(real.parent, match["name"]).items() if s < int(match["step"])}
+    for step in sorted(older, reverse=True):
+        try:
+            _read(older[step])
+        except (_DamagedError, CheckpointError):
+            continue
+        return older[step]
+    return None
+
+
+def _newest_in(folder: Path) -> Path:
+    pointer = folder / POINTER
+    if pointer.is_file():
+        return _follow(pointer)
+    links = [p for p in sorted(folder.glob("*.ckpt.pt")) if p.is_symlink() and not p.name.startswith("best")]
+    training = [p for p in links if "_" not in p.name] or links
+    if len(training) == 1 and training[0].is_file():
+        return training[0]
+    raise CheckpointError(
+        f"{folder}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(folder / '.')}"
+    )
+
+
+def _follow(pointer: Path) -> Path:
+    named = pointer.parent / pointer.read_text().strip()
+    if not named.is_file():
+        raise CheckpointError(f"{pointer}: names {named}, which is missing. {_nearby(named)}")
+    return named
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path()
+    files = [p for p in folder.iterdir() if p.name.endswith(".pt")]
+    if not files:
+        return f"There is no checkpoint in {folder.resolve()}."
+
+    def key(p: Path) -> tuple[str, int]:
+        match = _NUMBERED.match(p.name)
+        return (match["name"], -int(match["step"])) if match else (p.name, 0)
+
+    return f"Available in {folder}: {_some([p.name for p in sorted(files, key=key)])}."
+
+
+def _training_partner(path: Path, payload: Mapping[str, Any]) -> Path | None:
+    """Return the training checkpoint of the same step beside a file of an average, or the newest one there is."""
+    real = path.resolve()
+    match = _NUMBERED.match(real.name)
+    name = match["name"] if match else real.name
+    live = name.replace(f"_{payload['weights']}.", ".", 1)
+    if live.startswith("best."):
+        live = "model." + live.removeprefix("best.").split("-")[0]
+    files = numbered(real.parent, live)
+    if not files:
+        return None
+    chosen = files.get(payload["step"], files[max(files)])
+    return chosen if path.is_absolute() else path.parent / os.path.relpath(chosen, path.parent.resolve())
+
+
+def _pair_up(
+    missing: Sequence[str],
+    extra: Sequence[str],
+    want: Mapping[str, tuple[int, ...]],
+    have: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
+    """Return the missing names whose tensor is probably there under another name."""
+    pairs: dict[str, str] = {}
+    for name in missing:
+        same_shape = [other for other in extra if have[other] == want[name] and other not in pairs.values()]
+        close = get_close_matches(name, same_shape, n=1, cutoff=0.7)
+        if close:
+            pairs[name] = close[0]
+    return pairs
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:
+    cause = error if isinstance(error, OSError) else error.__context__
+    folder = next(f for f in path.absolute().parents if f.is_dir())
+    free = shutil.disk_usage(folder).free / 2**20
+    usable = f" {fallback} is whole and still usable." if fallback is not None else ""
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = (
+            f"The disk is full ({free:.0f} MiB free in {folder}). Make room there, or set training.save_dir elsewhere."
+        )
+    else:
+        advice = f"Reason: {_reason(cause or error)} ({free:.0f} MiB free in {folder})."
+    return f"{path}: the checkpoint could not be written. {advice}{usable}"
+
+
+def _reason(error: BaseException) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]

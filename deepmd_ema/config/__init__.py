@@ -1,0 +1,34 @@
+"""The input of a run: sections, checks and messages. Nothing here loads torch."""
+
+from __future__ import annotations
+
+from deepmd_ema.config.effects import config_summary, config_warnings, ignored_options
+from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
+from deepmd_ema.config.model import EnerFitting, ModelConfig, SeE2A
+from deepmd_ema.config.optim import Adam, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
+from deepmd_ema.config.run import RunConfig, to_dict
+from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "CosineSchedule",
+    "EnerFitting",
+    "EnerLoss",
+    "ExpSchedule",
+    "ModelConfig",
+    "RunConfig",
+    "SeE2A",
+    "Training",
+    "TrainingData",
+    "Validating",
+    "ValidationData",
+    "WsdSchedule",
+    "config_from_dict",
+    "config_summary",
+    "config_warnings",
+    "ignored_options",
+    "load_config",
+    "model_config_from_dict",
+    "to_dict",
+]

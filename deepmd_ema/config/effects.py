@@ -1,0 +1,247 @@
+"""What a config comes to: options without effect in this run, things to be careful about, and a short summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.optim import ExpSchedule, WsdSchedule
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.run import RunConfig
+
+Ignored = Iterator[tuple[str, str]]
+"""Dotted path of an option and the reason why it does nothing."""
+
+_FULL_VALIDATION = (
+    "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "full_val_file",
+    "full_val_start",
+)  # fmt: skip
+_LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
+_TERMS = {"e": "energy", "f": "force", "v": "virial", "ae": "atomic energy", "pf": "weighted force"}
+
+
+def ignored_options(config: RunConfig) -> list[str]:
+    """Return the options that the input gives and that have no effect in this run, each with the reason."""
+    found = []
+    for of_section in (_of_model, _of_learning_rate, _of_loss, _of_averages, _of_training, _of_validating):
+        for path, why in of_section(config):
+            if path in config.given:
+                found.append(f"{path} = {show(_value_at(config, path))}: no effect, {why}")
+    return found
+
+
+def config_warnings(config: RunConfig, num_steps: int | None = None) -> list[str]:
+    """Return what is allowed but likely not meant; ``num_steps`` is the length of a run that counts epochs."""
+    steps = config.training.numb_steps or num_steps
+    return [text for check in _CAREFUL for text in check(config, steps)]
+
+
+def config_summary(config: RunConfig) -> list[str]:
+    """Return what the input asks for in a few short lines, for the banner and for ``dp-ema check``."""
+    model, training = config.model, config.training
+    d, net = model.descriptor, model.fitting_net
+    length = f"{training.numb_steps} steps" if training.numb_steps else f"{training.numb_epoch:g} epochs"
+    sel = d.sel if isinstance(d.sel, str) else " ".join(map(str, d.sel))
+    return [
+        f"elements       {' '.join(model.type_map)}",
+        f"descriptor     {d.type}, rcut {d.rcut:g} angstrom (smooth from {d.rcut_smth:g}), sel {sel}, "
+        f"neuron {_dashes(d.neuron)}, axis_neuron {d.axis_neuron}, {_dtype(d.precision)}",
+        f"fitting        {net.type}, neuron {_dashes(net.neuron)}, {_dtype(net.precision)}",
+        f"learning rate  {_schedule_words(config)}",
+        f"optimizer      {config.optimizer.type}" + _decay_words(config.optimizer.weight_decay),
+        f"loss           {_loss_words(config)}",
+        f"run            {length}, batch_size {show(training.training_data.batch_size)}, "
+        f"seed {'random' if training.seed is None else training.seed}",
+        f"average        {_average_words(config)}",
+        f"validation     {_validation_words(config)}",
+    ]
+
+
+# ---- options without effect
+
+
+def _of_model(config: RunConfig) -> Ignored:
+    yield "model.data_bias_nsample", "the bias is fitted on data_stat_nbatch batches"
+    yield "model.fitting_net.layer_name", "layers are not shared by name"
+
+
+def _of_learning_rate(config: RunConfig) -> Ignored:
+    lr = config.learning_rate
+    yield "learning_rate.scale_by_worker", "the learning rate is taken as it is"
+    if lr.warmup_steps == 0 and not lr.warmup_ratio:
+        yield "learning_rate.warmup_start_factor", "there is no warm-up"
+
+
+def _of_loss(config: RunConfig) -> Ignored:
+    loss = config.loss
+    if loss.loss_func == "mae":
+        yield "loss.use_huber", "loss_func is mae"
+    if not loss.use_huber or loss.loss_func == "mae":
+        yield "loss.huber_delta", "the loss is not Huber's"
+    if not (loss.start_pref_pf or loss.limit_pref_pf):
+        yield "loss.use_default_pf", "the weights start_pref_pf and limit_pref_pf are 0"
+    if loss.use_huber or loss.loss_func == "mae":
+        yield "loss.intensive_ener_virial", "absolute and Huber errors are per atom anyway"
+
+
+def _of_averages(config: RunConfig) -> Ignored:
+    training = config.training
+    if not training.enable_ema:
+        for name in ("ema_decay", "ema_warmup", "ema_ckpt_keep"):
+            yield f"training.{name}", "training.enable_ema is false"
+    elif training.ckpt_keep_ratio is not None:
+        yield "training.ema_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
+
+
+def _of_training(config: RunConfig) -> Ignored:
+    training = config.training
+    if training.ckpt_keep_ratio is not None:
+        yield "training.max_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
+    if not training.tensorboard:
+        yield "training.tensorboard_log_dir", "training.tensorboard is false"
+        yield "training.tensorboard_freq", "training.tensorboard is false"
+    if not training.disp_training:
+        yield "training.disp_file", "disp_training is false"
+    if training.stat_file is None:
+        yield "training.stat_file_mode", "there is no stat_file"
+    if training.training_data.sys_probs is not None:
+        yield "training.training_data.auto_prob", "sys_probs is given"
+    if training.validation_data is not None and training.validation_data.sys_probs is not None:
+        yield "training.validation_data.auto_prob", "sys_probs is given"
+
+
+def _of_validating(config: RunConfig) -> Ignored:
+    v = config.validating
+    if not (v.full_validation or v.ema_full_validation):
+        for name in _FULL_VALIDATION:
+            yield f"validating.{name}", "full_validation and ema_full_validation are false"
+    elif v.full_val_start == 1:
+        for name in ("full_validation", "ema_full_validation", *_FULL_VALIDATION[:-1]):
+            yield f"validating.{name}", "full_val_start = 1 means never"
+    elif not v.save_best:
+        yield "validating.save_best_dir", "save_best is false"
+        yield "validating.max_best_ckpt", "save_best is false"
+
+
+def _value_at(config: RunConfig, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# ---- allowed, but likely not meant
+
+
+def _window_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+    training = config.training
+    if not training.enable_ema or num_steps is None:
+        return
+    window = 1 / (1 - training.ema_decay)
+    if window > _LONGEST_WINDOW * num_steps:
+        decay = max(0.0, 1 - 1 / max(1.0, _LONGEST_WINDOW / 2 * num_steps))
+        yield (
+            f"training.ema_decay = {training.ema_decay:g}: the average looks back {window:.0f} steps, more than a "
+            f"fifth of the run of {num_steps}, so it may lag behind the live weights. Try {decay:.3g}."
+        )
+
+
+def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+    lr = config.learning_rate
+    if not isinstance(lr, ExpSchedule) or num_steps is None or lr.decay_rate is not None:
+        return
+    steps = num_steps - lr.num_warmup_steps(num_steps)
+    if lr.decay_steps >= steps:
+        used = 100 if steps // 10 > 100 else steps // 100 + 1
+        yield (
+            f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} steps of the decay; "
+            f"{used} is used instead, as DeePMD-kit does."
+        )
+
+
+def _vacuum_energies_need_zero_mean(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+    model = config.model
+    if model.descriptor.set_davg_zero:
+        return
+    for path, given in (
+        ("model.fitting_net.atom_ener", model.fitting_net.atom_ener),
+        ("model.preset_out_bias", model.preset_out_bias),
+    ):
+        if given:
+            yield f"{path} is given: an isolated atom has this energy only with model.descriptor.set_davg_zero = true."
+
+
+def _pairs_that_stand_twice(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+    data = config.training.validation_data
+    both = set(config.training.training_data.systems) & set(data.systems) if data is not None else set()
+    if both:
+        yield f"training.validation_data.systems: {', '.join(sorted(both))} is training data too; it validates nothing."
+
+
+_CAREFUL: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
+    _window_against_run,
+    _decay_steps_against_run,
+    _vacuum_energies_need_zero_mean,
+    _pairs_that_stand_twice,
+)
+
+
+# ---- words of the summary
+
+
+def _schedule_words(config: RunConfig) -> str:
+    lr = config.learning_rate
+    words = f"{lr.type}, {lr.start_lr:g} to {lr.end_lr:g}"
+    if isinstance(lr, ExpSchedule):
+        rate = "" if lr.decay_rate is None else f" by {lr.decay_rate:g}"
+        words += f", every {'step' if lr.smooth else f'{lr.decay_steps} steps'}{rate}"
+    if isinstance(lr, WsdSchedule):
+        words += f", {lr.decay_type} over the last {100 * lr.decay_phase_ratio:g} %"
+    if lr.warmup_steps or lr.warmup_ratio:
+        warmup = f"{lr.warmup_steps} steps" if lr.warmup_steps else f"{100 * (lr.warmup_ratio or 0):g} %"
+        words += f", warm-up {warmup}"
+    return words
+
+
+def _decay_words(weight_decay: float) -> str:
+    return f", weight decay {weight_decay:g}" if weight_decay else ""
+
+
+def _loss_words(config: RunConfig) -> str:
+    loss = config.loss
+    kind = "huber" if loss.use_huber else loss.loss_func
+    terms = []
+    for key, name in _TERMS.items():
+        start, limit = getattr(loss, f"start_pref_{key}"), getattr(loss, f"limit_pref_{key}")
+        if start or limit:
+            terms.append(f"{name} {start:g} to {limit:g}")
+    return f"{kind}: {', '.join(terms)}"
+
+
+def _average_words(config: RunConfig) -> str:
+    t = config.training
+    if not t.enable_ema:
+        return "none (training.enable_ema is false)"
+    return f"EMA, decay {t.ema_decay:g}, window {1 / (1 - t.ema_decay):.0f} steps" + (", warm-up" * t.ema_warmup)
+
+
+def _validation_words(config: RunConfig) -> str:
+    t, v = config.training, config.validating
+    if t.validation_data is None:
+        return "none (training.validation_data is missing)"
+    which = [name for name, on in (("live", v.full_validation), ("averaged", v.ema_full_validation)) if on]
+    shown = f"{t.validation_data.numb_btch} batch{'es' * (t.validation_data.numb_btch > 1)} every {t.disp_freq} steps"
+    if not which or v.full_val_start == 1:
+        return shown
+    weights = " and ".join(which)
+    return f"{shown}; all data every {v.validation_freq} steps ({weights} weights, best by {v.validation_metric})"
+
+
+def _dashes(numbers: list[int]) -> str:
+    return "-".join(map(str, numbers))
+
+
+def _dtype(precision: str) -> str:
+    return "float64" if precision == "default" else precision

@@ -1,0 +1,203 @@
+"""How an option is declared, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from dargs import Argument, Variant
+
+_MISSING = dataclasses.MISSING
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test of one value; ``wants`` completes the sentence ``expected ...``."""
+
+    test: Callable[[Any], bool]
+    wants: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a declaration says about one option of a section.
+
+    Attributes:
+        name: canonical key.
+        types: types of a plain value in the file, without None (``float`` also takes whole numbers).
+        sections: dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``.
+        nullable: whether null is a value.
+        default: default value, or ``dataclasses.MISSING`` for a required option.
+        alias: other spellings of the key.
+        unit: unit of the value, or an empty string.
+        doc: manual text.
+        check: test of a value that has the right type.
+        choices: the values of a text option; a ``check`` beside them lets other texts pass.
+        default_type: the ``type`` taken when a nested section does not say one.
+        convert: applied to a value that passed all checks.
+    """
+
+    name: str
+    types: tuple[Any, ...]
+    sections: tuple[type, ...]
+    nullable: bool
+    default: Any
+    alias: tuple[str, ...] = ()
+    unit: str = ""
+    doc: str = ""
+    check: Check | None = None
+    choices: tuple[str, ...] = ()
+    default_type: str | None = None
+    convert: Callable[[Any], Any] | None = None
+
+    @property
+    def required(self) -> bool:
+        """Whether the key must be in the file."""
+        return self.default is _MISSING
+
+    @property
+    def by_type(self) -> bool:
+        """Whether the nested section is one of several, told apart by the key ``type``."""
+        return bool(self.sections) and hasattr(self.sections[0], "type")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The canonical key and its other spellings."""
+        return (self.name, *self.alias)
+
+
+def option(default: Any = _MISSING, *, doc: str, **about: Any) -> Any:
+    """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, check, choices, ...
+
+    ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
+    list, a dict or a section is copied for each owner.
+    """
+    metadata = {"doc": doc, **about}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@cache
+def options(section: type) -> tuple[Option, ...]:
+    """Return the options of a section class, in the order in which they were declared."""
+    hints = typing.get_type_hints(section)
+    return tuple(_read_option(f, hints[f.name]) for f in dataclasses.fields(section) if f.metadata)
+
+
+def keys_of(section: type) -> tuple[str, ...]:
+    """Return every key that a section accepts: canonical names and aliases, and ``type`` where there is a choice."""
+    first = ("type",) if hasattr(section, "type") else ()
+    return first + tuple(key for o in options(section) for key in o.keys)
+
+
+def section_by_type(sections: Sequence[type], name: str) -> type | None:
+    """Return the section whose ``type``, or an alias of it, is ``name``."""
+    return next((s for s in sections if name in type_names([s])), None)
+
+
+def type_names(sections: Iterable[Any]) -> list[str]:
+    """Return the values of ``type`` that choose one of ``sections``, aliases last."""
+    chosen: list[Any] = list(sections)
+    return [s.type for s in chosen] + [a for s in chosen for a in getattr(s, "aliases", ())]
+
+
+@cache
+def argument(section: type, name: str) -> Argument:
+    """Return the dargs argument of one plain option of ``section``; dargs checks types and values with it."""
+    return _argument(next(o for o in options(section) if o.name == name))
+
+
+@cache
+def arguments(section: type) -> tuple[Argument, ...]:
+    """Return the dargs arguments of a whole section, nested sections included."""
+    return tuple(_argument(o) for o in options(section))
+
+
+def wants(option: Option) -> str:
+    """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
+    if option.choices:
+        return "one of " + ", ".join(option.choices)
+    return option.check.wants if option.check is not None else " or ".join(_type_words(t) for t in option.types)
+
+
+def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
+    parts = typing.get_args(hint) if _is_union(hint) else (hint,)
+    default, about = field.default, dict(field.metadata)
+    if field.default_factory is not _MISSING:
+        default = field.default_factory()
+    return Option(
+        name=field.name,
+        types=(*(p for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)), *about.pop("also", ())),
+        sections=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
+        nullable=type(None) in parts,
+        default=default,
+        **about,
+    )
+
+
+def _is_union(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+
+
+def _argument(option: Option) -> Argument:
+    extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}
+    null = [type(None)] if option.nullable else []
+    common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}
+    if option.by_type:
+        kinds: tuple[Any, ...] = option.sections
+        choices = [
+            Argument(s.type, dict, arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "") for s in kinds
+        ]
+        tag = option.default_type or ""
+        flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
+        return Argument(option.name, [dict, *null], [], [flag], **common)
+    if option.sections:
+        return Argument(option.name, [dict, *null], arguments(option.sections[0]), **common)
+    test = _value_test(option)
+    return Argument(option.name, [*option.types, *null], extra_check=test, extra_check_errmsg=wants(option), **common)
+
+
+def _value_test(option: Option) -> Callable[[Any], bool] | None:
+    if not option.choices and option.check is None:
+        return None
+    test = option.check.test if option.check is not None else lambda value: False
+    return lambda value: value is None or value in option.choices or test(value)
+
+
+def plain(value: Any) -> Any:
+    """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first where there is one."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        head = {"type": value.type} if hasattr(value, "type") else {}
+        return head | {o.name: plain(getattr(value, o.name)) for o in options(type(value))}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return value
+
+
+def _type_words(kind: Any) -> str:
+    if typing.get_origin(kind) is list:
+        inner = typing.get_args(kind)[0]
+        parts = typing.get_args(inner) if _is_union(inner) else (inner,)
+        return "a list of " + " or ".join(_PLURAL.get(p, "lists") for p in parts)
+    return _WORDS.get(kind, "a section {...}")
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
+_PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
+
+positive = Check(lambda v: v > 0, "a number > 0")
+positive_int = Check(lambda v: v > 0, "a whole number > 0")
+not_negative = Check(lambda v: v >= 0, "a number >= 0")
+not_negative_int = Check(lambda v: v >= 0, "a whole number >= 0")
+fraction = Check(lambda v: 0 <= v < 1, "a number >= 0 and < 1")
+file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")

@@ -1,0 +1,191 @@
+"""The manual of all options as text, and a JSON Schema for editors; both follow from the declarations."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from deepmd_ema.config.fields import Option, options, plain, type_names, wants
+from deepmd_ema.config.messages import show, unknown_choice
+from deepmd_ema.config.run import RunConfig
+from deepmd_ema.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_WIDTH = 100
+_INTRO = """\
+Options of dp-ema: one JSON or YAML file with the sections model, learning_rate, optimizer, loss, training and
+validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What
+DeePMD-kit 3.2.0 reads for these features is read here, with its other spellings and defaults.
+"""
+_SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
+_COMMENTS = {"^_": {"description": "a comment"}}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One option in the manual; ``path`` holds the type of a section where there is a choice."""
+
+    path: str
+    option: Option | None
+    doc: str
+
+
+def manual(topic: str | None = None) -> str:
+    """Return the manual of all options, or of those at and under the dotted path ``topic``.
+
+    Raises:
+        ConfigError: if no option has this path; the message names those that look like it.
+    """
+    entries = list(_entries(RunConfig, ""))
+    if topic:
+        chosen = [e for e in entries if _is_under(e.path, topic)]
+        if not chosen:
+            paths = [_without_types(e.path) for e in entries]
+            known = [p for p in paths if p.split(".")[-1] == topic.split(".")[-1]] or [p for p in paths if "." not in p]
+            raise ConfigError("dp-ema doc" + unknown_choice(topic, list(dict.fromkeys(known))))
+        entries = chosen
+    text = "\n\n".join(_entry_text(e) for e in entries)
+    return text if topic else f"{_INTRO}\n{text}"
+
+
+def json_schema_text() -> str:
+    """Return the JSON Schema as the text of a file."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return a JSON Schema (draft-07, which editors read) of the input, with aliases and comments."""
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "input of dp-ema",
+        **_section_schema(RunConfig, top=True),
+    }
+
+
+# ---- manual
+
+
+def _entries(section: type, path: str) -> Iterator[Entry]:
+    for o in options(section):
+        here = f"{path}.{o.name}" if path else o.name
+        yield Entry(here, o, o.doc)
+        if len(o.sections) == 1:
+            yield from _entries(o.sections[0], here)
+        elif o.sections:
+            yield from _choice_entries(o.sections, here)
+
+
+def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
+    """Yield the options that all sections share, then each type with its own."""
+    shared = [o for o in options(sections[0]) if all(o in options(s) for s in sections)]
+    for o in shared:
+        yield Entry(f"{path}.{o.name}", o, o.doc)
+    for s in sections:
+        there = f"{path}[{s.type}]"
+        yield Entry(there, None, _class_doc(s))
+        yield from (Entry(f"{there}.{o.name}", o, o.doc) for o in options(s) if o not in shared)
+
+
+def _entry_text(entry: Entry) -> str:
+    lines = [entry.path]
+    o = entry.option
+    if o is not None:
+        about = [_kind_words(o)]
+        if o.unit:
+            about.append(o.unit)
+        about.append("required" if o.required else f"default {_default_words(o)}")
+        if o.alias:
+            about.append(f"also spelled {', '.join(o.alias)}")
+        lines += textwrap.wrap("; ".join(about), _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    lines += textwrap.wrap(entry.doc, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _kind_words(option: Option) -> str:
+    if option.by_type:
+        return f"section; type is {' or '.join(type_names(option.sections))}"
+    return "section" if option.sections else wants(option) + " or null" * option.nullable
+
+
+def _default_words(option: Option) -> str:
+    if option.sections:
+        return "null" if option.default is None else f"type {option.default_type}" if option.by_type else "all defaults"
+    return show(option.default)
+
+
+def _class_doc(section: type) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+def _is_under(path: str, topic: str) -> bool:
+    return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (path, _without_types(path)))
+
+
+def _without_types(path: str) -> str:
+    return re.sub(r"\[[^]]*\]", "", path)
+
+
+# ---- JSON Schema
+
+
+def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
+    properties: dict[str, Any] = {"$schema": {"type": "string"}} if top else {}
+    if hasattr(section, "type"):
+        properties["type"] = {"enum": type_names([section])}
+    needed = []
+    for o in options(section):
+        schema = _option_schema(o)
+        for key in o.keys:
+            properties[key] = schema if key == o.name else {**schema, "description": f"The same as `{o.name}`."}
+        if o.required:
+            needed.append({"required": [o.name]} if not o.alias else {"anyOf": [{"required": [k]} for k in o.keys]})
+    out: dict[str, Any] = {"type": "object", "description": _class_doc(section), "properties": properties}
+    out |= {"patternProperties": _COMMENTS, "additionalProperties": False}
+    return out | ({"allOf": needed} if needed else {})
+
+
+def _option_schema(option: Option) -> dict[str, Any]:
+    schema = _variant_schema(option) if option.by_type else _plain_schema(option)
+    if option.nullable and option.sections:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    unit = f" Unit: {option.unit}." if option.unit else ""
+    schema = {**schema, "description": option.doc + unit}
+    return schema if option.required else {**schema, "default": plain(option.default)}
+
+
+def _variant_schema(option: Option) -> dict[str, Any]:
+    """Return the schema of a section chosen by ``type``: editors offer the keys of the type that stands there."""
+    choices = []
+    for section in option.sections:
+        chosen = _section_schema(section)
+        if option.default_type not in type_names([section]):
+            chosen = {**chosen, "required": ["type"]}
+        choices.append(chosen)
+    return choices[0] if len(choices) == 1 else {"oneOf": choices}
+
+
+def _plain_schema(option: Option) -> dict[str, Any]:
+    if option.sections:
+        return _section_schema(option.sections[0])
+    if option.choices and option.check is None:
+        return {"enum": [*option.choices, *([None] if option.nullable else [])]}
+    kinds = [_type_schema(t) for t in option.types] + ([{"type": "null"}] if option.nullable else [])
+    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+
+
+def _type_schema(kind: Any) -> dict[str, Any]:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return {"type": "array", "items": _type_schema(inner[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type_schema(inner[1])}
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_type_schema(k) for k in inner]}
+    return {} if kind is Any else {"type": _SCALARS[kind]}

@@ -1,0 +1,157 @@
+"""The sections ``learning_rate``, ``optimizer`` and ``loss``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from deepmd_ema.config.fields import (
+    Check,
+    fraction,
+    not_negative,
+    not_negative_int,
+    option,
+    positive,
+    positive_int,
+)
+
+DEFAULT_STOP_LR = 5e-8
+
+_ratio = Check(lambda v: 0 < v <= 1, "a number > 0 and <= 1")
+_part = Check(lambda v: 0 <= v <= 1, "a number from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """What all schedules have: first and last learning rate and a warm-up."""
+
+    start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
+    stop_lr: float | None = option(
+        None,
+        check=not_negative,
+        doc="Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.",
+    )
+    stop_lr_ratio: float | None = option(None, check=_ratio, doc="`stop_lr` as a fraction of `start_lr`.")
+    warmup_steps: int = option(0, check=not_negative_int, unit="steps", doc="Length of the linear warm-up.")
+    warmup_ratio: float | None = option(
+        None, check=fraction, doc="Length of the warm-up as a fraction of all steps, instead of `warmup_steps`."
+    )
+    warmup_start_factor: float = option(0.0, check=_part, doc="First learning rate of the warm-up over `start_lr`.")
+    scale_by_worker: str = option(
+        "linear", choices=("linear", "sqrt", "none"), doc="Has no effect, as in DeePMD-kit's torch backends."
+    )
+
+    @property
+    def end_lr(self) -> float:
+        """Learning rate at the end of the run, from ``stop_lr``, ``stop_lr_ratio`` or the default."""
+        if self.stop_lr_ratio is not None:
+            return self.start_lr * self.stop_lr_ratio
+        return DEFAULT_STOP_LR if self.stop_lr is None else self.stop_lr
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the length of the warm-up of a run of ``num_steps`` steps."""
+        return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpSchedule(_Schedule):
+    """Exponential decay from `start_lr` to `stop_lr`."""
+
+    type: ClassVar[str] = "exp"
+
+    decay_steps: int = option(5000, check=positive_int, unit="steps", doc="Steps between two decays.")
+    decay_rate: float | None = option(
+        None, check=_ratio, doc="Factor of one decay; null: such that the last step has `stop_lr`."
+    )
+    smooth: bool = option(False, doc="Whether to decay at each step instead of at every `decay_steps`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSchedule(_Schedule):
+    """Half a cosine from `start_lr` to `stop_lr`."""
+
+    type: ClassVar[str] = "cosine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WsdSchedule(_Schedule):
+    """Warm-up, stable, decay: `start_lr` until the last part of the run, then down to `stop_lr`."""
+
+    type: ClassVar[str] = "wsd"
+
+    decay_phase_ratio: float = option(0.1, check=_ratio, doc="Part of the run in which the rate goes down.")
+    decay_type: str = option(
+        "inverse_linear", choices=("inverse_linear", "cosine", "linear"), doc="How the rate goes down."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam; weight decay is an L2 term of the gradient."""
+
+    type: ClassVar[str] = "Adam"
+
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
+    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
+    weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay."""
+
+    type: ClassVar[str] = "AdamW"
+
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
+    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
+    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
+
+
+def _is_delta(value: Any) -> bool:
+    return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
+
+
+_delta = Check(_is_delta, "a number > 0, or three of them for energy, force and virial")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnerLoss:
+    """Weighted errors of energies, forces, virials and more.
+
+    A weight follows the learning rate from `start_pref` to `limit_pref`: `limit + (start - limit) * lr / start_lr`.
+    """
+
+    type: ClassVar[str] = "ener"
+    aliases: ClassVar[tuple[str, ...]] = ("ener_hess",)
+
+    start_pref_e: float = option(0.02, check=not_negative, doc="Weight of the energy at the start.")
+    limit_pref_e: float = option(1.0, check=not_negative, doc="Weight of the energy when the learning rate is 0.")
+    start_pref_f: float = option(1000.0, check=not_negative, doc="Weight of the forces at the start.")
+    limit_pref_f: float = option(1.0, check=not_negative, doc="Weight of the forces when the learning rate is 0.")
+    start_pref_v: float = option(0.0, check=not_negative, doc="Weight of the virial at the start.")
+    limit_pref_v: float = option(0.0, check=not_negative, doc="Weight of the virial when the learning rate is 0.")
+    start_pref_ae: float = option(0.0, check=not_negative, doc="Weight of the atomic energies at the start.")
+    limit_pref_ae: float = option(
+        0.0, check=not_negative, doc="Weight of the atomic energies when the learning rate is 0."
+    )
+    start_pref_pf: float = option(
+        0.0, check=not_negative, doc="Weight, at the start, of the forces weighted per atom by `atom_pref.npy`."
+    )
+    limit_pref_pf: float = option(
+        0.0, check=not_negative, doc="Weight of the forces weighted per atom when the learning rate is 0."
+    )
+    use_default_pf: bool = option(False, doc="Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
+    relative_f: float | None = option(
+        None, check=positive, unit="eV/angstrom", doc="Divide force errors by the length of the force plus this number."
+    )
+    use_huber: bool = option(False, doc="Whether errors above `huber_delta` count linearly.")
+    huber_delta: float | list[float] = option(
+        0.01, check=_delta, doc="Where the Huber loss turns linear: one number, or [energy, force, virial]."
+    )
+    loss_func: str = option("mse", choices=("mse", "mae"), doc="Squared (`mse`) or absolute (`mae`) errors.")
+    f_use_norm: bool = option(
+        False, doc="Whether the length of the force error of an atom counts instead of its components."
+    )
+    intensive_ener_virial: bool = option(
+        False, doc="Whether squared errors of energy and virial are divided by the squared number of atoms."
+    )

@@ -1,0 +1,216 @@
+"""The text of a config file as plain values, with the line of every key; what is wrong with the text is said here."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from deepmd_ema.config.messages import Path as ConfigPath
+from deepmd_ema.config.messages import dotted
+from deepmd_ema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+JSON_SUFFIXES = (".json",)
+YAML_SUFFIXES = (".yaml", ".yml")
+_LARGEST = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
+
+
+@dataclass(frozen=True)
+class ConfigText:
+    """Values of a config file and the line, from 1, of each key and list item."""
+
+    values: dict[str, Any]
+    lines: dict[ConfigPath, int]
+
+
+def read_config_file(path: Path) -> ConfigText:
+    """Return what the file says.
+
+    Raises:
+        ConfigError: if the file is missing, is no JSON or YAML, names a key twice, or holds no section.
+    """
+    text = _read_text(path)
+    if not text.strip():
+        raise ConfigError(
+            f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
+        )
+    if path.suffix.lower() in YAML_SUFFIXES:
+        from deepmd_ema.config.read_yaml import parse_yaml
+
+        found = parse_yaml(text, str(path))
+    else:
+        found = parse_json(text, str(path))
+    if not isinstance(found.values, dict):
+        raise ConfigError(
+            f"{path}:1: expected an object {{...}} with the sections model, learning_rate, loss and training, "
+            f"found {_kind(found.values)}."
+        )
+    return found
+
+
+def parse_json(text: str, source: str) -> ConfigText:
+    """Return the values and lines of a JSON text; a key named twice in one object is an error.
+
+    Raises:
+        ConfigError: with line and column of the first mistake, and what it looks like.
+    """
+    try:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(_json_message(text, error, source)) from None
+    except _NotANumberError as error:
+        line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){error}", t)), 1)
+        raise ConfigError(f"{source}:{line}: {error} is no JSON number. Write a finite number, or null.") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply to be an input.") from None
+    scanner = _Scanner(text)
+    scanner.value(())
+    if scanner.twice:
+        raise ConfigError(
+            f"{source}:{line}: {dotted(path)}: given twice, first on line {first}. Remove one of the two."
+            for path, first, line in scanner.twice
+        )
+    return ConfigText(values, scanner.lines)
+
+
+class _NotANumberError(Exception):
+    """NaN or Infinity stood in a JSON text."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _NotANumberError(name)
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_SCALAR = re.compile(r"[^\s,\]}]+")
+
+
+class _Scanner:
+    """Finds the line of every key and item of a text that is known to be JSON."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.line = 1
+        self.lines: dict[ConfigPath, int] = {}
+        self.twice: list[tuple[ConfigPath, int, int]] = []
+
+    def value(self, path: ConfigPath) -> None:
+        """Step over one value that stands at ``path``."""
+        self._skip_space()
+        self.lines.setdefault(path, self.line)
+        opening = self.text[self.at]
+        if opening in "{[":
+            self._items(path, "}" if opening == "{" else "]")
+        else:
+            self._take(_STRING if opening == '"' else _SCALAR)
+
+    def _items(self, path: ConfigPath, closing: str) -> None:
+        self.at += 1
+        number = 0
+        while True:
+            self._skip_space()
+            if self.text[self.at] == closing:
+                break
+            here = (*path, self._key(path) if closing == "}" else number)
+            self.value(here)
+            number += 1
+            self._skip_space()
+            if self.text[self.at] == ",":
+                self.at += 1
+        self.at += 1
+
+    def _key(self, path: ConfigPath) -> str:
+        line = self.line
+        key: str = json.loads(self._take(_STRING))
+        here = (*path, key)
+        if here in self.lines:
+            self.twice.append((here, self.lines[here], line))
+        self.lines[here] = line
+        self._skip_space()
+        self.at += 1  # the colon
+        return key
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self.text, self.at)
+        assert found is not None, self.text[self.at : self.at + 20]
+        self.at = found.end()
+        return found[0]
+
+    def _skip_space(self) -> None:
+        found = _SPACE.match(self.text, self.at)
+        assert found is not None
+        self.line += found[0].count("\n")
+        self.at = found.end()
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder, expected a .json, .yaml or .yml file.{_inputs_near(path)}")
+    if path.suffix.lower() not in JSON_SUFFIXES + YAML_SUFFIXES and path.exists():
+        raise ConfigError(f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format.")
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes is too large for an input. Is it a data file?")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file.{_inputs_near(path.parent)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
+def _inputs_near(folder: Path) -> str:
+    """Return a sentence with the inputs that are in the folder, or nothing."""
+    try:
+        names = sorted(f.name for f in folder.iterdir() if f.suffix.lower() in JSON_SUFFIXES + YAML_SUFFIXES)
+    except OSError:
+        return ""
+    return f" There is: {', '.join(names[:5])}." if names else ""
+
+
+def _json_message(text: str, error: json.JSONDecodeError, source: str) -> str:
+    where = f"{source}:{error.lineno}:{error.colno}"
+    line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
+    shown = f"\n    {line[:100]}" if line else ""
+    return f"{where}: not JSON: {_json_hint(text, error)}{shown}"
+
+
+def _json_hint(text: str, error: json.JSONDecodeError) -> str:
+    """Return what the mistake looks like; ``error.pos`` is where JSON ended."""
+    here, before = text[error.pos :], text[: error.pos].rstrip()
+    rest = here.lstrip()
+    hints = [
+        (rest.startswith(("//", "/*", "#")), 'JSON has no comments. Use a key that begins with "_", or a .yaml file.'),
+        (rest.startswith("'"), 'texts stand in double quotes: "like this".'),
+        (before.endswith(",") and rest[:1] in ("}", "]"), "a comma before the closing bracket. Remove the comma."),
+        (rest.startswith(","), "a comma too many. Remove it."),
+        (before.endswith(",") and "delimiter" in error.msg, "a comma before the closing bracket. Remove the comma."),
+        (re.match(r"(True|False|None)\b", rest), "write true, false and null in lower case."),
+        (re.match(r"[.+]\d", rest), "a number begins with a digit: 0.5, 5."),
+        (not rest, "the text ends too early. A closing } or ] is missing."),
+        (
+            "delimiter: ','" in error.msg or "',' delimiter" in error.msg,
+            "a comma or a closing bracket is missing before this.",
+        ),
+        ("':' delimiter" in error.msg, "a colon is missing between a key and its value."),
+        ("property name" in error.msg, 'a key in double quotes is expected here: "key": value.'),
+        ("Extra data" in error.msg, "something follows after the end of the object. A closing } may be one too many."),
+        ("Invalid control character" in error.msg, "a text is not closed on its line. A double quote is missing."),
+        ("Invalid \\escape" in error.msg, r"a backslash in a text is written twice: \\."),
+    ]
+    # an illegal trailing comma is reported at the comma by new versions of Python, after it by older ones
+    if re.match(r",\s*[}\]]", here):
+        return "a comma before the closing bracket. Remove the comma."
+    return next((hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}.")
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list [...]", str: "a text", bool: "true or false", type(None): "nothing"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,376 @@
+"""Rules between options: each one function, all in one registry, and each judges only what is right in itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, show
+from deepmd_ema.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.walk import Walk
+
+Found = Iterator[tuple[str, str]]
+"""Dotted path that a message begins with, and the rest of the message."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and the options that it looks at; it is silent when one of them is wrong in itself."""
+
+    check: Callable[[RunConfig], Found]
+    looks_at: tuple[str, ...]
+
+
+RULES: list[Rule] = []
+
+
+def rule(*looks_at: str) -> Callable[[Callable[[RunConfig], Found]], Callable[[RunConfig], Found]]:
+    """Enter a function into the registry; ``looks_at`` are the dotted paths of the options that it reads."""
+
+    def register(check: Callable[[RunConfig], Found]) -> Callable[[RunConfig], Found]:
+        RULES.append(Rule(check, looks_at))
+        return check
+
+    return register
+
+
+def rule_problems(config: RunConfig, walk: Walk) -> list[Problem]:
+    """Return what the rules find; a rule that looks at a broken option is left out."""
+    found = []
+    for r in RULES:
+        if not any(_is_broken(tuple(path.split(".")), walk.broken) for path in r.looks_at):
+            found += [_problem(path, text, walk) for path, text in r.check(config)]
+    return found
+
+
+def launch_problems(config: RunConfig, environ: Mapping[str, str], walk: Walk) -> list[Problem]:
+    """Return what speaks against the ranks that this process was launched with."""
+    if _is_broken(("training", "zero_stage"), walk.broken):
+        return []
+    return [_problem(path, text, walk) for path, text in _launch(config, environ)]
+
+
+def _launch(config: RunConfig, environ: Mapping[str, str]) -> Found:
+    stage, ranks = config.training.zero_stage, environ.get("WORLD_SIZE", "1")
+    launched = "WORLD_SIZE" in environ or "LOCAL_RANK" in environ
+    if stage > 0 and not launched:
+        yield (
+            "training.zero_stage",
+            f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
+            "torchrun --nproc_per_node=2 -m deepmd_ema train input.json",
+        )
+    elif stage > 0:
+        yield (
+            "training.zero_stage",
+            f" = {stage}: {NOT_AVAILABLE}. Set it to 0 and launch without torchrun: dp-ema train input.json",
+        )
+    elif ranks != "1":
+        yield (
+            "training",
+            f": launched with WORLD_SIZE={ranks}, but training on several ranks is not available in dp-ema 0.1. "
+            "Launch without torchrun: dp-ema train input.json",
+        )
+
+
+def _is_broken(path: Path, broken: set[Path]) -> bool:
+    """Whether the option, a section around it or something in it is broken."""
+    return any(path[: len(b)] == b or b[: len(path)] == path for b in broken)
+
+
+def _problem(path: str, text: str, walk: Walk) -> Problem:
+    here: Path = tuple(path.split("."))
+    return Problem(walk.spelled.get(here, here), text)
+
+
+# ---- model
+
+
+@rule("model.type_map")
+def elements_stand_once(config: RunConfig) -> Found:
+    """No element stands twice in ``type_map``."""
+    names = config.model.type_map
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        yield "model.type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+
+
+@rule("model.descriptor.rcut", "model.descriptor.rcut_smth")
+def smoothing_begins_inside_cutoff(config: RunConfig) -> Found:
+    """``rcut_smth`` is smaller than ``rcut``."""
+    d = config.model.descriptor
+    if d.rcut_smth >= d.rcut:
+        yield (
+            "model.descriptor.rcut_smth",
+            f" = {d.rcut_smth:g}: expected less than rcut = {d.rcut:g} (angstrom). Try rcut_smth = {0.1 * d.rcut:.2g}.",
+        )
+
+
+@rule("model.descriptor.axis_neuron", "model.descriptor.neuron")
+def axis_fits_embedding(config: RunConfig) -> Found:
+    """``axis_neuron`` is at most the width of the last embedding layer."""
+    d = config.model.descriptor
+    if d.axis_neuron > d.neuron[-1]:
+        yield (
+            "model.descriptor.axis_neuron",
+            f" = {d.axis_neuron}: expected at most {d.neuron[-1]}, the last number of neuron = {show(d.neuron)}.",
+        )
+
+
+@rule("model.descriptor.sel", "model.type_map")
+def one_sel_per_element(config: RunConfig) -> Found:
+    """A list ``sel`` has one number for each element."""
+    yield from _one_per_element(config, "model.descriptor.sel", config.model.descriptor.sel)
+
+
+@rule("model.fitting_net.atom_ener", "model.type_map")
+def one_atom_ener_per_element(config: RunConfig) -> Found:
+    """A list ``atom_ener`` is empty or has one entry for each element."""
+    if config.model.fitting_net.atom_ener:
+        yield from _one_per_element(config, "model.fitting_net.atom_ener", config.model.fitting_net.atom_ener)
+
+
+@rule("model.preset_out_bias", "model.type_map")
+def one_preset_bias_per_element(config: RunConfig) -> Found:
+    """``preset_out_bias`` has one number, list of one number, or null for each element."""
+    path = "model.preset_out_bias"
+    for name, values in (config.model.preset_out_bias or {}).items():
+        wrong = [v for v in values if not _is_bias(v)]
+        if wrong:
+            yield path, f": {name} has {show(wrong[0])}: expected a number, or null for a bias that is fitted."
+        yield from _one_per_element(config, path, values)
+
+
+def _is_bias(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) == 1 and _is_bias(value[0])
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+
+
+def _one_per_element(config: RunConfig, path: str, values: Sequence[Any] | str) -> Found:
+    names = config.model.type_map
+    if isinstance(values, list) and len(values) != len(names):
+        yield (
+            path,
+            f" = {show(values)}: has length {len(values)}, expected {len(names)}, "
+            f"one for each of type_map = {show(names)}.",
+        )
+
+
+@rule("model.type_map", "model.pair_exclude_types")
+def excluded_pairs_exist(config: RunConfig) -> Found:
+    """``pair_exclude_types`` names types that exist."""
+    pairs = config.model.pair_exclude_types
+    yield from _types_exist(config, "model.pair_exclude_types", [t for pair in pairs for t in pair])
+
+
+@rule("model.type_map", "model.descriptor.exclude_types")
+def descriptor_excluded_pairs_exist(config: RunConfig) -> Found:
+    """``descriptor.exclude_types`` names types that exist."""
+    pairs = config.model.descriptor.exclude_types
+    yield from _types_exist(config, "model.descriptor.exclude_types", [t for pair in pairs for t in pair])
+
+
+@rule("model.type_map", "model.atom_exclude_types")
+def excluded_types_exist(config: RunConfig) -> Found:
+    """``atom_exclude_types`` names types that exist, and leaves one."""
+    excluded, names = config.model.atom_exclude_types, config.model.type_map
+    yield from _types_exist(config, "model.atom_exclude_types", excluded)
+    if set(excluded) >= set(range(len(names))):
+        yield "model.atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+
+
+def _types_exist(config: RunConfig, path: str, types: Sequence[int]) -> Found:
+    names = config.model.type_map
+    bad = sorted({t for t in types if t >= len(names)})
+    if bad:
+        yield (
+            path,
+            f": type {bad[0]} does not exist, expected 0 to {len(names) - 1}, places in type_map = {show(names)}.",
+        )
+
+
+@rule("model.fitting_net.numb_fparam", "model.fitting_net.default_fparam")
+def default_fparam_has_all_parameters(config: RunConfig) -> Found:
+    """``default_fparam`` has ``numb_fparam`` numbers."""
+    net = config.model.fitting_net
+    if net.default_fparam is not None and len(net.default_fparam) != net.numb_fparam:
+        yield (
+            "model.fitting_net.default_fparam",
+            f" = {show(net.default_fparam)}: has length {len(net.default_fparam)}, "
+            f"expected numb_fparam = {net.numb_fparam}.",
+        )
+
+
+@rule("model.fitting_net.trainable", "model.fitting_net.neuron")
+def trainable_names_all_layers(config: RunConfig) -> Found:
+    """A list ``trainable`` has one entry for each layer, the output included."""
+    net = config.model.fitting_net
+    if isinstance(net.trainable, list) and len(net.trainable) != len(net.neuron) + 1:
+        yield (
+            "model.fitting_net.trainable",
+            f" = {show(net.trainable)}: has length {len(net.trainable)}, expected {len(net.neuron) + 1}: "
+            "one for each layer of neuron and one for the output.",
+        )
+
+
+@rule("model.fitting_net.use_aparam_as_mask", "model.fitting_net.numb_aparam")
+def mask_needs_aparam(config: RunConfig) -> Found:
+    """``use_aparam_as_mask`` needs atom parameters."""
+    net = config.model.fitting_net
+    if net.use_aparam_as_mask and net.numb_aparam == 0:
+        yield "model.fitting_net.use_aparam_as_mask", " = true: needs numb_aparam > 0. Set it, or remove the mask."
+
+
+# ---- learning rate
+
+
+@rule("learning_rate.stop_lr", "learning_rate.stop_lr_ratio")
+def one_end_of_learning_rate(config: RunConfig) -> Found:
+    """``stop_lr`` and ``stop_lr_ratio`` exclude each other."""
+    lr = config.learning_rate
+    if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
+        yield "learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. Remove one of the two."
+
+
+@rule("learning_rate.start_lr", "learning_rate.stop_lr")
+def learning_rate_goes_down(config: RunConfig) -> Found:
+    """``stop_lr`` is not above ``start_lr``."""
+    lr = config.learning_rate
+    if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
+        yield "learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
+
+
+@rule("learning_rate.stop_lr", "learning_rate.stop_lr_ratio", "learning_rate.decay_type")
+def inverse_decay_ends_above_zero(config: RunConfig) -> Found:
+    """The inverse linear decay of wsd, which divides by the last rate, does not end at 0."""
+    lr = config.learning_rate
+    if lr.type == "wsd" and lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear":
+        yield "learning_rate.stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
+
+
+@rule("learning_rate.warmup_steps", "learning_rate.warmup_ratio")
+def one_length_of_warmup(config: RunConfig) -> Found:
+    """``warmup_steps`` and ``warmup_ratio`` exclude each other."""
+    lr = config.learning_rate
+    if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
+        yield "learning_rate.warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. Remove one of the two."
+
+
+@rule("learning_rate.warmup_steps", "training.numb_steps")
+def warmup_ends_in_the_run(config: RunConfig) -> Found:
+    """The warm-up is shorter than the run."""
+    steps, warmup = config.training.numb_steps, config.learning_rate.warmup_steps
+    if steps is not None and warmup >= steps:
+        yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
+
+
+# ---- loss
+
+
+@rule("loss.f_use_norm", "loss.use_huber", "loss.loss_func")
+def force_norm_needs_mae_or_huber(config: RunConfig) -> Found:
+    """``f_use_norm`` works with absolute or Huber errors only."""
+    loss = config.loss
+    if loss.f_use_norm and not (loss.use_huber or loss.loss_func == "mae"):
+        yield "loss.f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
+
+
+@rule("loss.use_huber", "loss.loss_func", "loss.relative_f", "loss.start_pref_pf", "loss.limit_pref_pf")
+def huber_has_no_weighted_forces(config: RunConfig) -> Found:
+    """The Huber loss has no per-atom weights and no relative forces."""
+    loss = config.loss
+    huber = loss.use_huber and loss.loss_func == "mse"
+    if huber and loss.relative_f is not None:
+        yield "loss.relative_f", f" = {loss.relative_f:g}: not possible with use_huber. Remove one of the two."
+    if huber and (loss.start_pref_pf or loss.limit_pref_pf):
+        yield "loss.start_pref_pf", f" = {loss.start_pref_pf:g}: not possible with use_huber. Remove one of the two."
+
+
+@rule("loss")
+def something_is_minimized(config: RunConfig) -> Found:
+    """At least one weight of the loss is not zero."""
+    loss = config.loss
+    terms = ("e", "f", "v", "ae", "pf")
+    if not any(getattr(loss, f"start_pref_{t}") or getattr(loss, f"limit_pref_{t}") for t in terms):
+        yield "loss", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
+
+
+# ---- training
+
+
+@rule("training.numb_steps", "training.numb_epoch")
+def one_length_of_run(config: RunConfig) -> Found:
+    """Exactly one of ``numb_steps`` and ``numb_epoch`` is given."""
+    t = config.training
+    if t.numb_steps is not None and t.numb_epoch is not None:
+        yield "training.numb_epoch", f" = {t.numb_epoch:g}: numb_steps = {t.numb_steps} is given too. Remove one."
+    if t.numb_steps is None and t.numb_epoch is None:
+        yield "training", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.'
+
+
+@rule("training.stat_file", "training.stat_file_mode")
+def reading_statistics_needs_a_file(config: RunConfig) -> Found:
+    """``stat_file_mode`` read needs a ``stat_file``."""
+    t = config.training
+    if t.stat_file_mode == "read" and t.stat_file is None:
+        yield "training.stat_file_mode", ' = "read": needs training.stat_file. Add it, or remove stat_file_mode.'
+
+
+@rule("training.training_data.systems")
+def training_systems_are_folders(config: RunConfig) -> Found:
+    """Training systems are of a format that is read."""
+    yield from _no_lmdb("training.training_data.systems", config.training.training_data.systems)
+
+
+@rule("training.validation_data.systems")
+def validation_systems_are_folders(config: RunConfig) -> Found:
+    """Validation systems are of a format that is read."""
+    if config.training.validation_data is not None:
+        yield from _no_lmdb("training.validation_data.systems", config.training.validation_data.systems)
+
+
+def _no_lmdb(path: str, systems: Sequence[str]) -> Found:
+    bad = [s for s in systems if s.rstrip("/").endswith(".lmdb")]
+    if bad:
+        yield path, f": {show(bad[0])}: LMDB data are {NOT_AVAILABLE}. Use deepmd/npy folders or HDF5."
+
+
+# ---- validating
+
+
+@rule("training.validation_data", "validating.full_validation", "validating.ema_full_validation")
+def full_validation_needs_data(config: RunConfig) -> Found:
+    """Full validation, of live or averaged weights, needs ``validation_data``."""
+    v = config.validating
+    if config.training.validation_data is None:
+        for name in ("full_validation", "ema_full_validation"):
+            if getattr(v, name):
+                yield f"validating.{name}", " = true: needs training.validation_data. Add it, or set this to false."
+
+
+@rule("training.enable_ema", "validating.ema_full_validation")
+def ema_validation_needs_ema(config: RunConfig) -> Found:
+    """``ema_full_validation`` needs ``enable_ema``, whatever ``full_val_start`` says."""
+    if config.validating.ema_full_validation and not config.training.enable_ema:
+        yield (
+            "validating.ema_full_validation",
+            ' = true: needs "enable_ema": true in training. Add it, or set this to false.',
+        )
+
+
+@rule("loss", "validating.validation_metric", "validating.full_validation", "validating.ema_full_validation")
+def metric_is_trained(config: RunConfig) -> Found:
+    """What ranks the weights has weights in the loss, at the start and at the end."""
+    v = config.validating
+    letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[v.validation_metric[0]]
+    start, limit = (getattr(config.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
+    if (v.full_validation or v.ema_full_validation) and not (start and limit):
+        yield (
+            "validating.validation_metric",
+            f" = {show(v.validation_metric)}: not in the loss, whose start_pref_{letter} = {start:g} and "
+            f"limit_pref_{letter} = {limit:g} must both be > 0. Set them, or choose another metric.",
+        )

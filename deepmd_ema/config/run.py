@@ -1,0 +1,38 @@
+"""A whole run as one frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepmd_ema.config.fields import option, plain
+from deepmd_ema.config.model import ModelConfig
+from deepmd_ema.config.optim import Adam, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
+from deepmd_ema.config.training import Training, Validating
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All sections of an input file.
+
+    Attributes:
+        given: dotted paths of the options that the file names itself (the others are defaults); not compared.
+        notes: what was accepted from an older input and taken differently, for the log; not compared.
+    """
+
+    model: ModelConfig = option(default_type="standard", doc="What is trained.")
+    learning_rate: ExpSchedule | CosineSchedule | WsdSchedule = option(
+        default_type="exp", doc="How the learning rate goes down."
+    )
+    optimizer: Adam | AdamW = option(Adam(), default_type="Adam", doc="How parameters follow gradients.")
+    loss: EnerLoss = option(EnerLoss(), default_type="ener", doc="What is minimized.")
+    training: Training = option(doc="How long, on which data, and what is written when.")
+    validating: Validating = option(Validating(), doc="Full validation and the best weights.")
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+
+def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
+    """Return the normalized config as plain JSON: canonical keys, every default filled in (the file ``out.json``)."""
+    result: dict[str, Any] = plain(config)
+    return result

@@ -1,0 +1,133 @@
+"""What DeePMD-kit 3.2.0 knows and dp-ema does not have yet: refused by name, never ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """An option of DeePMD-kit that is not here.
+
+    Attributes:
+        harmless: values that ask for nothing (its default in DeePMD-kit); they are accepted and dropped. None: every
+            value, because the option only informs.
+        instead: what to do, or an empty string.
+        covers: required keys of the section that are not missed when this one is given.
+    """
+
+    harmless: tuple[Any, ...] | None = (None,)
+    instead: str = ""
+    covers: tuple[str, ...] = ()
+
+
+_OFF = Unavailable((None, False))
+_ZERO = Unavailable((None, 0))
+_EMPTY = Unavailable((None, {}, []))
+_ONE_TASK = "Multi-task training comes later; train one task per input."
+_MULTI_TASK = Unavailable((None, {}), _ONE_TASK)
+
+# section -> key -> what there is to know
+UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
+    "": {
+        "nvnmd": Unavailable((None, {})),
+        "loss_dict": _MULTI_TASK,
+    },
+    "model": {
+        "model_dict": Unavailable((None, {}), _ONE_TASK, covers=("type_map", "descriptor", "fitting_net")),
+        "shared_dict": _MULTI_TASK,
+        "use_srtab": Unavailable(),
+        "smin_alpha": Unavailable(),
+        "sw_rmin": Unavailable(),
+        "sw_rmax": Unavailable(),
+        "srtab_add_bias": Unavailable((None, True)),
+        "modifier": _EMPTY,
+        "compress": _EMPTY,
+        "spin": _EMPTY,
+        "type_embedding": _EMPTY,
+        "finetune_head": Unavailable((None, "")),
+        "model_branch_alias": _EMPTY,
+        "info": Unavailable(harmless=None),
+        "bridging_method": Unavailable((None, "None", "none")),
+        "bridging_r_inner": Unavailable((None, 0.5)),
+        "bridging_r_outer": Unavailable((None, 0.8)),
+    },
+    "loss": {
+        "start_pref_h": _ZERO,
+        "limit_pref_h": _ZERO,
+        "start_pref_gf": _ZERO,
+        "limit_pref_gf": _ZERO,
+        "numb_generalized_coord": _ZERO,
+        "enable_atom_ener_coeff": _OFF,
+    },
+    "training": {
+        "data_dict": Unavailable((None, {}), _ONE_TASK, covers=("training_data",)),
+        "model_prob": _MULTI_TASK,
+        "num_epoch_dict": _MULTI_TASK,
+        "mixed_precision": Unavailable((None, {}), 'Set "precision": "float32" in descriptor and fitting_net instead.'),
+        "profiling": _OFF,
+        "enable_profiler": _OFF,
+        "profiling_file": Unavailable((None, "timeline.json")),
+        "acc_freq": Unavailable((None, 1)),
+        "neighbor_graph_method": Unavailable((None, "auto")),
+        "enable_compile": _OFF,
+        "enable_tf32": _OFF,
+    },
+    "validating": {"compiled_infer": _OFF, "tf32_infer": _OFF, "amp_infer": _OFF},
+}
+
+# section -> values of its `type`, aliases included
+_DESCRIPTORS = (
+    "loc_frame", "se_e2_r", "se_r", "se_e3", "se_at", "se_a_3be", "se_t", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
+    "se_a_tpe_v2", "se_a_mask", "se_atten", "dpa1", "se_atten_v2", "se_e3_tebd", "dpa2", "dpa3", "dpa4", "DPA4",
+    "SeZM", "sezm", "dpa4c", "DPA4C", "hybrid",
+)  # fmt: skip
+UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
+    "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
+    "model.descriptor": _DESCRIPTORS,
+    "model.fitting_net": ("dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
+    "optimizer": ("LKF", "AdaMuon", "HybridMuon"),
+    "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
+}
+
+# values of plain options: path -> values
+UNAVAILABLE_VALUES: dict[str, tuple[str, ...]] = {
+    "model.descriptor.precision": ("float16", "bfloat16"),
+    "model.fitting_net.precision": ("float16", "bfloat16"),
+}
+UNAVAILABLE_PATTERNS: dict[str, tuple[str, ...]] = {
+    "training.training_data.batch_size": ("mixed:", "mix:"),
+    "training.validation_data.batch_size": ("mixed:", "mix:"),
+    "model.descriptor.activation_function": ("custom_silu",),
+    "model.fitting_net.activation_function": ("custom_silu",),
+    "validating.validation_metric": ("FR:", "FM:", "fr:", "fm:"),
+}
+
+
+def unavailable_key(section: str, key: str) -> Unavailable | None:
+    """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
+    return UNAVAILABLE.get(section, {}).get(key)
+
+
+def is_covered(section: str, name: str, keys: Iterable[str]) -> bool:
+    """Whether a required key is not missed, because a key of an absent feature stands for it."""
+    known = UNAVAILABLE.get(section, {})
+    return any(name in known[key].covers for key in keys if key in known)
+
+
+def is_harmless(known: Unavailable, value: Any) -> bool:
+    """Whether the value asks for nothing; true is not 1 here."""
+    return known.harmless is None or any(
+        value == h and isinstance(value, bool) == isinstance(h, bool) for h in known.harmless
+    )
+
+
+def is_unavailable_value(path: str, value: Any) -> bool:
+    """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
+    if not isinstance(value, str):
+        return False
+    return value in UNAVAILABLE_VALUES.get(path, ()) or value.startswith(UNAVAILABLE_PATTERNS.get(path, ("\0",)))

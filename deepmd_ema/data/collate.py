@@ -1,0 +1,280 @@
+"""Frames to batches: neighbors as a dense matrix per frame, prepared once, and frames joined by offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from deepmd_ema import keys
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.geometry import Pairs, find_pairs, stable_argsort
+
+# N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
+Array: TypeAlias = np.ndarray
+
+ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
+_SHAPE_PER_FRAME = {keys.ENERGY: (), keys.VIRIAL: (9,)}
+_SHAPE_PER_ATOM: dict[str, tuple[int, ...]] = {keys.FORCE: (3,), keys.ATOM_ENERGY: (), keys.ATOM_PREF: ()}
+
+
+@dataclass(frozen=True, eq=False)
+class PairedFrame:
+    """A frame with its neighbors in slots: all that collation needs and that no other frame changes.
+
+    Atoms are sorted by type here ("rows"). Image 0 of ``table`` stands for an empty slot, whose neighbor is the atom
+    itself: ``coord[neighbor] + table[image] - coord`` is the vector of every slot, empty or not.
+
+    Attributes:
+        frame: where it comes from.
+        order: (N,) the atom of the frame in each row.
+        counts: (T,) atoms of each type.
+        slots: slots per section, rounded up.
+        needed: most neighbors per section before any were dropped for ``sel``.
+        coord: (N, 3) positions by row.
+        neighbor: (N, K) row of the neighbor, small integers.
+        image: (N, K) place of the neighbor's image in ``table``, small integers.
+        table: (S, 3) cartesian shifts of the images, angstrom.
+        reverse: (N, M) int32 slots ``row * K + k`` in which a row stands as a neighbor; ``N * K`` is none.
+    """
+
+    frame: Frame
+    order: Array
+    counts: Array
+    slots: tuple[int, ...]
+    needed: tuple[int, ...]
+    coord: Array
+    neighbor: Array
+    image: Array
+    table: Array
+    reverse: Array
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds, nearly."""
+        arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse, self.frame.coord)
+        return sum(a.nbytes for a in arrays) + sum(a.nbytes for a in self.frame.labels.values()) + 2048
+
+    def by_row(self, per_atom: Array | None) -> Array | None:
+        """Return ``per_atom`` (N, ...) in the order of the rows; None stays None."""
+        return None if per_atom is None else per_atom[self.order]
+
+
+def pair_frame(frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None,
+               round_to: int = ROUND_TO) -> PairedFrame:
+    """Return ``frame`` with its neighbors in slots; ``pairs`` are searched when not given."""
+    if pairs is None:
+        pairs = find_pairs(frame.coord, frame.box, layout.rcut)
+    natoms = frame.num_atoms
+    order = stable_argsort(frame.atom_type, layout.num_types)
+    row_of_atom = np.empty(natoms, np.int64)
+    row_of_atom[order] = np.arange(natoms)
+    row, column, place, shift, slots, needed = _place_pairs(frame.atom_type, pairs, row_of_atom, layout, round_to)
+    table, image_of_pair = _images(shift, frame.box, layout.rcut)
+    total = sum(slots)
+    flat = row * total + place
+    neighbor = np.repeat(np.arange(natoms, dtype=_small_int(natoms)), total)
+    neighbor[flat] = column
+    image = np.zeros(natoms * total, _small_int(len(table)))
+    image[flat] = image_of_pair
+    return PairedFrame(
+        frame=frame,
+        order=order,
+        counts=np.bincount(frame.atom_type, minlength=layout.num_types),
+        slots=slots,
+        needed=needed,
+        coord=np.ascontiguousarray(frame.coord[order]),
+        neighbor=neighbor.reshape(natoms, total),
+        image=image.reshape(natoms, total),
+        table=table,
+        reverse=_reverse_slots(flat, column, natoms, total, round_to),
+    )
+
+
+def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, pairs: Sequence[Pairs] | None = None,
+            round_to: int = ROUND_TO, labels: Sequence[str] = ()) -> Batch:
+    """Return ``frames`` as one batch; what is missing in some frames is zero there and not ``found``.
+
+    Args:
+        frames: at least one; prepared by ``pair_frame`` with the same layout and rounding, or not.
+        layout: how the model wants its neighbors.
+        pairs: neighbor list of each frame that is not prepared; searched when not given.
+        round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
+        labels: names that the batch shall have even if no frame has them.
+    """
+    given = pairs if pairs is not None else [None] * len(frames)
+    paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout, p, round_to) for f, p in zip(frames, given)]
+    raw = [p.frame for p in paired]
+    rows = _rows(paired)
+    slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
+    neighbor, vector, reverse = _join_neighbors(paired, rows, slots, layout.rcut)
+    num_atoms = np.array([f.num_atoms for f in raw])
+    before = np.cumsum(num_atoms) - num_atoms
+    label_values, found = _join_labels(paired, rows, labels)
+    return Batch(
+        type_counts=tuple(int(n) for n in np.sum([p.counts for p in paired], axis=0)),
+        slots=slots,
+        atom_type=_tensor(_by_row([p.frame.atom_type[p.order] for p in paired], rows)),
+        atom_frame=_tensor(_by_row([np.full(n, k) for k, n in enumerate(num_atoms)], rows)),
+        atom_order=_tensor(_by_row([p.order + b for p, b in zip(paired, before)], rows)),
+        num_atoms=_tensor(num_atoms),
+        coord=_tensor(_by_row([p.coord for p in paired], rows)),
+        box=_tensor(np.stack([np.zeros((3, 3)) if f.box is None else f.box for f in raw])),
+        periodic=_tensor(np.array([f.box is not None for f in raw])),
+        neighbor=_tensor(neighbor),
+        vector=_tensor(vector),
+        reverse=_tensor(reverse),
+        labels=label_values,
+        found=found,
+        fparam=_optional([f.fparam for f in raw], np.stack),
+        aparam=_optional([p.by_row(p.frame.aparam) for p in paired], lambda parts: _by_row(parts, rows)),
+        frames=tuple(f.source for f in raw),
+    )
+
+
+def _place_pairs(atom_type: Array, pairs: Pairs, row_of_atom: Array, layout: NeighborLayout,
+                 round_to: int) -> tuple[Array, Array, Array, Array, tuple[int, ...], tuple[int, ...]]:
+    """Return row, neighbor's row, slot and shift of the pairs that are kept, slots and neighbors per section."""
+    sections = layout.num_types if layout.by_type else 1
+    natoms = len(atom_type)
+    section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
+    key = pairs.i * sections + section
+    sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
+    key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
+    rank, counts = _rank_in_group(key, natoms * sections)
+    needed = counts.reshape(natoms, sections).max(axis=0)
+    keep = rank < np.array(layout.sel)[section[sorter]]
+    if layout.excluded_pairs:
+        excluded = np.zeros((layout.num_types, layout.num_types), bool)
+        for a, b in layout.excluded_pairs:
+            excluded[a, b] = excluded[b, a] = True
+        keep &= ~excluded[atom_type[i], atom_type[j]]
+    if not keep.all():
+        key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
+        rank, counts = _rank_in_group(key, natoms * sections)
+    used = counts.reshape(natoms, sections).max(axis=0)
+    slots = tuple(min(sel, -(-int(n) // round_to) * round_to) for n, sel in zip(used, layout.sel))
+    start = np.cumsum(slots) - slots
+    place = rank + start[section[sorter]]
+    return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, tuple(int(n) for n in needed)
+
+
+def _rank_in_group(key: Array, num_groups: int) -> tuple[Array, Array]:
+    counts = np.bincount(key, minlength=num_groups)
+    return np.arange(len(key)) - np.repeat(np.cumsum(counts) - counts, counts), counts
+
+
+def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:
+    """Return the table of cartesian shifts, an empty slot's first, and the place of each pair's image in it."""
+    empty = np.array([[2.0 * rcut, 0.0, 0.0]])
+    if box is None or len(shift) == 0:
+        return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
+    low = shift.min(axis=0)
+    span = (shift.max(axis=0) - low + 1).astype(np.int64)
+    code = ((shift[:, 0] - low[0]) * span[1] + (shift[:, 1] - low[1])) * span[2] + (shift[:, 2] - low[2])
+    present = np.bincount(code, minlength=int(span.prod())) > 0
+    there = np.flatnonzero(present)
+    images = np.stack(np.unravel_index(there, span), axis=1) + low
+    return np.concatenate([empty, images @ box]), np.cumsum(present)[code]
+
+
+def _reverse_slots(flat: Array, column: Array, natoms: int, total: int, round_to: int) -> Array:
+    by_slot = np.sort(flat)  # so that the sum over an atom's reverse slots has one order
+    neighbor = np.empty(natoms * total, np.int64)
+    neighbor[flat] = column
+    column = neighbor[by_slot]
+    sorter = stable_argsort(column, natoms)
+    rank, counts = _rank_in_group(column[sorter], natoms)
+    width = -(-int(counts.max(initial=0)) // round_to) * round_to
+    reverse = np.full((natoms, width), natoms * total, np.int32)
+    reverse[column[sorter], rank] = by_slot[sorter]
+    return reverse
+
+
+def _rows(paired: Sequence[PairedFrame]) -> list[Array]:
+    """Return for each frame the rows of the batch that its own rows become: by type, then by frame."""
+    counts = np.stack([p.counts for p in paired])  # (F, T)
+    start = np.cumsum(counts.T.ravel()).reshape(counts.T.shape) - counts.T  # (T, F)
+    own = np.cumsum(counts, axis=1) - counts
+    return [np.arange(c.sum()) + np.repeat(start[:, k] - own[k], c) for k, c in enumerate(counts)]
+
+
+def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
+    if len(parts) == 1:
+        return parts[0].copy()  # a batch never shares memory with the cache
+    out = np.empty((sum(len(p) for p in parts), *parts[0].shape[1:]), parts[0].dtype)
+    for part, row in zip(parts, rows):
+        out[row] = part
+    return out
+
+
+def _join_neighbors(paired: Sequence[PairedFrame], rows: Sequence[Array], slots: tuple[int, ...],
+                    rcut: float) -> tuple[Array, Array, Array]:
+    """Return neighbor (A, K), vector (A, K, 3) and reverse (A, M) of the frames together."""
+    if len(paired) == 1:
+        only = paired[0]
+        return only.neighbor.astype(np.int64), _vectors(only), only.reverse.astype(np.int64)
+    num_atoms, total = sum(len(r) for r in rows), sum(slots)
+    width = max(p.reverse.shape[1] for p in paired)
+    neighbor = np.repeat(np.arange(num_atoms), total).reshape(num_atoms, total)
+    vector = np.zeros((num_atoms, total, 3))
+    vector[:, :, 0] = 2 * rcut
+    reverse = np.full((num_atoms, width), num_atoms * total, np.int64)
+    for one, row in zip(paired, rows):
+        columns = _columns(one.slots, slots)
+        to_flat = np.append((row[:, None] * total + columns).ravel(), num_atoms * total)
+        reverse[row, : one.reverse.shape[1]] = to_flat[one.reverse]
+        if len(columns) == total:
+            neighbor[row], vector[row] = row[one.neighbor], _vectors(one)
+        else:
+            where = np.ix_(row, columns)
+            neighbor[where], vector[where] = row[one.neighbor], _vectors(one)
+    return neighbor, vector, reverse
+
+
+def _columns(own: tuple[int, ...], slots: tuple[int, ...]) -> Array:
+    start = np.cumsum(slots) - slots
+    return np.concatenate([np.arange(n) + s for n, s in zip(own, start)])
+
+
+def _vectors(one: PairedFrame) -> Array:
+    # an empty slot: coord - coord is exactly zero, so that its vector is exactly the table's first row
+    vector = np.take(one.coord, one.neighbor, axis=0)
+    vector -= one.coord[:, None]
+    vector += np.take(one.table, one.image, axis=0)
+    return vector
+
+
+def _optional(parts: Sequence[Array | None], join: Callable[[Sequence[Array]], Array]) -> torch.Tensor | None:
+    there = [p for p in parts if p is not None]
+    assert len(there) in (0, len(parts)), "frames with and without parameters in one batch"
+    return _tensor(join(there)) if there else None
+
+
+def _join_labels(paired: Sequence[PairedFrame], rows: Sequence[Array],
+                 wanted: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    names = dict.fromkeys(wanted) | dict.fromkeys(name for p in paired for name in p.frame.labels)
+    labels, found = {}, {}
+    for name in names:
+        found[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
+        if name in keys.PER_ATOM:
+            shape = _SHAPE_PER_ATOM[name]
+            parts = [p.frame.labels[name][p.order] if name in p.frame.labels else np.zeros((len(p.order), *shape))
+                     for p in paired]
+            labels[name] = _tensor(_by_row(parts, rows))
+        else:
+            zero = np.zeros(_SHAPE_PER_FRAME[name])
+            labels[name] = _tensor(np.stack([p.frame.labels.get(name, zero) for p in paired]))
+    return labels, found
+
+
+def _small_int(bound: int) -> type[np.integer]:
+    return np.uint8 if bound <= 1 << 8 else np.uint16 if bound <= 1 << 16 else np.int32
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,92 @@
+"""Systems inside an HDF5 file: a group is a folder, a dataset is a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from deepmd_ema.data.folder import StoredArray
+from deepmd_ema.errors import DataError
+
+Array: TypeAlias = np.ndarray
+
+
+@dataclass(frozen=True)
+class Hdf5Folder:
+    """One system in a group of an HDF5 file, which stays open."""
+
+    group: Any
+    name: str
+
+    def set_names(self) -> list[str]:
+        """Return the names of the set.* groups, sorted."""
+        import h5py
+
+        return sorted(k for k in self.group if k.startswith("set.") and isinstance(self.group[k], h5py.Group))
+
+    def has(self, file: str) -> bool:
+        """Whether there is a dataset or group ``file``."""
+        return file in self.group
+
+    def words(self, file: str) -> list[str] | None:
+        """Return the entries of a dataset as words, None if there is no such dataset."""
+        if file not in self.group:
+            return None
+        values = np.atleast_1d(self.group[file][()]).ravel().tolist()
+        return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
+
+    def array(self, file: str) -> StoredArray | None:
+        """Return the dataset ``file``, None if there is no such dataset."""
+        if file not in self.group:
+            return None
+        dataset, name = self.group[file], f"{self.name}/{file}"
+        if not hasattr(dataset, "shape"):
+            raise DataError(f"{name}: is a group, expected a dataset.")
+        if dataset.dtype.kind not in "fiu":
+            raise DataError(f"{name}: holds {dataset.dtype}, expected float64, float32 or integers.")
+        return Hdf5Array(dataset, name, tuple(dataset.shape))
+
+
+@dataclass(frozen=True)
+class Hdf5Array:
+    """The rows of one dataset."""
+
+    dataset: Any
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
+        try:
+            return np.asarray(self.dataset[start:stop]).reshape(stop - start, -1)
+        except OSError as error:
+            raise DataError(f"{self.name}: cannot be read: {error}") from error
+
+
+def hdf5_folders(file: Path, group: str) -> list[Hdf5Folder]:
+    """Return the systems in ``group`` of ``file`` and in the groups below it, sorted by name.
+
+    Raises:
+        DataError: if the file is not HDF5 or has no such group.
+    """
+    import h5py
+
+    try:
+        root = h5py.File(file, "r")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read as HDF5: it is truncated or not an HDF5 file ({error}).") from error
+    top = "/" + group.strip("/")
+    if top not in root or not isinstance(root[top], h5py.Group):
+        known = ", ".join(sorted(root)) or "none"
+        raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
+    found: list[str] = ["" if "type.raw" in root[top] else "."]
+    root[top].visititems(lambda name, item: found.append(name) if _is_system(item) else None)
+    names = sorted(n for n in found if n != ".")
+    return [Hdf5Folder(root[top][n] if n else root[top], f"{file}#{top.rstrip('/')}/{n}".rstrip("/")) for n in names]
+
+
+def _is_system(item: Any) -> bool:
+    return hasattr(item, "keys") and "type.raw" in item

@@ -1,0 +1,224 @@
+"""Batches made beside the training step: neighbor lists kept per frame, and a thread that works ahead."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from types import TracebackType
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
+from deepmd_ema.data.npy import System
+from deepmd_ema.data.sampler import Sampler
+
+CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
+_PATIENCE_S = 0.2  # how often a waiting thread looks whether it shall stop
+
+
+class PairCache:
+    """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
+
+    Nothing is thrown out when it is full: frames are drawn in permutations, where any frame is as good as another.
+    Loaders, statistics and checks of one layout share one cache. May be used by several threads.
+    """
+
+    def __init__(self, layout: NeighborLayout, max_bytes: int = CACHE_BYTES) -> None:
+        self.layout = layout
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._kept: dict[tuple[System, int], PairedFrame] = {}
+        self._lock = threading.Lock()
+
+    def get(self, system: System, index: int) -> PairedFrame:
+        """Return frame ``index`` of ``system`` with its neighbors."""
+        key = (system, index)
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept
+        made = pair_frame(system.frame(index), self.layout)
+        with self._lock:
+            if key not in self._kept and self.num_bytes + made.nbytes <= self.max_bytes:
+                self._kept[key] = made
+                self.num_bytes += made.nbytes
+        return made
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class Loader:
+    """The batches of a sampler in order, made ahead by a thread.
+
+    Batch n depends on the sampler and n only: a loader that starts at n, or is set to n, goes on as one that ran
+    there. An exception in the thread is raised by ``next``, and again by each further ``next``.
+
+    Args:
+        systems: in the order of the sampler.
+        sampler: which frames make batch n.
+        layout: how the model wants its neighbors.
+        start: number of the first batch.
+        prefetch: batches made ahead.
+        pin: whether batches go to page-locked memory, for copies to a GPU beside the step.
+        cache: neighbor lists to share with others; an own one by default.
+        labels: names that every batch has, even if none of its frames does.
+
+    Attributes:
+        position: number of the batch that ``next`` returns; all that must be saved to go on.
+        wait_s: seconds that ``next`` has waited for batches in all.
+    """
+
+    def __init__(self, systems: Sequence[System], sampler: Sampler, layout: NeighborLayout, start: int = 0,
+                 prefetch: int = 4, pin: bool = False, cache: PairCache | None = None,
+                 labels: Sequence[str] = ()) -> None:
+        cache = cache if cache is not None else PairCache(layout)
+        assert cache.layout == layout, "a cache of another layout"
+        self.position = start
+        self.wait_s = 0.0
+        self._make = partial(_make_batch, systems, sampler, cache, tuple(labels), pin)
+        self._prefetch = prefetch
+        self._worker: _Worker | None = None
+
+    def make(self, n: int) -> Batch:
+        """Return batch ``n``, made here and now; ``position`` stays."""
+        return self._make(n)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._worker is None:
+            self._worker = _Worker(self._make, self.position, self._prefetch)
+        began = time.perf_counter()
+        try:
+            batch = self._worker.take()
+        finally:
+            self.wait_s += time.perf_counter() - began
+        self.position += 1
+        return batch
+
+    def seek(self, position: int) -> None:
+        """Go on with batch ``position``."""
+        self.close()
+        self.position = position
+
+    def close(self) -> None:
+        """Stop the thread; ``next`` starts a new one."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_worker", None) is not None:  # the thread knows only how to make batches, not this object
+            self.close()
+
+
+def sequential_batches(systems: Sequence[System], layout: NeighborLayout, cache: PairCache | None = None,
+                       max_atoms: int = 1024, labels: Sequence[str] = (), rank: int = 0,
+                       world_size: int = 1) -> Iterator[Batch]:
+    """Yield all frames of all systems in order, as many to a batch as have at most ``max_atoms`` atoms, at least one.
+
+    Args:
+        systems: whose frames; frames of different systems may share a batch.
+        layout: how the model wants its neighbors.
+        cache: neighbor lists to share; without it they are computed and not kept.
+        max_atoms: atoms per batch.
+        labels: names that every batch has, even if none of its frames does.
+        rank: which share of the batches.
+        world_size: number of shares; every batch goes to one rank.
+    """
+    cache = cache if cache is not None else PairCache(layout, max_bytes=0)
+    assert cache.layout == layout, "a cache of another layout"
+    for number, group in enumerate(_groups(systems, max_atoms)):
+        if number % world_size == rank:
+            yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
+
+
+def _groups(systems: Sequence[System], max_atoms: int) -> Iterator[list[tuple[System, int]]]:
+    group: list[tuple[System, int]] = []
+    atoms = 0
+    for system in systems:
+        for index in range(system.num_frames):
+            if group and atoms + system.natoms > max_atoms:
+                yield group
+                group, atoms = [], 0
+            group.append((system, index))
+            atoms += system.natoms
+    if group:
+        yield group
+
+
+def _make_batch(systems: Sequence[System], sampler: Sampler, cache: PairCache, labels: tuple[str, ...], pin: bool,
+                n: int) -> Batch:
+    system, frames = sampler.batch(n)
+    batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
+    return batch.pin_memory() if pin else batch
+
+
+class _Worker:
+    """A thread that makes batches from ``start`` on into a queue of ``size`` until it is stopped or fails."""
+
+    def __init__(self, make: Callable[[int], Batch], start: int, size: int) -> None:
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, size))
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(make, start), name="dp-ema-loader", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Batch:
+        """Return the next batch, or raise what stopped the thread."""
+        while self._error is None:
+            item = self._next_item()
+            if isinstance(item, BaseException):
+                self._error = item
+            elif item is not None:
+                return item
+            elif not self._thread.is_alive() and self._queue.empty():
+                self._error = RuntimeError("the thread that makes batches has ended without a word")
+        raise self._error
+
+    def stop(self) -> None:
+        """End the thread; it finishes the batch it is at."""
+        self._stop.set()
+        while self._thread.is_alive():
+            self._next_item(0.0)  # makes room: the thread may be waiting to put
+            self._thread.join(timeout=0.01)
+
+    def _next_item(self, patience_s: float = _PATIENCE_S) -> Batch | BaseException | None:
+        try:
+            return self._queue.get(timeout=patience_s) if patience_s else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _run(self, make: Callable[[int], Batch], start: int) -> None:
+        item: Batch | BaseException | None = None
+        for n in count(start):
+            if self._stop.is_set() or isinstance(item, BaseException):
+                return
+            item = _try(make, n)
+            while not self._stop.is_set() and not self._offer(item):
+                pass
+
+    def _offer(self, item: Batch | BaseException) -> bool:
+        try:
+            self._queue.put(item, timeout=_PATIENCE_S)
+        except queue.Full:
+            return False
+        return True
+
+
+def _try(make: Callable[[int], Batch], n: int) -> Batch | BaseException:
+    try:
+        return make(n)
+    except BaseException as error:  # whatever it is, the consumer must hear of it
+        return error

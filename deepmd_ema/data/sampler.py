@@ -1,0 +1,260 @@
+"""Which frames make batch n: a pure function of (seed, n), so that a run is resumed by a number and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from deepmd_ema.errors import ConfigError, DataError
+
+Array: TypeAlias = np.ndarray
+
+BatchRule: TypeAlias = "int | str | Sequence[int]"
+
+_ATOMS_OF_AUTO = 32  # `auto` is `auto:32`, as in DeePMD-kit
+_GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
+_GOLDEN = 679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
+_ORDER, _FRAMES = 1, 2  # streams of the seed: order of systems in an epoch, order of frames in a system
+
+
+class Sampler:
+    """The batches of an endless sequence of epochs.
+
+    A batch holds frames of one system. An epoch is ``batches_per_epoch`` batches in an order of its own. With
+    probabilities in proportion to the systems' sizes (the default) an epoch has every frame exactly once; with others
+    a system's number of batches differs by at most one between epochs, follows its probability in the long run, and
+    its frames come in permutations one after the other, each frame once per permutation. The last batch of a
+    permutation may be smaller.
+
+    With ``world_size`` ranks, batch n of one rank is a share of a batch ``world_size`` times as large: the frames
+    ``rank, rank + world_size, ...`` of batch n of a single process with that batch size. A rank that would get none
+    (of a last, smaller batch) repeats a frame of the batch, since every rank must do every step.
+
+    Args:
+        num_frames: frames of each system.
+        natoms: atoms of each system.
+        batch_size: a number, a number per system, or a rule, see ``batch_sizes``.
+        auto_prob: ``prob_uniform``, ``prob_sys_size`` or ``prob_sys_size;start:stop:weight;...``.
+        sys_probs: probability per system, which overrides ``auto_prob``; negative: a share of what is left in
+            proportion to the system's number of batches.
+        seed: of all random orders.
+        rank: which share of each batch.
+        world_size: number of shares.
+
+    Attributes:
+        batch_size: frames per batch and rank, per system; 0 for a system left out by ``filter``.
+        batches: batches of each system in an epoch that has every frame once.
+        probabilities: of each system.
+        batches_per_epoch: their sum.
+        warnings: what a user should know, such as systems left out.
+    """
+
+    def __init__(self, num_frames: Sequence[int], natoms: Sequence[int], batch_size: BatchRule = "auto",
+                 auto_prob: str = "prob_sys_size", sys_probs: Sequence[float] | None = None, seed: int = 0,
+                 rank: int = 0, world_size: int = 1) -> None:
+        self.num_frames = tuple(num_frames)
+        self.batch_size, self.warnings = batch_sizes(batch_size, natoms)
+        if not any(self.batch_size):
+            raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
+        self._global_size = [b * world_size for b in self.batch_size]
+        self.batches = tuple(-(-n // b) if b else 0 for n, b in zip(self.num_frames, self._global_size))
+        self.batches_per_epoch = sum(self.batches)
+        self._probabilities = system_probabilities(self.batches, auto_prob, sys_probs)
+        self.probabilities = tuple(float(p) for p in self._probabilities)
+        # place of each system's upper edge when the epoch's batches are laid out side by side, in grid steps
+        edges = accumulate(self._probabilities)
+        self._edges = [0, *(math.floor(e * self.batches_per_epoch * _GRID) for e in edges)]
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._epoch_order = lru_cache(maxsize=2)(self._make_epoch_order)
+        self._frame_order = lru_cache(maxsize=2 * len(self.num_frames) + 2)(self._make_frame_order)
+
+    def batch(self, n: int) -> tuple[int, tuple[int, ...]]:
+        """Return the system and the frames of batch ``n`` (from 0) of this rank."""
+        epoch, place = divmod(n, self.batches_per_epoch)
+        systems, numbers = self._epoch_order(epoch)
+        system = int(systems[place])
+        round_number, k = divmod(int(numbers[place]), self.batches[system])
+        size = self._global_size[system]
+        together = self._frame_order(system, round_number)[k * size: (k + 1) * size]
+        mine = together[self._rank:: self._world_size]
+        if len(mine) == 0:
+            mine = together[self._rank % len(together):][:1]
+        return system, tuple(int(f) for f in mine)
+
+    def steps_for_epochs(self, num_epochs: float) -> int:
+        """Return the steps after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
+        drawn = [Fraction(b) / p for b, p in zip(self.batches, self._probabilities) if b and p > 0]
+        return math.ceil(Fraction(num_epochs) * math.ceil(max(drawn)))
+
+    def _make_epoch_order(self, epoch: int) -> tuple[Array, Array]:
+        """Return for each place of an epoch the system and the number of the batch in the system's own sequence."""
+        first = self._batches_before(epoch)
+        counts = np.array([b - a for a, b in zip(first, self._batches_before(epoch + 1))])
+        order = permutation(self.batches_per_epoch, self._seed, _ORDER, epoch)
+        systems = np.repeat(np.arange(len(counts)), counts)[order]
+        by_system = np.argsort(systems, kind="stable")  # batches of one system come in the order of its own sequence
+        numbers = np.empty(len(systems), np.int64)
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        numbers[by_system] = np.arange(len(systems)) - starts + np.repeat(np.array(first), counts)
+        return systems, numbers
+
+    def _make_frame_order(self, system: int, round_number: int) -> Array:
+        return permutation(self.num_frames[system], self._seed, _FRAMES, system, round_number)
+
+    def _batches_before(self, epoch: int) -> list[int]:
+        """Return how many batches of each system come before ``epoch``.
+
+        In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two
+        edges is the number of batches of a system, so that these add up to ``batches_per_epoch``.
+        """
+        below = [_sum_of_moved_edges(edge, epoch) for edge in self._edges]
+        return [b - a for a, b in pairwise(below)]
+
+
+def batch_sizes(rule: BatchRule, natoms: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
+    """Return the frames per batch of each system, and warnings; 0 is a system to leave out.
+
+    A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
+    ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms; ``filter:N`` = ``max:N`` without the systems
+    of more than N atoms.
+
+    Raises:
+        ConfigError: if the rule is none of these.
+    """
+    if isinstance(rule, str):
+        return _sizes_by_rule(rule, natoms)
+    if isinstance(rule, int):
+        sizes = [rule] * len(natoms)
+    else:
+        sizes = list(rule)
+        if len(sizes) != len(natoms):
+            raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
+    if any(s < 1 for s in sizes):
+        raise ConfigError(f"batch_size = {rule}: expected numbers from 1.")
+    return tuple(sizes), []
+
+
+def system_probabilities(batches: Sequence[int], auto_prob: str = "prob_sys_size",
+                         sys_probs: Sequence[float] | None = None) -> list[Fraction]:
+    """Return the probability of each system; they add up to 1 exactly.
+
+    Args:
+        batches: number of batches of each system.
+        auto_prob: see ``Sampler``.
+        sys_probs: see ``Sampler``.
+
+    Raises:
+        ConfigError: if they cannot be understood or satisfied.
+    """
+    if sys_probs is not None:
+        return _given_probabilities(batches, sys_probs)
+    if auto_prob == "prob_uniform":
+        weights = [Fraction(1 if b else 0) for b in batches]
+    elif auto_prob == "prob_sys_size":
+        weights = [Fraction(b) for b in batches]
+    elif auto_prob.startswith("prob_sys_size;"):
+        weights = _block_weights(batches, auto_prob)
+    else:
+        raise ConfigError(f'auto_prob = "{auto_prob}" is unknown. Known: prob_uniform, prob_sys_size, '
+                          "prob_sys_size;start:stop:weight;...")
+    return _normalized(weights)
+
+
+def permutation(size: int, *numbers: int) -> Array:
+    """Return a permutation of ``size`` things that depends on ``numbers`` only, the same with every numpy."""
+    # raw output of a bit generator is stable by numpy's promise, Generator.permutation is not
+    bits = np.random.PCG64(np.random.SeedSequence(numbers)).random_raw(size)
+    return np.argsort(bits, kind="stable")
+
+
+@dataclass(frozen=True)
+class _Block:
+    start: int
+    stop: int
+    weight: Fraction
+
+
+def _sizes_by_rule(rule: str, natoms: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
+    name, colon, number = rule.partition(":")
+    if name == "auto" and not colon:
+        number = str(_ATOMS_OF_AUTO)
+    if name in ("mix", "mixed"):
+        raise ConfigError(f'batch_size = "{rule}": the rule {name}:N is not supported. Use auto:N, max:N or filter:N.')
+    if name not in ("auto", "max", "filter") or not number.isdigit() or int(number) < 1:
+        raise ConfigError(f'batch_size = "{rule}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N.')
+    atoms = int(number)
+    if name == "auto":
+        return tuple(-(-atoms // n) for n in natoms), []
+    sizes = tuple(0 if name == "filter" and n > atoms else max(1, atoms // n) for n in natoms)
+    left_out = sizes.count(0)
+    warnings = [f'batch_size = "{rule}": {left_out} of {len(sizes)} systems have more than {atoms} atoms and are left '
+                "out."] if left_out else []
+    return sizes, warnings
+
+
+def _given_probabilities(batches: Sequence[int], sys_probs: Sequence[float]) -> list[Fraction]:
+    if len(sys_probs) != len(batches):
+        raise ConfigError(f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}.")
+    assigned = [Fraction(p) if p >= 0 else Fraction(0) for p in sys_probs]
+    rest = 1 - sum(assigned)
+    if rest < Fraction(-1, 10**8):
+        raise ConfigError(f"sys_probs: the numbers that are not negative add up to {float(sum(assigned)):g}, expected "
+                          "at most 1.")
+    share = [Fraction(b) if p < 0 else Fraction(0) for b, p in zip(batches, sys_probs)]
+    if sum(share) and rest > 0:
+        assigned = [a + rest * s / sum(share) for a, s in zip(assigned, share)]
+    return _normalized([a if b else Fraction(0) for a, b in zip(assigned, batches)])
+
+
+def _block_weights(batches: Sequence[int], auto_prob: str) -> list[Fraction]:
+    weights = [Fraction(0)] * len(batches)
+    for text in auto_prob.split(";")[1:]:
+        block = _parse_block(text, auto_prob, len(batches))
+        inside = batches[block.start: block.stop]
+        for k, b in enumerate(inside):
+            weights[block.start + k] += block.weight * Fraction(b, sum(inside) or 1)
+    return weights
+
+
+def _parse_block(text: str, auto_prob: str, num_systems: int) -> _Block:
+    try:
+        start, stop, weight = text.split(":")
+        block = _Block(int(start), int(stop), Fraction(float(weight)))
+    except ValueError as error:
+        raise ConfigError(f'auto_prob = "{auto_prob}": "{text}" is not start:stop:weight.') from error
+    if not 0 <= block.start < block.stop <= num_systems or block.weight < 0:
+        raise ConfigError(f'auto_prob = "{auto_prob}": "{text}" does not fit {num_systems} systems: expected '
+                          f"0 <= start < stop <= {num_systems} and a weight from 0.")
+    return block
+
+
+def _normalized(weights: Sequence[Fraction]) -> list[Fraction]:
+    total = sum(weights)
+    if not total:
+        raise ConfigError("probabilities of the systems: all are 0. Give at least one system a chance.")
+    return [w / total for w in weights]
+
+
+def _sum_of_moved_edges(edge: int, epochs: int) -> int:
+    """Return the sum over e < epochs of floor((edge + e * GOLDEN mod GRID) / GRID)."""
+    whole, part = divmod(edge, _GRID)
+    carries = _floor_sum(epochs, _GRID, _GOLDEN, part) - _floor_sum(epochs, _GRID, _GOLDEN, 0)
+    return epochs * whole + carries
+
+
+def _floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Return the sum over i < n of floor((a * i + b) / m), in steps like Euclid's algorithm."""
+    total = 0
+    while n > 0:
+        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b = divmod(a * n + b, m)
+        a, m = m, a
+    return total

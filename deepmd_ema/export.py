@@ -1,0 +1,137 @@
+"""Freeze: weights as a model file that DeePMD-kit reads, proven to be the same model before it takes its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from deepmd_ema import interchange
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.config import ModelConfig
+    from deepmd_ema.infer.load import LoadedModel
+    from deepmd_ema.model.energy import EnergyModel
+
+SUFFIXES = (".dp", ".yaml", ".yml")
+CONVERTED = (".pth", ".pt2", ".pb", ".pte", ".savedmodel", ".savedmodeltf")  # what `dp convert-backend` makes of a .dp
+# largest difference between the file that was read back and the checkpoint, relative to the largest number
+SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
+SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A file that was written.
+
+    Attributes:
+        path: the file.
+        source: what was frozen, in words.
+        num_bytes: its size.
+        difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
+    """
+
+    path: Path
+    source: str
+    num_bytes: int
+    difference: Mapping[str, float]
+
+    def text(self) -> str:
+        """Return what was written, and how far it is from the checkpoint."""
+        found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
+        return (
+            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n"
+            f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
+            f"({found})\n"
+            f"for LAMMPS with DeePMD-kit: dp convert-backend {self.path} {self.path.with_suffix('.pth')}"
+        )
+
+
+def freeze(loaded: LoadedModel, output: str | Path) -> Frozen:
+    """Write a model to ``output``, read it back, and compare the two before the file takes its name.
+
+    Args:
+        loaded: the model with where its weights come from, which the file records.
+        output: ``.dp``, or ``.yaml``; ``.dp`` is added when there is no suffix.
+
+    Raises:
+        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+    """
+    path = _target(Path(output))
+    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    info = loaded.info
+    try:
+        extra = {"dp_ema": {**info.as_dict(), "config": dict(info.config)}}
+        interchange.write_dp(part, loaded.model, dict(info.config["model"]), info.min_nbor_dist, extra)
+        _, back, _ = interchange.read_dp(part)
+        difference = compare(loaded.model, back, loaded.config)
+        size = part.stat().st_size
+        os.replace(part, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}. Choose another -o.") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return Frozen(path, f"{info.in_words()}, from {info.path}", size, difference)
+
+
+def compare(model: EnergyModel, other: EnergyModel, config: ModelConfig) -> dict[str, float]:
+    """Return the largest differences of two models on frames with all elements, one periodic and one open.
+
+    Raises:
+        CheckpointError: if they differ by more than rounding.
+    """
+    batch = _made_up_frames(model, config)
+    one, two = model.eval()(batch), other.to(batch.coord.device).eval()(batch)
+    difference = {name: float((one[name] - two[name]).abs().max()) for name in one}
+    tolerance = SAME_MATH[model.dtype]
+    for name, value in difference.items():
+        scale = max(1.0, float(one[name].abs().max()))
+        if not value <= tolerance * scale:
+            raise CheckpointError(
+                f"the frozen file read back differs from the checkpoint by {value:.1e} in {name}, more than "
+                f"{tolerance * scale:.0e}: it was not kept. Please report this."
+            )
+    return difference
+
+
+def _made_up_frames(model: EnergyModel, config: ModelConfig) -> Batch:
+    rng = np.random.default_rng(0)
+    num_types = len(config.type_map)
+    side = max(2, int(np.ceil((2 * num_types) ** (1 / 3))))
+    sites = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    natoms = len(sites)
+    box = SPACING * side * np.array([[1.0, 0.0, 0.0], [0.1, 1.0, 0.0], [-0.1, 0.2, 1.0]])
+    fitting = config.fitting_net
+    frames = [
+        Frame(
+            coord=sites / side @ box + rng.normal(scale=0.1, size=(natoms, 3)),
+            atom_type=np.arange(natoms) % num_types,
+            box=cell,
+            fparam=rng.normal(size=fitting.numb_fparam) if fitting.numb_fparam else None,
+            aparam=rng.normal(size=(natoms, fitting.numb_aparam)) if fitting.numb_aparam else None,
+        )
+        for cell in (box, None)
+    ]
+    return collate(frames, model.layout).to(model.out_bias.device)
+
+
+def _target(path: Path) -> Path:
+    if path.suffix in CONVERTED:
+        raise UserError(
+            f"-o {path}: dp-ema writes .dp files. Freeze to {path.with_suffix('.dp')}, then "
+            f"`dp convert-backend {path.with_suffix('.dp')} {path}` with DeePMD-kit."
+        )
+    if path.suffix not in SUFFIXES:
+        path = path.with_name(f"{path.name}.dp")
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: the folder {path.parent} is not there. Make it, or choose another -o.")
+    return path

@@ -1,0 +1,197 @@
+"""Cells, periodic images, neighbor lists and neighbor statistics as pure functions of numpy arrays."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeAlias
+
+import numpy as np
+from vesin import NeighborList
+
+Array: TypeAlias = np.ndarray
+FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
+
+SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
+_FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """All neighbors of all atoms: each pair stands twice, once from each end; sorted by ``i``, then by distance.
+
+    Attributes:
+        i: (P,) int64, the atom.
+        j: (P,) int64, its neighbor.
+        shift: (P, 3) int32, cell vectors to add to the neighbor's position as given (atoms may lie outside the cell).
+    """
+
+    i: Array
+    j: Array
+    shift: Array
+
+    def vector(self, coord: Array, box: Array | None) -> Array:
+        """Return (P, 3): the image of ``j`` minus ``i``, in the unit of ``coord``."""
+        vector = coord[self.j] - coord[self.i]
+        return vector if box is None else vector + self.shift @ box
+
+
+@dataclass(frozen=True)
+class NeighborStatistics:
+    """What the neighborhoods of a data set look like.
+
+    Attributes:
+        min_distance: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
+        max_neighbors: most neighbors of each type that any atom has.
+        max_total: most neighbors of all types that any atom has.
+        nearest: (T, T) shortest distance per pair of types, symmetric.
+        nearest_frame: (T, T) number of the frame (in the order given) with that distance, -1 without any.
+        frame_min: (F,) shortest distance in each frame.
+        frame_pair: (F, 2) the two atoms at that distance, -1 without any.
+    """
+
+    min_distance: float
+    max_neighbors: tuple[int, ...]
+    max_total: int
+    nearest: Array
+    nearest_frame: Array
+    frame_min: Array
+    frame_pair: Array
+
+
+def cell_volume(box: Array) -> float:
+    """Return the volume of a cell (3, 3) whose rows are its vectors, in angstrom^3."""
+    return float(abs(np.linalg.det(np.asarray(box, np.float64).reshape(3, 3))))
+
+
+def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
+    """Return all pairs closer than ``rcut``, images of an atom with itself included.
+
+    Cells may be triclinic and smaller than the cutoff, and atoms may lie outside of them. Pairs of one atom at exactly
+    one distance are sorted by neighbor, then by shift.
+
+    Args:
+        coord: (N, 3), angstrom.
+        box: (3, 3), rows are cell vectors, or None for an open system.
+        rcut: cutoff radius, angstrom.
+    """
+    pairs, shift, distance = _search(coord, box, rcut, "PSd")
+    i, j = pairs[:, 0], pairs[:, 1]
+    order = np.argsort(distance)
+    order = order[stable_argsort(i[order], len(coord))]
+    tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
+    if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
+        order = np.lexsort((*shift.T, j, distance, i))
+    return Pairs(i[order], j[order], shift[order])
+
+
+def neighbor_statistics(frames: Iterable[FrameGeometry], rcut: float, num_types: int,
+                        threads: int | None = None) -> NeighborStatistics:
+    """Return shortest distances and largest numbers of neighbors over ``frames``, searched in a few threads.
+
+    Args:
+        frames: (coord (N, 3), box (3, 3) or None, types (N,) from 0) of each frame, consumed in order.
+        rcut: cutoff radius, angstrom.
+        num_types: T, the number of types.
+        threads: how many; None for the cores this process may use, four at most.
+    """
+    most = np.zeros(num_types, np.int64)
+    most_total = 0
+    nearest = np.full((num_types, num_types), np.inf)
+    nearest_frame = np.full((num_types, num_types), -1, np.int64)
+    frame_min, frame_pair = [], []
+    with ThreadPoolExecutor(threads or min(4, available_cores())) as pool:
+        for number, one in enumerate(_in_threads(pool, frames, rcut, num_types)):
+            most = np.maximum(most, one.most)
+            most_total = max(most_total, one.most_total)
+            closer = one.nearest < nearest
+            nearest[closer], nearest_frame[closer] = one.nearest[closer], number
+            frame_min.append(one.distance)
+            frame_pair.append(one.pair)
+    return NeighborStatistics(
+        min_distance=min(frame_min, default=math.inf),
+        max_neighbors=tuple(int(n) for n in most),
+        max_total=most_total,
+        nearest=nearest,
+        nearest_frame=nearest_frame,
+        frame_min=np.array(frame_min, np.float64),
+        frame_pair=np.array(frame_pair, np.int64).reshape(-1, 2),
+    )
+
+
+def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> tuple[int, ...]:
+    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four."""
+    return tuple(SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors)
+
+
+def stable_argsort(keys: Array, bound: int) -> Array:
+    """Return the stable order of integers from 0 to ``bound - 1``, by radix sort where they fit 16 bits."""
+    return np.argsort(keys.astype(np.uint16) if bound <= 1 << 16 else keys, kind="stable")
+
+
+def available_cores() -> int:
+    """Return how many cores this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class _FrameStatistics:
+    most: Array
+    most_total: int
+    nearest: Array
+    distance: float
+    pair: tuple[int, int]
+
+
+def _in_threads(pool: ThreadPoolExecutor, frames: Iterable[FrameGeometry], rcut: float,
+                num_types: int) -> Iterator[_FrameStatistics]:
+    frames = iter(frames)
+    while chunk := list(islice(frames, _FRAMES_AT_ONCE)):
+        yield from pool.map(lambda frame: _frame_statistics(frame, rcut, num_types), chunk)
+
+
+def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _FrameStatistics:
+    coord, box, types = frame
+    natoms = len(types)
+    pairs, distance = _search(coord, box, rcut, "Pd")
+    if len(distance) == 0:
+        none = np.full((num_types, num_types), np.inf)
+        return _FrameStatistics(np.zeros(num_types, np.int64), 0, none, math.inf, (-1, -1))
+    types = np.asarray(types, np.int64)
+    key = pairs[:, 0] * num_types
+    key += types[pairs[:, 1]]
+    counts = np.bincount(key, minlength=natoms * num_types).reshape(natoms, num_types)
+    shortest = int(distance.argmin())
+    return _FrameStatistics(
+        most=counts.max(axis=0),
+        most_total=int(counts.sum(axis=1).max()),
+        nearest=_nearest_per_type(pairs, distance, types, num_types),
+        distance=float(distance[shortest]),
+        pair=(int(pairs[shortest, 0]), int(pairs[shortest, 1])),
+    )
+
+
+def _nearest_per_type(pairs: Array, distance: Array, types: Array, num_types: int) -> Array:
+    nearest = np.full(num_types * num_types, np.inf)
+    kind = types[pairs[:, 0]] * num_types + types[pairs[:, 1]]
+    for one in np.flatnonzero(np.bincount(kind)):
+        nearest[one] = distance[kind == one].min()
+    return nearest.reshape(num_types, num_types)
+
+
+def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:
+    finder = NeighborList(cutoff=rcut, full_list=True, sorted=True, n_threads=1)
+    found = finder.compute(
+        points=np.ascontiguousarray(coord, np.float64),
+        box=np.zeros((3, 3)) if box is None else np.ascontiguousarray(box, np.float64),
+        periodic=box is not None,
+        quantities=quantities,
+    )
+    return tuple(a if a.dtype.kind == "f" or a.dtype == np.int32 else a.astype(np.int64) for a in found)

@@ -1,0 +1,286 @@
+"""Errors of a model on labelled frames, measured as full validation does: tables, detail files, pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_ema import keys
+from deepmd_ema.config import load_config
+from deepmd_ema.data.loader import PairCache, sequential_batches
+from deepmd_ema.data.npy import System, open_systems
+from deepmd_ema.errors import ConfigError, UserError
+from deepmd_ema.infer.load import Provenance, load_model
+from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.runtime import make_runtime
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+WORST = 10  # frames shown at the end
+_LINE = "# " + "-" * 47 + " "
+# title, name in Errors.summary(), unit; as DeePMD-kit prints them
+_ROWS = (
+    ("Energy {}", "e", "eV"),
+    ("Energy {}/Natoms", "e_peratom", "eV"),
+    ("Force  {}", "f", "eV/Å"),
+    ("Virial {}", "v", "eV"),
+    ("Virial {}/Natoms", "v_peratom", "eV"),
+    ("Stress {}", "s", "eV/Å³"),
+    ("Atomic ener {}", "ae", "eV"),
+)
+_AXES = [a + b for a in "xyz" for b in "xyz"]
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """What a test has found.
+
+    Attributes:
+        info: which weights were tested.
+        type_map: names of the elements.
+        total: errors over all frames.
+        frames: every frame with its prediction, in the order of the files.
+        systems: the systems by name, which know the file of a frame.
+    """
+
+    info: Provenance
+    type_map: Sequence[str]
+    total: Errors
+    frames: Sequence[FrameResult]
+    systems: Mapping[str, System]
+
+    @property
+    def by_system(self) -> dict[str, Errors]:
+        """Errors of each system, in the order in which they were given."""
+        return group_frames(self.frames, lambda frame: frame.source[0])
+
+    def text(self) -> str:
+        """Return errors per system and over all, forces per element, and the worst frames."""
+        systems = self.by_system
+        lines = [f"{self.info.path}: {self.info.in_words()}"]
+        for name, errors in systems.items():
+            lines += ["# ---------------output of dp-ema test----------- ", f"# testing system : {name}"]
+            lines += [f"# number of test data : {errors.summary()['num_frames']:.0f} ", *_error_lines(errors), _LINE]
+        lines += ["# ----------weighted average of errors----------- ", f"# number of systems : {len(systems)}"]
+        lines += [*_error_lines(self.total), _LINE]
+        return "\n".join([*lines, *self._element_lines(), *self._worst_lines()])
+
+    def write_details(self, prefix: str | Path) -> list[Path]:
+        """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
+
+        One block per system, headed by its name; atoms stand as in the files of the data, without virtual atoms, and
+        nan stands for a label that a frame does not have.
+        """
+        virial = " ".join([f"{kind}_v{axes}" for kind in ("data", "pred") for axes in _AXES])
+        tables = {
+            "e": (keys.ENERGY, "data_e pred_e", lambda value, frame: value),
+            "e_peratom": (keys.ENERGY, "data_e pred_e", lambda value, frame: value / frame.num_atoms),
+            "f": (keys.FORCE, "data_fx data_fy data_fz pred_fx pred_fy pred_fz", lambda value, frame: value),
+            "v": (keys.VIRIAL, virial, lambda value, frame: value),
+            "v_peratom": (keys.VIRIAL, virial, lambda value, frame: value / frame.num_atoms),
+            "s": (keys.VIRIAL, virial.replace("_v", "_s"), _stress),
+            "ae": (keys.ATOM_ENERGY, "data_ae pred_ae", lambda value, frame: value[:, None]),
+        }
+        written = []
+        for ending, (name, columns, convert) in tables.items():
+            frames = self.frames if ending != "s" else [f for f in self.frames if f.volume is not None]
+            if any(name in frame.label for frame in frames):
+                written.append(_write_table(Path(f"{prefix}.{ending}.out"), frames, name, columns, convert))
+        return written
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw predictions against labels and return the picture's path."""
+        from deepmd_ema.infer.plots import plot_parity
+
+        def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+            labelled = [f for f in self.frames if name in f.label]
+            scale = [f.num_atoms if per_atom else 1 for f in labelled]
+            sides = ([np.ravel(side[name]) / n for side, n in zip(sides, scale)]
+                     for sides in ([f.label for f in labelled], [f.prediction for f in labelled]))  # fmt: skip
+            labels, predictions = (np.concatenate([*side, np.zeros(0)]) for side in sides)
+            return labels, predictions
+
+        count = f"{len(self.frames)} frames of {len(self.by_system)} systems"
+        return plot_parity(
+            {
+                "Energy": (*pair(keys.ENERGY, True), "eV/atom"),
+                "Force": (*pair(keys.FORCE, False), "eV/Å"),
+                "Virial": (*pair(keys.VIRIAL, True), "eV/atom"),
+            },
+            path,
+            f"{self.info.path.name}: {self.info.in_words()}; {count}",
+        )
+
+    def _element_lines(self) -> list[str]:
+        rows = [
+            f"# {name:<8s}{errors.summary()['num_atoms']:10.0f}   {1000 * errors.metric('F:MAE'):14.3f}   "
+            f"{1000 * errors.metric('F:RMSE'):15.3f}"
+            for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map)))
+            if errors.summary()["num_atoms"]
+        ]
+        head = ["# forces by element", "# element      atoms   F MAE (meV/Å)   F RMSE (meV/Å)"]
+        return [*head, *rows, _LINE] if rows else []
+
+    def _worst_lines(self) -> list[str]:
+        metric = "F:RMSE" if any(keys.FORCE in frame.label for frame in self.frames) else "E:RMSE"
+        worst = worst_frames(self.frames, metric, WORST)
+        if len(worst) < 2:
+            return []
+        rows = []
+        for frame in worst:
+            force, energy = (1000 * frame.errors.metric(name) for name in ("F:RMSE", "E:RMSE"))
+            part, index = self.systems[frame.source[0]].locate(frame.source[1])
+            rows.append(f"# {_number(force)}   {_number(energy)}   {part.name} frame {index}")
+        by = "force" if metric == "F:RMSE" else "energy"
+        return [f"# the {len(worst)} frames of largest {by} error (frames count from 0)",
+                "# F RMSE (meV/Å)   E error (meV/atom)   where", *rows, _LINE]  # fmt: skip
+
+
+class _FirstFrames:
+    """The first frames of a system."""
+
+    def __init__(self, system: System, most: int) -> None:
+        self._system = system
+        self.num_frames = min(system.num_frames, most)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._system, name)
+
+
+def measure(
+    model: str | Path,
+    systems: Sequence[str | Path],
+    num_frames: int = 0,
+    atomic: bool = False,
+    use_average: bool = False,
+    device: str | None = None,
+    rglob_patterns: Sequence[str] | None = None,
+) -> ErrorReport:
+    """Return the errors of a model on systems.
+
+    Args:
+        model: a ``.pt`` checkpoint or a frozen ``.dp`` or ``.yaml``.
+        systems: systems, or folders searched for systems.
+        num_frames: frames of each system, from its first; 0 takes all.
+        atomic: whether atomic energies are tested as well.
+        use_average: takes the averaged weights of a training checkpoint.
+        device: ``cpu``, ``cuda``; CUDA when there is one if not given.
+        rglob_patterns: names of systems to search for in folders.
+
+    Raises:
+        UserError: if the model or the data cannot be read, or no frame has a label.
+    """
+    loaded = load_model(model, use_average=use_average)
+    where = make_runtime(device).device
+    fitting = loaded.config.fitting_net
+    labels = (keys.ENERGY, keys.FORCE, keys.VIRIAL) + ((keys.ATOM_ENERGY,) if atomic else ())
+    opened = open_systems(
+        [str(path) for path in systems],
+        loaded.config.type_map,
+        labels,
+        fitting.numb_fparam,
+        fitting.numb_aparam,
+        rglob_patterns,
+        fitting.default_fparam,
+    )
+    chosen = [_FirstFrames(system, num_frames) for system in opened] if num_frames > 0 else opened
+    network = loaded.model.to(where)
+    batches = sequential_batches(chosen, network.layout, PairCache(network.layout.rcut))
+    total = evaluate(network, batches, where, collect=True)
+    if not any(frame.label for frame in total.frames):
+        raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
+    return ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
+
+
+def run_test(
+    model: str | Path,
+    systems: Sequence[str | Path],
+    *,
+    detail: str | None = None,
+    plot: str | None = None,
+    say: Callable[[str], Any],
+    **options: Any,
+) -> ErrorReport:
+    """Test, say what was found, and write the files asked for; ``options`` are those of :func:`measure`."""
+    report = measure(model, systems, **options)
+    say(report.text())
+    if detail is not None:
+        say(f"wrote {', '.join(map(str, report.write_details(detail)))}")
+    if plot is not None:
+        say(f"wrote {report.plot(plot)}")
+    return report
+
+
+def systems_to_test(
+    systems: Sequence[str] | None, datafile: str | None, valid_data: str | None
+) -> tuple[list[str], list[str] | None]:
+    """Return the systems that the command line names, and the patterns to search folders with.
+
+    Raises:
+        UserError: if the file of systems cannot be read or is empty, or the input has no validation data.
+    """
+    if datafile is not None:
+        try:
+            lines = Path(datafile).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{datafile}: cannot be read: {error}. Expected one system per line.") from error
+        named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not named:
+            raise UserError(f"{datafile}: names no system. Expected the path of one system per line.")
+        return named, None
+    if valid_data is not None:
+        data = load_config(valid_data).training.validation_data
+        if data is None:
+            raise ConfigError(f"{valid_data}: training.validation_data is not there. Give the systems with -s.")
+        return list(data.systems), data.rglob_patterns
+    return list(systems or ["."]), None
+
+
+def _error_lines(errors: Errors) -> list[str]:
+    summary = errors.summary()
+    return [
+        f"{title.format(kind.upper()):<18s} : {summary[f'{kind}_{name}']:e} {unit}"
+        for title, name, unit in _ROWS
+        for kind in ("mae", "rmse")
+        if not math.isnan(summary[f"{kind}_{name}"])
+    ]
+
+
+def _write_table(
+    path: Path,
+    frames: Sequence[FrameResult],
+    name: str,
+    columns: str,
+    convert: Callable[[NDArray[Any], FrameResult], NDArray[Any]],
+) -> Path:
+    unit = " (eV/Å³)" if "_s" in columns else ""
+    blocks: dict[str, list[NDArray[Any]]] = {}
+    for frame in frames:
+        predicted = np.atleast_2d(convert(frame.prediction[name], frame))
+        label = np.full_like(predicted, np.nan)
+        if name in frame.label:
+            label = np.atleast_2d(convert(frame.label[name], frame))
+        blocks.setdefault(frame.source[0], []).append(np.hstack([label, predicted]))
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for system, rows in blocks.items():
+                np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}.") from error
+    return path
+
+
+def _stress(virial: NDArray[Any], frame: FrameResult) -> NDArray[Any]:
+    assert frame.volume is not None
+    return -virial / frame.volume
+
+
+def _number(value: float) -> str:
+    return f"{value:14.3f}" if not math.isnan(value) else f"{'-':>14s}"

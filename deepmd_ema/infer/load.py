@@ -1,0 +1,158 @@
+"""A model from a file: checkpoints, averaged and best files of this program, and DeePMD-kit's ``.dp`` and ``.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema import checkpoint, interchange
+from deepmd_ema.config import ModelConfig, model_config_from_dict
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.energy import EnergyModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+LIVE = "live"
+FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where weights come from.
+
+    Attributes:
+        path: the file.
+        kind: ``training``, ``average``, ``best`` or ``frozen``.
+        weights: ``live``, or the name of the average.
+        step: optimizer steps behind the weights, or None when the file does not say.
+        average: profile, decay, updates and mean age of the average; empty for live weights.
+        min_nbor_dist: nearest pair of the training data, angstrom, or None.
+        version: the program that wrote the file.
+        config: the whole config of the run as a dictionary, or only its model section under ``model``.
+    """
+
+    path: Path
+    kind: str
+    weights: str = LIVE
+    step: int | None = None
+    average: Mapping[str, Any] = field(default_factory=dict)
+    min_nbor_dist: float | None = None
+    version: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what a frozen file records of its weights, as plain values."""
+        return {"weights": self.weights, "step": self.step, "kind": self.kind, "average": dict(self.average)}
+
+    def in_words(self) -> str:
+        """Return one line: live or which average, of which step."""
+        step = "an unknown step" if self.step is None else f"step {self.step}"
+        if self.weights == LIVE:
+            return f"live weights of {step}"
+        about = [f"{name.replace('_', ' ')} {_short(self.average[name])}" for name in ("decay", "updates", "mean_age")
+                 if name in self.average]  # fmt: skip
+        return f"averaged weights ({self.weights}) of {step}" + (f": {', '.join(about)}" if about else "")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that computes, with what its file says about it.
+
+    Attributes:
+        model: on the CPU, in evaluation mode.
+        config: its model section.
+        info: where the weights come from.
+    """
+
+    model: EnergyModel
+    config: ModelConfig
+    info: Provenance
+
+
+def load_model(path: str | Path, use_average: bool | None = None, profile: str | None = None) -> LoadedModel:
+    """Return the model in ``path``.
+
+    Args:
+        path: a checkpoint of any kind, the folder of a run (its latest checkpoint), or a ``.dp`` or ``.yaml`` file.
+        use_average: True takes the averaged weights out of a training checkpoint; otherwise the file's own weights.
+        profile: which average, when the checkpoint holds several.
+
+    Raises:
+        CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
+    """
+    path = Path(path)
+    if path.suffix.lower() in FROZEN_SUFFIXES:
+        loaded = _load_frozen(path)
+    else:
+        path = checkpoint.resolve(path)
+        loaded = _load_checkpoint(path, checkpoint.load(path), bool(use_average), profile)
+    if use_average and loaded.info.weights == LIVE:
+        raise CheckpointError(
+            f"{path}: holds live weights ({loaded.info.kind}), no average. Give the training checkpoint or the file of "
+            "the average; a run keeps averages when training.enable_ema is true."
+        )
+    return loaded
+
+
+def average_in(payload: Mapping[str, Any], path: Path, profile: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights and the facts of an average that a training checkpoint holds: the live buffers complete it.
+
+    Raises:
+        CheckpointError: if there is none, or none of that name.
+    """
+    profiles = payload.get("averages", {}).get("profiles", {})
+    if not profiles:
+        raise CheckpointError(
+            f"{path}: no averaged weights in this checkpoint: training.enable_ema was false. Train with "
+            '"enable_ema": true, or leave out --use-ema to take the live weights.'
+        )
+    if profile is None and len(profiles) == 1:
+        profile = next(iter(profiles))
+    if profile not in profiles:
+        wanted = "which average?" if profile is None else f"no average is called {profile!r}."
+        raise CheckpointError(f"{path}: {wanted} Give --profile one of: {', '.join(profiles)}.")
+    state = profiles[profile]
+    facts = {"decay": state["decay"], "updates": max(0, state["updates"]), "mean_age": state["mean_age"]}
+    return {**payload["model"], **state["weights"]}, {"profile": profile, **facts}
+
+
+def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, profile: str | None) -> LoadedModel:
+    weights, name, average = payload["model"], payload["weights"], payload.get("average", {})
+    if use_average and payload["kind"] == "training":
+        weights, average = average_in(payload, path, profile)
+        name = average["profile"]
+    elif profile is not None and profile != name:
+        raise CheckpointError(f"{path}: holds the weights {name!r}, not the average {profile!r}.")
+    config = model_config_from_dict(payload["config"]["model"], source=str(path))
+    model = build_model(config)
+    checkpoint.check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
+    model.load_state_dict(weights)
+    model.min_nbor_dist = payload.get("min_nbor_dist")
+    info = Provenance(path, payload["kind"], name, payload["step"], average, payload.get("min_nbor_dist"),
+                      f"dp-ema {payload['version']}", payload["config"])  # fmt: skip
+    return LoadedModel(model.eval(), config, info)
+
+
+def _load_frozen(path: Path) -> LoadedModel:
+    config, model, found = interchange.read_dp(path)
+    ours = found.get("dp_ema") or {}
+    info = Provenance(
+        path,
+        "frozen",
+        ours.get("weights", LIVE),
+        ours.get("step"),
+        ours.get("average", {}),
+        found.get("min_nbor_dist"),
+        f"{found.get('software', 'unknown')} {found.get('version', '')}".strip(),
+        ours.get("config") or {"model": found.get("model_def_script", {})},
+    )
+    return LoadedModel(model.eval(), config, info)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,252 @@
+"""Pictures: learning curves of one or several runs, and predictions against labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.infer.curves import LCURVE, VALIDATION, Curve, read_curve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+# blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
+LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
+RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+MOST_DOTS = 20_000  # beyond it a density says more than dots
+INK = "#28323c"
+STYLE = {
+    "font.size": 10.0, "axes.titlesize": 11.0, "axes.labelsize": 10.0, "legend.fontsize": 8.5,
+    "axes.edgecolor": "#8a949e", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "axes.grid.which": "major", "grid.color": "#e3e7eb", "grid.linewidth": 0.7,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+    "axes.titleweight": "bold", "legend.frameon": False, "figure.dpi": 150.0, "lines.solid_capstyle": "round",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What one panel of the learning curves shows.
+
+    Attributes:
+        title: quantity.
+        unit: unit on its axis.
+        batch: column of lcurve.out without ``_trn`` and ``_val``, in eV; shown times 1000.
+        full: column of val.log, in meV.
+    """
+
+    title: str
+    unit: str
+    batch: str
+    full: str
+
+
+PANELS = (
+    Panel("Energy RMSE", "meV/atom", "rmse_e", "E_RMSE(meV/atom)"),
+    Panel("Force RMSE", "meV/Å", "rmse_f", "F_RMSE(meV/Å)"),
+    Panel("Virial RMSE", "meV/atom", "rmse_v", "V_RMSE(meV/atom)"),
+    Panel("Stress RMSE", "meV/Å³", "", "S_RMSE(meV/Å³)"),
+    Panel("Loss", "weighted RMSE", "rmse", ""),
+)
+LOSS = PANELS[-1]
+
+
+def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
+    """Draw the learning curves in ``files`` together and return the picture's path.
+
+    Live and averaged weights have their own colors; with files of several runs each run has one.
+
+    Args:
+        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's.
+        output: picture to write; the suffix says which format.
+        log_steps: a logarithmic axis of steps.
+
+    Raises:
+        UserError: if a file is not one of these, or the picture cannot be written.
+    """
+    curves = [read_curve(path) for path in files]
+    runs = _run_names(curves)
+    panels = [p for p in PANELS[:-1] if any(_has(c, p) for c in curves)] or [LOSS]
+    rates = [c for c in curves if "lr" in c.columns]
+    with _style():
+        figure, axes = _figure(len(panels) + bool(rates))
+        for axis, panel in zip(axes, panels):
+            for curve in curves:
+                _draw(axis, curve, panel, runs)
+            axis.set(title=panel.title, ylabel=f"{panel.title.split()[-1]} ({panel.unit})")
+        for curve in rates:
+            axes[-1].plot(curve.steps, curve.columns["lr"], color=_color(curve, runs, INK), lw=1.6)
+            axes[-1].set(title="Learning rate", ylabel="Learning rate")
+        first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
+        margin = 0.03 * (last - first) or 1
+        for axis in axes:
+            axis.set(xlabel="Optimizer step", xlim=(first - margin, last + margin))
+            _log_axis(axis)
+            if log_steps:
+                axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
+        _legend(figure, axes)
+        return _write(figure, output)
+
+
+def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], output: str | Path, title: str) -> Path:
+    """Draw predictions against labels, and below them how the errors are distributed; return the picture's path.
+
+    Args:
+        pairs: quantity to (labels, predictions, unit); arrays of one shape. The unit starts with ``eV``.
+        output: picture to write.
+        title: what was tested.
+
+    Raises:
+        UserError: if there is nothing to draw, or the picture cannot be written.
+    """
+    shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
+    if not shown:
+        raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
+    with _style():
+        figure, axes = _figure(2 * len(shown), rows=2, heights=(3.2, 1.0))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
+            _draw_parity(axes[k], label, predicted)
+            axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
+            _draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
+        return _write(figure, output)
+
+
+def _draw_parity(axis: Any, label: NDArray[Any], predicted: NDArray[Any]) -> None:
+    low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
+    margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
+    ends = (low - margin, high + margin)
+    axis.plot(ends, ends, color=INK, lw=0.9, zorder=3)
+    if label.size > MOST_DOTS:
+        axis.hexbin(label, predicted, gridsize=120, extent=(*ends, *ends), bins="log", mincnt=1, cmap="viridis",
+                    linewidths=0.1)  # fmt: skip
+    else:
+        axis.plot(label, predicted, ".", color=LIVE_COLOR, ms=9 if label.size < 500 else 4, mew=0,
+                  alpha=max(0.15, min(0.7, 800 / label.size)),
+                  rasterized=True)  # fmt: skip
+    axis.set(xlim=ends, ylim=ends)
+    axis.set_box_aspect(1)
+    axis.ticklabel_format(useOffset=False)
+    axis.locator_params(nbins=5)
+
+
+def _draw_errors(axis: Any, error: NDArray[Any], unit: str) -> None:
+    mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
+    reach = 4 * rmse or 1.0
+    axis.hist(np.clip(error, -reach, reach), bins=61, range=(-reach, reach), color=LIVE_COLOR, alpha=0.85)
+    axis.axvline(0, color=INK, lw=0.9)
+    axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
+    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {error.mean():+.3g} {unit}", fontsize=8.5,
+                   fontweight="normal")  # fmt: skip
+    axis.spines["left"].set_visible(False)
+    axis.grid(False)
+
+
+def _draw(axis: Any, curve: Curve, panel: Panel, runs: Mapping[Path, str]) -> None:
+    run = f"{runs[curve.path.parent]}: " if len(runs) > 1 else ""
+    if curve.kind == VALIDATION:
+        if _has(curve, panel):
+            values = curve.columns[panel.full]
+            color = _color(curve, runs, AVERAGE_COLOR if curve.averaged else LIVE_COLOR)
+            weights = "averaged weights" if curve.averaged else "live weights"
+            axis.plot(curve.steps, values, color=color, lw=2.0, ls="--" if curve.averaged and len(runs) > 1 else "-",
+                      marker="o", ms=3.2, zorder=4, label=f"{run}validation set, {weights}")  # fmt: skip
+            kept = np.isin(curve.steps, list(curve.best_steps)[-1:])
+            axis.plot(curve.steps[kept], values[kept], "*", color=color, ms=13, mec="white", mew=0.8, zorder=5,
+                      label=f"{run}kept as best" if kept.any() else None)  # fmt: skip
+        return
+    factor = 1 if panel is LOSS else 1000
+    for name, values in _batch_columns(curve, panel):
+        train = name.startswith(f"{panel.batch}_trn")
+        role = TRAIN_COLOR if train else "#74aed3"
+        axis.plot(curve.steps, factor * values, color=_color(curve, runs, role), lw=0.9, alpha=0.45 if train else 0.8,
+                  zorder=2 + (not train), label=f"{run}{_batch_label(name, panel, train)}")  # fmt: skip
+
+
+def _batch_label(name: str, panel: Panel, train: bool) -> str:
+    task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
+    return ("training batch" if train else "validation batches") + (f" ({task})" if task else "")
+
+
+def _batch_columns(curve: Curve, panel: Panel) -> list[tuple[str, NDArray[Any]]]:
+    """Return the columns of a learning curve that a panel shows, of every task, without those that are all nan."""
+    if curve.kind != LCURVE or not panel.batch:
+        return []
+    starts = (f"{panel.batch}_trn", f"{panel.batch}_val")
+    return [(n, v) for n, v in curve.columns.items() if n.startswith(starts) and np.isfinite(v).any()]
+
+
+def _has(curve: Curve, panel: Panel) -> bool:
+    if curve.kind == VALIDATION:
+        return panel.full in curve.columns and bool(np.isfinite(curve.columns[panel.full]).any())
+    return bool(_batch_columns(curve, panel))
+
+
+def _color(curve: Curve, runs: Mapping[Path, str], single: str) -> str:
+    return single if len(runs) == 1 else RUN_COLORS[list(runs).index(curve.path.parent) % len(RUN_COLORS)]
+
+
+def _run_names(curves: Sequence[Curve]) -> dict[Path, str]:
+    """Return folder to name: files of one folder are of one run."""
+    folders = list(dict.fromkeys(c.path.parent for c in curves))
+    names = [folder.resolve().name for folder in folders]
+    return {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
+
+
+def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) -> tuple[Any, list[Any]]:
+    """Return a figure that belongs to no window, and its axes row by row."""
+    from matplotlib.figure import Figure
+
+    rows = rows or (1 if panels < 4 else 2)
+    columns = -(-panels // rows)
+    size = (4.2 * columns, 3.3 * rows + 0.4 if heights is None else 1.35 * sum(heights))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
+    for axis in axes[panels:]:
+        axis.remove()
+    return figure, axes[:panels]
+
+
+def _log_axis(axis: Any) -> None:
+    """Make the axis of values logarithmic, with plain numbers at its ticks where it spans a few decades only."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    if high / low < 1000 and low > 1e-3:
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(figure: Any, axes: Sequence[Any]) -> None:
+    """Put one legend above all panels: a line means the same in each."""
+    entries = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
+    if entries:
+        columns = min(len(entries), 2 * len(axes) if len(axes) < 3 else 4)
+        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
+
+
+def _style() -> AbstractContextManager[None]:
+    import matplotlib as mpl
+
+    return mpl.rc_context(STYLE)  # type: ignore[arg-type]
+
+
+def _write(figure: Any, output: str | Path) -> Path:
+    path = Path(output)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: the picture cannot be written: {error}") from error
+    return path

@@ -1,0 +1,220 @@
+"""The Python interface: energies, forces and virials of structures given as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepmd_ema import keys
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.errors import UserError, did_you_mean
+from deepmd_ema.infer.load import LoadedModel, load_model
+from deepmd_ema.runtime import make_runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import ArrayLike
+
+ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about F frames of N atoms.
+
+    Attributes:
+        energy: (F,), eV.
+        force: (F, N, 3), eV/angstrom.
+        virial: (F, 9), eV, row major; minus the stress times the volume.
+        atom_energy: (F, N), eV.
+    """
+
+    energy: NDArray[np.float64]
+    force: NDArray[np.float64]
+    virial: NDArray[np.float64]
+    atom_energy: NDArray[np.float64]
+
+
+class Potential:
+    """A trained model that evaluates structures.
+
+    Args:
+        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a model already loaded.
+        head: for models with several heads; the models of this version have one.
+        device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
+    """
+
+    def __init__(self, path: str | Path | LoadedModel, head: str | None = None, device: str | None = None) -> None:
+        if head is not None:
+            raise UserError(f"head={head!r}: this model has one head. Leave it out.")
+        loaded = path if isinstance(path, LoadedModel) else load_model(path)
+        self.info, self.config = loaded.info, loaded.config
+        self._device = make_runtime(device).device
+        self._model = loaded.model.to(self._device).eval()
+        self._layout = self._model.layout
+
+    @property
+    def type_map(self) -> tuple[str, ...]:
+        """Names of the elements; a type is a place in it."""
+        return tuple(self._model.type_map)
+
+    @property
+    def rcut(self) -> float:
+        """Cutoff radius, angstrom."""
+        return self._layout.rcut
+
+    def evaluate(
+        self,
+        coord: ArrayLike,
+        types: Sequence[int] | Sequence[str] | ArrayLike,
+        box: ArrayLike | None = None,
+        fparam: ArrayLike | None = None,
+        aparam: ArrayLike | None = None,
+    ) -> Prediction:
+        """Return energies, forces, virials and atomic energies of F frames of N atoms.
+
+        Args:
+            coord: (F, N, 3), (F, 3N), or (N, 3) for one frame; angstrom.
+            types: (N,) or (F, N): places in ``type_map``, or element symbols.
+            box: cell vectors as rows, angstrom: (F, 3, 3) or (F, 9), or (3, 3) or (9,) for all frames; None: open.
+            fparam: frame parameters, (F, P) or (P,) for all frames.
+            aparam: atomic parameters, (F, N, Q) or (F, N Q), or (N, Q) for all frames.
+
+        Raises:
+            UserError: if an array has another shape, a number is not finite, or a type is unknown.
+        """
+        frames = self._frames(coord, types, box, fparam, aparam)
+        natoms = len(frames[0].atom_type) if frames else np.shape(types)[-1]
+        parts = [self._predict(chunk) for chunk in _chunks(frames, ATOMS_AT_ONCE.get(self._device.type, 1024))]
+        names = (keys.ENERGY, keys.FORCE, keys.VIRIAL, keys.ATOM_ENERGY)
+        joined = [np.concatenate([p[name] for p in parts]) if parts else np.zeros(0) for name in names]
+        count = len(frames)
+        return Prediction(joined[0], joined[1].reshape(count, natoms, 3), joined[2].reshape(count, 9),
+                          joined[3].reshape(count, natoms))  # fmt: skip
+
+    def _predict(self, frames: Sequence[Frame]) -> dict[str, NDArray[np.float64]]:
+        batch = collate(frames, self._layout).to(self._device)
+        found = self._model(batch)
+        per_atom = (keys.FORCE, keys.ATOM_ENERGY)
+        ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
+        return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
+
+    def _frames(self, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
+        kinds = self._type_numbers(types)
+        natoms = kinds.shape[-1]
+        coords = _coordinates(coord, natoms)
+        count = len(coords)
+        if kinds.ndim == 2 and len(kinds) != count:
+            raise UserError(f"types: shape {kinds.shape}, expected ({natoms},) or ({count}, {natoms}).")
+        kinds = np.broadcast_to(kinds, (count, natoms))
+        boxes = _boxes(box, count)
+        fitting = self.config.fitting_net
+        default = fitting.default_fparam
+        per_frame = _parameters("fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,))
+        per_atom = _parameters("aparam", aparam, count, (natoms, fitting.numb_aparam))
+        return [
+            Frame(
+                coord=coords[k],
+                atom_type=kinds[k],
+                box=None if boxes is None else boxes[k],
+                labels={},
+                fparam=None if per_frame is None else per_frame[k],
+                aparam=None if per_atom is None else per_atom[k],
+                source=("arrays", k),
+                file_index=np.arange(natoms),
+            )
+            for k in range(count)
+        ]
+
+    def _type_numbers(self, types: Any) -> NDArray[np.int64]:
+        found = np.asarray(types)
+        if found.ndim not in (1, 2) or found.shape[-1] == 0:
+            raise UserError(f"types: shape {found.shape}, expected (N,) or (F, N) with at least one atom.")
+        if found.dtype.kind in "US":
+            place = {name: k for k, name in enumerate(self.type_map)}
+            unknown = sorted(set(found.ravel().tolist()) - set(place))
+            if unknown:
+                raise UserError(
+                    f"types: the element {unknown[0]!r} is not in the model. {did_you_mean(unknown[0], self.type_map)}"
+                )
+            return np.vectorize(place.__getitem__, otypes=[np.int64])(found.astype(str))
+        if found.dtype.kind not in "iu":
+            raise UserError(f"types: values of kind {found.dtype}, expected whole numbers or element symbols.")
+        if found.min() < 0 or found.max() >= len(self.type_map):
+            bad = found.min() if found.min() < 0 else found.max()
+            why = " Leave virtual atoms out." if bad == -1 else ""
+            raise UserError(f"types: {bad} is no place in type_map {list(self.type_map)} (from 0).{why}")
+        return found.astype(np.int64)
+
+
+def _coordinates(coord: Any, natoms: int) -> NDArray[np.float64]:
+    found = _numbers("coord", coord)
+    shape = found.shape
+    good = (
+        (len(shape) == 3 and shape[1:] == (natoms, 3))
+        or (len(shape) == 2 and (shape == (natoms, 3) or shape[1] == 3 * natoms))
+        or shape == (3 * natoms,)
+    )
+    if not good:
+        raise UserError(
+            f"coord: shape {shape}, expected (F, {natoms}, 3), (F, {3 * natoms}) or ({natoms}, 3) for {natoms} atoms."
+        )
+    return found.reshape(-1, natoms, 3)
+
+
+def _boxes(box: Any, count: int) -> NDArray[np.float64] | None:
+    if box is None:
+        return None
+    found = _numbers("box", box)
+    if found.shape in ((9,), (3, 3)):
+        found = np.broadcast_to(found.reshape(1, 3, 3), (count, 3, 3))
+    elif found.shape in ((count, 9), (count, 3, 3)):
+        found = found.reshape(count, 3, 3)
+    else:
+        raise UserError(f"box: shape {found.shape}, expected ({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None.")
+    flat = np.flatnonzero(np.abs(np.linalg.det(found)) < 1e-6)
+    if len(flat):
+        raise UserError(f"box: frame {flat[0]} has a cell without volume. Give None for an open system.")
+    return found
+
+
+def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
+    """Return (F, *shape) parameters, or None when the model takes none."""
+    wanted = " x ".join(map(str, shape))
+    if shape[-1] == 0:
+        if value is not None:
+            raise UserError(f"{name}: given, but this model takes none. Leave it out.")
+        return None
+    if value is None:
+        raise UserError(f"{name}: this model needs {wanted} numbers per frame.")
+    found = _numbers(name, value)
+    if found.size == np.prod(shape) and found.shape in (shape, (np.prod(shape),)):
+        return np.broadcast_to(found.reshape(1, *shape), (count, *shape))
+    if len(found) == count and found.size == count * np.prod(shape):
+        return found.reshape(count, *shape)
+    raise UserError(f"{name}: shape {found.shape}, expected {(count, *shape)} or {shape}.")
+
+
+def _numbers(name: str, value: Any) -> NDArray[np.float64]:
+    try:
+        found = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: expected an array of numbers ({error}).") from error
+    if not np.isfinite(found).all():
+        raise UserError(f"{name}: {np.argwhere(~np.isfinite(found))[0].tolist()} is not a finite number.")
+    return found
+
+
+def _chunks(frames: Sequence[Frame], most_atoms: int) -> Iterator[Sequence[Frame]]:
+    if not frames:
+        return
+    size = max(1, most_atoms // len(frames[0].atom_type))
+    for start in range(0, len(frames), size):
+        yield frames[start : start + size]

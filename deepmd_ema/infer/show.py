@@ -1,0 +1,130 @@
+"""What is in a model file, in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema import checkpoint
+from deepmd_ema.config import config_from_dict, config_summary
+from deepmd_ema.errors import ConfigError
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LIVE, load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+KINDS = {
+    "training": "training checkpoint",
+    "average": "averaged weights",
+    "best": "best weights",
+    "frozen": "frozen model",
+}
+_IN_MODEL_ROWS = ("elements", "descriptor", "fitting")
+
+
+def describe(path: str | Path, whole_config: bool = False) -> str:
+    """Return what is in a checkpoint or a frozen file, or its whole config as JSON.
+
+    Raises:
+        CheckpointError: if the file is missing, damaged or not a model.
+    """
+    if Path(path).suffix.lower() in FROZEN_SUFFIXES:
+        about = _frozen(Path(path))
+    else:
+        real = checkpoint.resolve(path)
+        about = _checkpoint(real, checkpoint.load(real))
+    if whole_config:
+        return json.dumps(about["config"], indent=4)
+    lines = [f"{about['path']}: {KINDS[about['kind']]} of {about['version']}, {_size(Path(about['path']))}"]
+    rows = [*about["rows"], *_model_rows(about["config"]["model"], about["tensors"]), *about["more"]]
+    rows += [*_run_rows(about["config"]), ("config", "--config prints all of it")]
+    return "\n".join([*lines, *(f"  {name:<14s} {text}" for name, text in rows if text)])
+
+
+def _checkpoint(path: Path, payload: Mapping[str, Any]) -> dict[str, Any]:
+    weights, average = payload["weights"], payload.get("average", {})
+    own = "live" if weights == LIVE else f"average {weights}: {_average(average)}"
+    profiles = payload.get("averages", {}).get("profiles", {})
+    return {
+        "path": path,
+        "kind": payload["kind"],
+        "version": f"dp-ema {payload['version']}",
+        "config": payload["config"],
+        "tensors": payload["model"],
+        "rows": [
+            ("weights", f"{own}, step {payload['step']:,}"),
+            *(("average", f"{name}: {_average(state)} (freeze it with --use-ema)") for name, state in profiles.items()),
+        ],
+        "more": [
+            *_distance(payload.get("min_nbor_dist")),
+            *(("best", text) for text in _best(payload.get("best", {}))),
+            *([("restart", "possible: optimizer state and positions in the data are here")]
+              if payload["kind"] == "training" else []),
+        ],
+    }  # fmt: skip
+
+
+def _frozen(path: Path) -> dict[str, Any]:
+    loaded = load_model(path)
+    info = loaded.info
+    return {
+        "path": path,
+        "kind": info.kind,
+        "version": info.version,
+        "config": info.config,
+        "tensors": loaded.model.state_dict(),
+        "rows": [("weights", info.in_words())],
+        "more": _distance(info.min_nbor_dist),
+    }
+
+
+def _model_rows(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    descriptor, fitting = model.get("descriptor", {}), model.get("fitting_net", {})
+    yield "elements", " ".join(model.get("type_map", []))
+    yield "descriptor", _options(descriptor, "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "type_one_side")
+    yield "fitting", _options({"type": "ener", **fitting}, "neuron", "numb_fparam", "numb_aparam")
+    kinds = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
+    numbers = sum(t.numel() for t in tensors.values())
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    yield "sizes", f"{numbers:,} numbers in {len(tensors)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}"
+
+
+def _run_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how the run was set up, in a few lines; nothing when the file holds a model section only."""
+    if "training" not in config:
+        return []
+    try:
+        lines = config_summary(config_from_dict(config))
+    except ConfigError:  # of another version: the model section was enough
+        return []
+    rows = [line.split("  ", 1) for line in lines]
+    return [(name, text.strip()) for name, text in rows if name not in _IN_MODEL_ROWS]
+
+
+def _options(section: Mapping[str, Any], *names: str) -> str:
+    known = [f"{n} {section[n]}" for n in names if section.get(n) not in (None, 0, False)]
+    return ", ".join([str(section.get("type", "")), *known])
+
+
+def _average(state: Mapping[str, Any]) -> str:
+    return f"decay {state['decay']:g}, {max(0, state['updates']):,} updates, mean age {state['mean_age']:.1f} steps"
+
+
+def _best(best: Mapping[str, Any]) -> Iterator[str]:
+    for weights, state in best.items():
+        if state["records"]:
+            metric = state["metric"]
+            unit = {"E": "meV/atom", "F": "meV/Å", "V": "meV/atom", "S": "meV/Å³"}.get(metric[:1].upper(), "")
+            value, step = state["records"][0]
+            yield f"{weights} {metric} {1000 * value:.4g} {unit} at step {step:,}"
+
+
+def _distance(distance: float | None) -> list[tuple[str, str]]:
+    return [("nearest pair", f"{distance:.4f} angstrom in the training data")] if distance else []
+
+
+def _size(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.2f} MB"

@@ -1,0 +1,271 @@
+"""Errors of energies, forces, virials and stresses that add up over frames, batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.keys import ATOM_ENERGY, ENERGY, FORCE, LABELS, PER_ATOM, VIRIAL
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+
+# F frames, A atoms, Q quantities
+
+# energy of a frame (eV), the same per atom, force components (eV/angstrom), virial components (eV), the same per atom,
+# stress components (eV/angstrom^3, periodic frames only), atomic energies (eV)
+QUANTITIES = ("e", "e_peratom", "f", "v", "v_peratom", "s", "ae")
+# what a metric is called in validation_metric, val.log and here
+METRICS = {"E": "e_peratom", "F": "f", "V": "v_peratom", "S": "s"}
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass
+class FrameResult:
+    """One evaluated frame, in host memory, atoms as in the files.
+
+    Attributes:
+        source: (system, frame number in the system).
+        atom_type: (N,) types in the order of the model's type map.
+        volume: angstrom^3, or None for an open frame.
+        prediction: by the names in ``keys``: energy (), force (N, 3), virial (9,), atom_energy (N,).
+        label: the same for the labels that the frame has.
+    """
+
+    source: tuple[str, int]
+    atom_type: np.ndarray
+    volume: float | None
+    prediction: dict[str, np.ndarray]
+    label: dict[str, np.ndarray]
+
+    @property
+    def num_atoms(self) -> int:
+        """Number of real atoms."""
+        return len(self.atom_type)
+
+    @cached_property
+    def errors(self) -> Errors:
+        """The errors of this frame alone."""
+        return Errors.from_tensor(_frame_sums(self))
+
+
+@dataclass
+class Errors:
+    """Sums of absolute and squared errors and their counts, from which every MAE and RMSE follows.
+
+    A frame without a label adds nothing to the sums of that label and nothing to their count. ``add`` does not wait
+    for the device; the first number that is asked for does.
+
+    Attributes:
+        sums: (Q + 1, 3) float64, per quantity the sum of absolute errors, of squared errors, and the number of
+            components; the last row has the number of frames and of atoms.
+        frames: the frames one by one, when they are collected.
+        collect: whether ``add`` keeps them.
+    """
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(len(QUANTITIES) + 1, 3, dtype=torch.float64))
+    frames: list[FrameResult] = field(default_factory=list)
+    collect: bool = False
+
+    def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> None:
+        """Add the errors of a prediction for ``batch``, both on one device."""
+        sums = _batch_sums(prediction, batch)
+        self.sums = self.sums.to(sums.device) + sums
+        if self.collect:
+            self.frames.extend(_frame_results(prediction, batch))
+
+    def merge(self, other: Errors) -> None:
+        """Add the sums and frames of ``other``."""
+        self.sums = self.sums + other.sums.to(self.sums.device)
+        self.frames.extend(other.frames)
+
+    def as_tensor(self) -> Tensor:
+        """Return a copy of the sums, to be added up over ranks."""
+        return self.sums.clone()
+
+    @classmethod
+    def from_tensor(cls, sums: Tensor) -> Errors:
+        """Return the errors whose sums are ``sums``, as :meth:`as_tensor` gave them."""
+        return cls(sums)
+
+    def summary(self) -> dict[str, float]:
+        """Return every error by name, in the units of ``QUANTITIES``, nan without a label; and how much was counted.
+
+        Names are ``mae_e``, ``rmse_e``, ``mae_e_peratom``, ``mae_f``, ``mae_v``, ``mae_v_peratom``, ``mae_s``,
+        ``mae_ae`` and so on; ``num_frames`` and ``num_atoms`` count all frames, also those without labels.
+        """
+        *rows, (frames, atoms, _) = self.sums.tolist()
+        out = {}
+        for name, (absolute, squared, count) in zip(QUANTITIES, rows):
+            out[f"mae_{name}"] = absolute / count if count else math.nan
+            out[f"rmse_{name}"] = math.sqrt(squared / count) if count else math.nan
+        return out | {"num_frames": frames, "num_atoms": atoms}
+
+    def metric(self, name: str) -> float:
+        """Return one error by a name such as ``E:MAE`` or ``F:RMSE``; nan when no frame has the label.
+
+        Units: E and V eV per atom, F eV/angstrom, S eV/angstrom^3.
+        """
+        quantity, _, kind = name.upper().partition(":")
+        return self.summary()[f"{kind.lower()}_{METRICS[quantity]}"]
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    progress: Callable[[int], Any] | None = None,
+    collect: bool = False,
+) -> Errors:
+    """Return the errors of ``model`` over all frames of ``batches``: the one way errors are measured.
+
+    Args:
+        model: gives energies, forces and virials of a batch; it is in its evaluation mode meanwhile.
+        batches: labelled frames.
+        device: where the model is.
+        progress: called after each batch with the number of its frames.
+        collect: whether to keep the frames one by one.
+    """
+    errors = Errors(collect=collect)
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            there = batch.to(device)
+            prediction = model(there)
+            errors.add({name: value.detach() for name, value in prediction.items()}, there)
+            if progress is not None:
+                progress(batch.num_frames)
+    finally:
+        model.train(was_training)
+    return errors
+
+
+def group_frames(frames: Iterable[FrameResult], key: Callable[[FrameResult], Key]) -> dict[Key, Errors]:
+    """Return the errors of each group of frames, such as those of one system (``lambda f: f.source[0]``)."""
+    groups: dict[Key, Errors] = {}
+    for frame in frames:
+        groups.setdefault(key(frame), Errors()).merge(frame.errors)
+    return groups
+
+
+def worst_frames(frames: Iterable[FrameResult], metric: str = "F:RMSE", count: int = 10) -> list[FrameResult]:
+    """Return the ``count`` frames with the largest ``metric``, the worst first, without those that lack the label."""
+    scored = [(frame.errors.metric(metric), frame) for frame in frames]
+    scored = [(value, frame) for value, frame in scored if not math.isnan(value)]
+    return [frame for _, frame in sorted(scored, key=lambda pair: -pair[0])[:count]]
+
+
+def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[Errors]:
+    """Return, for each type, the errors of the forces on its atoms; ``num_atoms`` counts the atoms with a force."""
+    per_type = [Errors() for _ in range(num_types)]
+    row = QUANTITIES.index("f")
+    for frame in frames:
+        if FORCE not in frame.label:
+            continue
+        error = torch.as_tensor(frame.prediction[FORCE] - frame.label[FORCE])
+        types = torch.as_tensor(frame.atom_type)
+        for kind in types.unique().tolist():
+            chosen = error[types == kind]
+            sums = torch.zeros_like(per_type[kind].sums)
+            sums[row] = _sums(chosen, chosen.new_ones(len(chosen)))
+            sums[-1] = torch.tensor([1.0, len(chosen), 0.0])
+            per_type[kind].merge(Errors(sums))
+    return per_type
+
+
+def _batch_sums(prediction: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    errors = {
+        name: (prediction[name].to(torch.float64) - label, batch.found[name])
+        for name, label in batch.labels.items()
+        if name in prediction
+    }
+    return _error_sums(errors, batch.num_atoms, batch.atom_frame, _volume(batch), batch.periodic)
+
+
+def _frame_sums(frame: FrameResult) -> Tensor:
+    one = torch.ones(1, dtype=torch.float64)
+    errors = {}
+    for name, label in frame.label.items():
+        error = torch.as_tensor(frame.prediction[name] - label)
+        errors[name] = (error if name in PER_ATOM else error.unsqueeze(0), one)
+    volume = one if frame.volume is None else one * frame.volume
+    whose = torch.zeros(frame.num_atoms, dtype=torch.int64)
+    return _error_sums(errors, one * frame.num_atoms, whose, volume, torch.tensor([frame.volume is not None]))
+
+
+def _error_sums(
+    errors: Mapping[str, tuple[Tensor, Tensor]], num_atoms: Tensor, atom_frame: Tensor, volume: Tensor, periodic: Tensor
+) -> Tensor:
+    """Return the sums of errors given as (error, (F,) whether the frame has the label); volume is not 0 (F,)."""
+    per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)
+    sums: dict[str, Tensor] = {}
+    if ENERGY in errors:
+        error, found = errors[ENERGY][0].unsqueeze(1), errors[ENERGY][1]
+        sums |= {"e": _sums(error, found), "e_peratom": _sums(error * per_atom, found)}
+    if FORCE in errors:
+        error, found = errors[FORCE]
+        sums["f"] = _sums(error, found[atom_frame])
+    if VIRIAL in errors:
+        error, found = errors[VIRIAL]
+        sums |= {"v": _sums(error, found), "v_peratom": _sums(error * per_atom, found)}
+        sums["s"] = _sums(error / volume.unsqueeze(1), found * periodic)
+    if ATOM_ENERGY in errors:
+        error, found = errors[ATOM_ENERGY]
+        sums["ae"] = _sums(error.unsqueeze(1), found[atom_frame])
+    nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
+    # a number the host knows is added to a tensor of the device: made from a list, it would be copied and waited for
+    size = torch.stack([nothing[0] + num_atoms.shape[0], nothing[0] + atom_frame.shape[0], nothing[0]])
+    return torch.stack([*(sums.get(name, nothing) for name in QUANTITIES), size])
+
+
+def _sums(error: Tensor, weight: Tensor) -> Tensor:
+    """Return sum of absolute and of squared errors (n, components) and their number, over rows of weight 1."""
+    rows = weight.unsqueeze(1)
+    count = weight.sum() * error.shape[1]
+    return torch.stack([(rows * error.abs()).sum(), (rows * error.square()).sum(), count])
+
+
+def _volume(batch: Batch) -> Tensor:
+    """Return (F,) volumes in angstrom^3, 1 for open frames."""
+    a, b, c = batch.box.unbind(1)
+    return (a * torch.linalg.cross(b, c)).sum(1).abs().where(batch.periodic, 1.0)
+
+
+def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[FrameResult]:
+    """Split a batch into its frames; this waits for the device."""
+    sizes = batch.num_atoms.tolist()
+    predicted = _split({name: value for name, value in prediction.items() if name in LABELS}, batch, sizes)
+    labelled = _split(batch.labels, batch, sizes)
+    types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
+    volume = _volume(batch).tolist()
+    found = {name: flags.tolist() for name, flags in batch.found.items()}
+    return [
+        FrameResult(
+            source=batch.frames[f],
+            atom_type=types[f].numpy(),
+            volume=volume[f] if periodic else None,
+            prediction={name: value[f] for name, value in predicted.items()},
+            label={name: value[f] for name, value in labelled.items() if name in predicted and found[name][f]},
+        )
+        for f, periodic in enumerate(batch.periodic.tolist())
+    ]
+
+
+def _split(values: Mapping[str, Tensor], batch: Batch, sizes: list[int]) -> dict[str, list[np.ndarray]]:
+    out = {}
+    for name, value in values.items():
+        if name in PER_ATOM:
+            parts = batch.in_file_order(value).cpu().split(sizes)
+            out[name] = [part.numpy() for part in parts]
+        else:
+            out[name] = list(value.cpu().numpy())
+    return out

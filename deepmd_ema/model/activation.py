@@ -1,0 +1,120 @@
+"""Activation functions with their slopes, by the names that a config uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepmd_ema.errors import ConfigError, did_you_mean
+
+SILUT_THRESHOLD = 3.0  # of a plain "silut", as DeePMD-kit has it
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of one number and its derivative; both can be differentiated by autograd.
+
+    Attributes:
+        name: as the config says it.
+        value: y(z).
+        slope: dy/dz as a function of (z, y).
+    """
+
+    name: str
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+@cache
+def activation(name: str) -> Activation:
+    """Return the activation function called ``name``; ``silut:T`` bends into a tanh above T.
+
+    Raises:
+        ConfigError: if the name is unknown.
+    """
+    kind, _, threshold = name.lower().partition(":")
+    if kind in ("silut", "custom_silu"):
+        bend = float(threshold) if threshold else SILUT_THRESHOLD
+        return Activation(name, partial(_silut, bend=bend), partial(_silut_slope, bend=bend))
+    if kind not in _KNOWN or threshold:
+        raise ConfigError(f'activation_function "{name}" is unknown. {did_you_mean(name, (*_KNOWN, "silut"))}')
+    return Activation(name, *_KNOWN[kind])
+
+
+def _same(z: Tensor) -> Tensor:
+    return z
+
+
+def _one(z: Tensor, _: Tensor) -> Tensor:
+    return torch.ones_like(z)
+
+
+def _tanh_slope(_: Tensor, y: Tensor) -> Tensor:
+    return 1 - y * y
+
+
+def _relu_slope(z: Tensor, _: Tensor) -> Tensor:
+    return (z > 0).to(z.dtype)
+
+
+def _relu6_slope(z: Tensor, _: Tensor) -> Tensor:
+    return ((z > 0) & (z < 6)).to(z.dtype)
+
+
+def _softplus_slope(z: Tensor, _: Tensor) -> Tensor:
+    return torch.sigmoid(z)
+
+
+def _sigmoid_slope(_: Tensor, y: Tensor) -> Tensor:
+    return y * (1 - y)
+
+
+def _gelu(z: Tensor) -> Tensor:
+    return functional.gelu(z, approximate="tanh")
+
+
+def _gelu_slope(z: Tensor, _: Tensor) -> Tensor:
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715  # the tanh form of gelu
+    t = torch.tanh(scale * (z + cubic * z**3))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * scale * (1 + 3 * cubic * z * z)
+
+
+def _silu_slope(z: Tensor, _: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1 + z * (1 - s))
+
+
+def _silut(z: Tensor, bend: float) -> Tensor:
+    value, slope = _silu_at(bend)
+    return torch.where(z < bend, functional.silu(z), torch.tanh(slope * (z - bend)) + value)
+
+
+def _silut_slope(z: Tensor, y: Tensor, bend: float) -> Tensor:
+    _, slope = _silu_at(bend)
+    t = torch.tanh(slope * (z - bend))
+    return torch.where(z < bend, _silu_slope(z, y), slope * (1 - t * t))
+
+
+def _silu_at(z: float) -> tuple[float, float]:
+    s = 1 / (1 + math.exp(-z))
+    return z * s, s * (1 + z * (1 - s))
+
+
+_KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "tanh": (torch.tanh, _tanh_slope),
+    "relu": (functional.relu, _relu_slope),
+    "relu6": (functional.relu6, _relu6_slope),
+    "softplus": (functional.softplus, _softplus_slope),
+    "sigmoid": (torch.sigmoid, _sigmoid_slope),
+    "gelu": (_gelu, _gelu_slope),
+    "gelu_tf": (_gelu, _gelu_slope),
+    "silu": (functional.silu, _silu_slope),
+    "none": (_same, _one),
+    "linear": (_same, _one),
+}

@@ -1,0 +1,176 @@
+"""DeepPot-SE with radial and angular information (se_e2_a)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.model.env_mat import Environment
+from deepmd_ema.model.layers import Network, freeze
+from deepmd_ema.model.moments import Moments
+from deepmd_ema.runtime import precision, seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.model import SeE2A
+
+# A atoms, K neighbor slots, S slots up to sel, T types, M channels, X axis channels
+
+
+class SeE2ADescriptor(nn.Module):
+    """``D = g g[:X]^T`` with ``g = sum_k G(s_k) R_k / S`` over the neighbors, R their normalised environment matrix.
+
+    Args:
+        config: the section ``model.descriptor``; ``sel`` must be numbers.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+    """
+
+    def __init__(self, config: SeE2A, num_types: int, seed: int) -> None:
+        super().__init__()
+        assert not isinstance(config.sel, str), "sel must be resolved to numbers"
+        self.rcut, self.rcut_smth, self.protection = config.rcut, config.rcut_smth, config.env_protection
+        self.sel = tuple(config.sel)
+        self.one_side = config.type_one_side
+        self.num_types, self.num_channels = num_types, config.neuron[-1]
+        self.num_axis = config.axis_neuron
+        self.dtype = precision(config.precision)
+        self.excluded = _both_ways(config.exclude_types)
+        start = seed if config.seed is None else config.seed
+        self.embeddings = nn.ModuleList(
+            Network(
+                [1, *config.neuron],
+                config.activation_function,
+                timestep=config.resnet_dt,
+                dtype=self.dtype,
+                seed=seed_for("embedding", start, index),
+            )
+            for index in range(num_types if self.one_side else num_types**2)
+        )
+        freeze(self.embeddings, config.trainable)
+        self.mean: Tensor
+        self.stddev: Tensor
+        self.register_buffer("mean", torch.zeros(num_types, sum(self.sel), 4, dtype=self.dtype))
+        self.register_buffer("stddev", torch.ones(num_types, sum(self.sel), 4, dtype=self.dtype))
+        table = torch.tensor([[(i, j) in self.excluded for j in range(num_types)] for i in range(num_types)])
+        self._excluded_table: Tensor
+        self.register_buffer("_excluded_table", table, persistent=False)
+
+    @property
+    def networks(self) -> list[Network]:
+        """The embedding nets: one per neighbor type, or per pair at ``centre + neighbor * T``."""
+        return cast("list[Network]", list(self.embeddings))
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return self.num_channels * self.num_axis
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return how this descriptor wants its neighbors."""
+        return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, SeE2APull]:
+        """Return the features (A, M X) and what turns their gradient into that of ``batch.vector``."""
+        assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
+        env = self._environment(batch)
+        sections = _slices(batch.slots)
+        groups = [
+            (atoms, [Moments(env.rows[atoms, slots], net) for slots, net in zip(sections, nets, strict=True)])
+            for atoms, nets in zip(self._centres(batch), self._nets_of_centres(), strict=True)
+        ]
+        summed = [torch.stack([m.value for m in group]).sum(0) for _, group in groups]
+        moments = (_cat(summed) + self._trimmed_moments(batch)) / sum(self.sel)
+        features = torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
+        return features, SeE2APull(env, groups, moments, self.num_axis, sum(self.sel))
+
+    def _centres(self, batch: Batch) -> list[slice]:
+        """Return the slices of atoms that share their nets: all of them, or those of each type."""
+        return [slice(0, len(batch.atom_type))] if self.one_side else _slices(batch.type_counts)
+
+    def _nets_of_centres(self) -> list[list[Network]]:
+        """Return for each slice of ``_centres`` the net of each neighbor type."""
+        types = range(self.num_types)
+        if self.one_side:
+            return [self.networks]
+        return [[self.networks[centre + neighbor * self.num_types] for neighbor in types] for centre in types]
+
+    def _environment(self, batch: Batch) -> Environment:
+        sections = list(zip(accumulate(self.sel, initial=0), batch.slots))
+        mean, spread = (
+            torch.cat([table[:, start : start + n] for start, n in sections], 1).double()[batch.atom_type]
+            for table in (self.mean, self.stddev)
+        )
+        dropped = None
+        if self.excluded:
+            rows = self._excluded_table[batch.atom_type]
+            dropped = torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
+        return Environment(
+            batch.vector,
+            mean,
+            spread,
+            rcut=self.rcut,
+            rcut_smth=self.rcut_smth,
+            protection=self.protection,
+            dropped=dropped,
+            dtype=self.dtype,
+        )
+
+    def _trimmed_moments(self, batch: Batch) -> Tensor:
+        """Return what the empty slots beyond those of the batch add to the moments (A, 4, M).
+
+        They are normalised like all slots, so each holds the row ``-mean / stddev`` of its type of centre: a constant
+        per type, whose embedding is evaluated once.
+        """
+        padding = -(self.mean.double() / self.stddev.double()).to(self.dtype)
+        total = padding.new_zeros(self.num_types, 4, self.num_channels)
+        nets = self._nets_of_centres()
+        for j, (end, sel, used) in enumerate(zip(accumulate(self.sel), self.sel, batch.slots)):
+            if used == sel:
+                continue
+            rows = padding[:, end - sel + used : end]
+            parts = rows.split(self.num_types if self.one_side else 1)
+            embedded = _cat([group[j](part[..., 0].reshape(-1, 1)) for group, part in zip(nets, parts, strict=True)])
+            total = total + torch.bmm(rows.transpose(1, 2), embedded.view(*rows.shape[:2], -1))
+        return torch.cat([total[t : t + 1].expand(n, -1, -1) for t, n in enumerate(batch.type_counts)])
+
+
+class SeE2APull:
+    """The way back from the gradient of the features to that of the vectors of a batch."""
+
+    def __init__(
+        self,
+        env: Environment,
+        groups: list[tuple[slice, list[Moments]]],
+        moments: Tensor,
+        num_axis: int,
+        num_slots: int,
+    ) -> None:
+        self._env, self._groups, self._moments = env, groups, moments
+        self._num_axis, self._num_slots = num_axis, num_slots
+
+    def __call__(self, grad_features: Tensor) -> Tensor:
+        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, M X)."""
+        moments, axis = self._moments, self._num_axis
+        grad = grad_features.view(len(moments), -1, axis)
+        whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
+        first = whole[..., :axis] + torch.bmm(moments, grad)
+        grad_moments = torch.cat([first, whole[..., axis:]], -1) / self._num_slots
+        rows = _cat([_cat([m.pull(grad_moments[atoms]) for m in group], 1) for atoms, group in self._groups])
+        return self._env.pull(rows)
+
+
+def _slices(counts: tuple[int, ...]) -> list[slice]:
+    return [slice(end - n, end) for end, n in zip(accumulate(counts), counts)]
+
+
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _both_ways(pairs: Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:
+    return frozenset((i, j) for a, b in pairs for i, j in ((a, b), (b, a)))

@@ -1,0 +1,142 @@
+"""The energy model: descriptor, fitting and bias give energies, forces and virials of a batch."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema import keys
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.model.statistics import Statistics
+
+# F frames, A atoms, K neighbor slots, T types, M reverse slots
+
+
+class Pull(Protocol):
+    """Turns the gradient of an energy with respect to features into that with respect to ``batch.vector``."""
+
+    def __call__(self, grad_features: Tensor) -> Tensor:
+        """Return (A, K, 3) float64 from (A, D), differentiable with respect to the parameters."""
+
+
+class EnergyModel(nn.Module):
+    """Energies that add up over atoms, with forces and virials that are their exact derivatives.
+
+    The gradient is part of the forward pass: descriptor and fitting return it as an ordinary function of the
+    parameters, so a loss of forces needs one backward pass. Derivatives of the outputs with respect to positions do
+    not exist.
+
+    Args:
+        descriptor: features of each atom and the way back from their gradient.
+        fitting: energy of each atom and its gradient.
+        type_map: names of the elements.
+        excluded_pairs: pairs of types that do not see each other at all.
+        excluded_types: types whose atoms have no energy of their own.
+
+    Attributes:
+        layout: how ``batch`` must hold the neighbors.
+        min_nbor_dist: shortest distance in the training data, angstrom, or None when it is not known.
+        out_bias: (1, T, 1) float64 buffer, energy added for each atom of a type, eV.
+        out_std: (1, T, 1) float64 buffer, spread of the residual of the bias; kept for DeePMD-kit, not used.
+    """
+
+    def __init__(
+        self,
+        descriptor: nn.Module,
+        fitting: nn.Module,
+        type_map: list[str],
+        excluded_pairs: frozenset[tuple[int, int]],
+        excluded_types: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.descriptor, self.fitting = descriptor, fitting
+        self.type_map = list(type_map)
+        self.layout: NeighborLayout = descriptor.layout(excluded_pairs)  # type: ignore[operator]
+        self.excluded_types = frozenset(excluded_types)
+        self.min_nbor_dist: float | None = None
+        self.out_bias: Tensor
+        self.out_std: Tensor
+        self.register_buffer("out_bias", torch.zeros(1, len(type_map), 1, dtype=torch.float64))
+        counted = torch.tensor([t not in self.excluded_types for t in range(len(type_map))], dtype=torch.float64)
+        self._counted: Tensor
+        self.register_buffer("_counted", counted, persistent=False)
+        self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the parameters of the descriptor."""
+        return self.descriptor.dtype  # type: ignore[return-value]
+
+    def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
+        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64.
+
+        Args:
+            batch: frames with neighbors in ``layout``, on the device of the model.
+            create_graph: whether the outputs can be differentiated with respect to the parameters; by default in
+                training mode only.
+            need_virial: whether virials are computed.
+        """
+        with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
+            features, pull = self.descriptor(batch)
+            atom_energy, grad_features = self.fitting(features, batch)
+            atom_energy = atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type]
+            pair = pull(grad_features)
+            frames_FA = _membership(batch)  # noqa: N806
+            out = {
+                keys.ENERGY: frames_FA @ atom_energy,
+                keys.ATOM_ENERGY: atom_energy,
+                keys.FORCE: _GatherForces.apply(pair, batch.neighbor, batch.reverse),
+            }
+            if need_virial:
+                per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
+                out[keys.VIRIAL] = -(frames_FA @ per_atom)
+            return out
+
+    def apply_statistics(self, statistics: Statistics) -> None:
+        """Write means, spreads and biases into the buffers."""
+        for name, values in statistics.buffers().items():
+            owner_name, _, leaf = name.rpartition(".")
+            buffer = getattr(self.get_submodule(owner_name), leaf)
+            buffer.copy_(torch.as_tensor(values))
+
+
+def _membership(batch: Batch) -> Tensor:
+    """Return (F, A) float64, 1 where an atom is of a frame: a sum over it is the same in every run, on any device."""
+    frames = torch.arange(batch.num_frames, device=batch.atom_frame.device)
+    return (frames[:, None] == batch.atom_frame).double()
+
+
+class _GatherForces(torch.autograd.Function):
+    """Forces (A, 3) from dE/dvector (A, K, 3): what an atom's own vectors give, minus where it is a neighbor.
+
+    It gathers over ``batch.reverse`` instead of scattering, so the order of the sums is fixed on every device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+        ctx.save_for_backward(neighbor, reverse)
+        return _forces(pair, reverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_force: Tensor) -> tuple[Tensor, None, None]:
+        return _SpreadForces.apply(grad_force, *ctx.saved_tensors), None, None
+
+
+class _SpreadForces(torch.autograd.Function):
+    """The adjoint of ``_GatherForces``: (A, 3) to (A, K, 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, force: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+        ctx.save_for_backward(neighbor, reverse)
+        return force[:, None] - force[neighbor]
+
+    @staticmethod
+    def backward(ctx: Any, grad_pair: Tensor) -> tuple[Tensor, None, None]:
+        return _GatherForces.apply(grad_pair, *ctx.saved_tensors), None, None
+
+
+def _forces(pair: Tensor, reverse: Tensor) -> Tensor:
+    flat = torch.cat([pair.reshape(-1, 3), pair.new_zeros(1, 3)])
+    return pair.sum(1) - flat[reverse].sum(1)

@@ -1,0 +1,107 @@
+"""The environment matrix: smooth, normalised coordinates of the neighbors, and its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# A atoms, K neighbor slots, S slots up to sel, T types
+
+
+@dataclass(frozen=True)
+class RadialParts:
+    """Numbers of each pair at distance r from which the environment matrix and its gradient are made; all (A, K).
+
+    The raw rows are ``(s, c x, c y, c z)`` with ``s = w / (r + p)``, ``c = w / (r + p)^2``, w the smooth switch and p
+    the protection.
+    """
+
+    s: Tensor
+    c: Tensor
+    ds_over_r: Tensor
+    dc_over_r: Tensor
+
+
+def radial_parts(distance: Tensor, rcut: float, rcut_smth: float, protection: float) -> RadialParts:
+    """Return the radial parts; all are zero beyond ``rcut``, so empty slots have no gradient."""
+    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0, 1)
+    weight = u**3 * (-6 * u * u + 15 * u - 10) + 1
+    dweight = (u * (1 - u)).square_() * (-30 / (rcut - rcut_smth))
+    inverse = (distance + protection).reciprocal_()
+    s = weight * inverse
+    c = s * inverse
+    ds = (dweight - s) * inverse
+    dc = (ds - c) * inverse
+    return RadialParts(s, c, ds / distance, dc / distance)
+
+
+class Environment:
+    """Normalised environment matrix of a batch and the way back from its gradient to that of the vectors.
+
+    Args:
+        vector: (A, K, 3) float64, angstrom.
+        mean: (A, K, 4) float64, subtracted from the rows.
+        spread: (A, K, 4) float64, the rows are divided by it.
+        rcut: cutoff radius, angstrom.
+        rcut_smth: start of the switch, angstrom.
+        protection: added to distances before division, angstrom.
+        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None.
+        dtype: precision of the rows.
+
+    Attributes:
+        rows: (A, K, 4). An empty slot has the row ``-mean / spread``.
+    """
+
+    def __init__(
+        self,
+        vector: Tensor,
+        mean: Tensor,
+        spread: Tensor,
+        *,
+        rcut: float,
+        rcut_smth: float,
+        protection: float = 0.0,
+        dropped: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        self._vector = vector
+        self._parts = radial_parts(distance, rcut, rcut_smth, protection)
+        self._scale = spread.reciprocal()
+        raw = torch.cat([self._parts.s.unsqueeze(-1), self._parts.c.unsqueeze(-1) * vector], -1)
+        rows = raw.sub_(mean).mul_(self._scale)
+        if dropped is not None:
+            keep = (~(dropped & (distance < rcut))).unsqueeze(-1).to(rows.dtype)
+            rows = rows * keep
+            self._scale = self._scale * keep
+        self.rows = rows.to(dtype)
+
+    def pull(self, grad_rows: Tensor) -> Tensor:
+        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
+        parts = self._parts
+        return _PullRows.apply(
+            grad_rows.double() * self._scale, self._vector, parts.c, parts.ds_over_r, parts.dc_over_r
+        )
+
+
+class _PullRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:
+        ctx.save_for_backward(vector, c, ds_over_r, dc_over_r)
+        angular = grad[..., 1:]
+        along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
+        return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_vector: Tensor) -> tuple[Tensor, None, None, None, None]:
+        vector, c, ds_over_r, dc_over_r = ctx.saved_tensors
+        along = (vector * grad_vector).sum(-1)
+        out = torch.empty_like(vector[..., :1].expand(*c.shape, 4))
+        out[..., 0] = ds_over_r * along
+        torch.addcmul(c.unsqueeze(-1) * grad_vector, (dc_over_r * along).unsqueeze(-1), vector, out=out[..., 1:])
+        return out, None, None, None, None

@@ -1,0 +1,106 @@
+"""The network from the descriptor of an atom to its energy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.model.layers import Network, freeze
+from deepmd_ema.runtime import precision, seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.model import EnerFitting
+
+# A atoms, D features, P frame parameters, Q atom parameters, T types
+
+
+class EnergyFitting(nn.Module):
+    """Atomic energies, one network per type that sees only the atoms of its type.
+
+    Args:
+        config: the section ``model.fitting_net``.
+        dim_in: D.
+        num_types: T.
+        excluded_types: types whose atoms have no energy of their own.
+        seed: of the initial parameters when the section has none.
+    """
+
+    def __init__(
+        self, config: EnerFitting, dim_in: int, num_types: int, excluded_types: tuple[int, ...], seed: int
+    ) -> None:
+        super().__init__()
+        if config.use_aparam_as_mask:
+            raise ConfigError(
+                "model.fitting_net.use_aparam_as_mask = true: masks of atoms are not available here. Remove the option."
+            )
+        self.dtype = precision(config.precision)
+        self.dim_in, self.num_fparam, self.num_aparam = dim_in, config.numb_fparam, config.numb_aparam
+        self.excluded_types = frozenset(excluded_types)
+        # types whose energy is measured from that of an atom without neighbors
+        self.from_vacuum = frozenset(t for t, e in enumerate(config.atom_ener or ()) if e is not None)
+        start = seed if config.seed is None else config.seed
+        self.nets = nn.ModuleList(
+            Network(
+                [dim_in + config.numb_fparam + config.numb_aparam, *config.neuron],
+                config.activation_function,
+                timestep=config.resnet_dt,
+                dtype=self.dtype,
+                seed=seed_for("fitting", start, t),
+                num_out=1,
+            )
+            for t in range(num_types)
+        )
+        freeze(self.nets, config.trainable)
+        self.bias_atom_e: Tensor
+        self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=self.dtype))
+        for name, count in (("fparam", self.num_fparam), ("aparam", self.num_aparam)):
+            if count:
+                self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
+                self.register_buffer(f"{name}_inv_std", torch.ones(count, dtype=self.dtype))
+        default = config.default_fparam
+        self._default_fparam = None if default is None else torch.tensor(default, dtype=torch.float64)
+
+    @property
+    def networks(self) -> list[Network]:
+        """The networks, one per type."""
+        return cast("list[Network]", list(self.nets))
+
+    def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
+        inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
+        energies, gradients = [], []
+        for t, (net, mine) in enumerate(zip(self.networks, inputs.split(batch.type_counts), strict=True)):
+            if not len(mine) and not torch.is_grad_enabled():
+                continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
+            energy, gradient = net.value_and_gradient(mine)
+            if t in self.from_vacuum:
+                vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
+                energy = energy - net(vacuum)[:, 0]
+            energy = energy.double() + self.bias_atom_e[t].double()
+            if t in self.excluded_types:
+                energy, gradient = 0 * energy, 0 * gradient
+            energies.append(energy)
+            gradients.append(gradient)
+        return torch.cat(energies), torch.cat(gradients)[:, : self.dim_in].to(features.dtype)
+
+    def _parameters_of(self, batch: Batch) -> list[Tensor]:
+        out = []
+        if self.num_fparam:
+            fparam = batch.fparam
+            if fparam is None:
+                if self._default_fparam is None:
+                    raise DataError(f"this model needs fparam: {self.num_fparam} numbers for each frame.")
+                fparam = self._default_fparam.to(batch.coord.device).expand(batch.num_frames, -1)
+            out.append(self._normalised("fparam", fparam)[batch.atom_frame])
+        if self.num_aparam:
+            if batch.aparam is None:
+                raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
+            out.append(self._normalised("aparam", batch.aparam))
+        return out
+
+    def _normalised(self, name: str, values: Tensor) -> Tensor:
+        return (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(self, f"{name}_inv_std")

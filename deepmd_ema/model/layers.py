@@ -1,0 +1,156 @@
+"""Networks of dense layers that return, beside their value, what is needed to differentiate it by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.model.activation import activation
+
+# B rows, N inputs, M outputs of a layer
+
+
+class Layer(nn.Module):
+    """``y = act(x W + b) * idt``, plus ``x`` if M == N, or ``[x, x]`` if M == 2 N, when ``residual`` is on.
+
+    Args:
+        num_in: N.
+        num_out: M.
+        act: name of the activation function.
+        residual: whether there is a skip connection where the widths allow one.
+        timestep: whether a skip connection comes with a trained step size ``idt``.
+        dtype: precision of the parameters.
+        generator: source of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        act: str,
+        *,
+        residual: bool,
+        timestep: bool,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.activation = activation(act)
+        self.copies = num_out // num_in if residual and num_out in (num_in, 2 * num_in) else 0
+
+        def draw(shape: tuple[int, ...], mean: float, spread: float) -> nn.Parameter:
+            # in float64 whatever the precision, so that both precisions start from the same numbers
+            values = mean + spread * torch.randn(shape, dtype=torch.float64, generator=generator)
+            return nn.Parameter(values.to(dtype))
+
+        self.weight = draw((num_in, num_out), 0.0, (num_in + num_out) ** -0.5)
+        self.bias = draw((num_out,), 0.0, 1.0)
+        self.idt = draw((num_out,), 0.1, 0.001) if timestep and self.copies else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y (B, M)."""
+        y = self.activation.value(torch.addmm(self.bias, x, self.weight))
+        return self._add_skip(y if self.idt is None else y * self.idt, x)
+
+    def with_slope(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y (B, M) and the slope d(y - skip)/d(x W + b), (B, M)."""
+        z = torch.addmm(self.bias, x, self.weight)
+        y = self.activation.value(z)
+        slope = self.activation.slope(z, y)
+        if self.idt is not None:
+            y, slope = y * self.idt, slope * self.idt
+        return self._add_skip(y, x), slope
+
+    def push(self, dx: Tensor, slope: Tensor) -> Tensor:
+        """Return the change of y (B, M) for a change of x (B, N)."""
+        return self._add_skip(slope * (dx @ self.weight), dx)
+
+    def pull(self, grad: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient with respect to x (B, N) from that with respect to y (B, M)."""
+        back = (grad * slope) @ self.weight.T
+        if self.copies:
+            back = back + grad.unflatten(1, (self.copies, -1)).sum(1)
+        return back
+
+    def _add_skip(self, y: Tensor, x: Tensor) -> Tensor:
+        if not self.copies:
+            return y
+        return (y.unflatten(1, (self.copies, -1)) + x.unsqueeze(1)).flatten(1)
+
+
+class Network(nn.Module):
+    """Dense layers one after the other.
+
+    Args:
+        widths: number of inputs, then of the outputs of each hidden layer.
+        act: activation function of the hidden layers.
+        timestep: whether skip connections have a trained step size.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+        num_out: outputs of a linear layer at the end, or None to end with the last hidden layer.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        act: str,
+        *,
+        timestep: bool,
+        dtype: torch.dtype,
+        seed: int,
+        num_out: int | None = None,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        hidden = [
+            Layer(n, m, act, residual=True, timestep=timestep, dtype=dtype, generator=generator)
+            for n, m in pairwise(widths)
+        ]
+        if num_out is not None:
+            hidden.append(
+                Layer(widths[-1], num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator)
+            )
+        self.layers = nn.ModuleList(hidden)
+
+    @property
+    def stack(self) -> list[Layer]:
+        """The layers, first to last."""
+        return cast("list[Layer]", list(self.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output (B, M)."""
+        for layer in self.stack:
+            x = layer(x)
+        return x
+
+    def value_and_gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the outputs (B,) and its gradient with respect to the inputs (B, N).
+
+        Both are ordinary functions of the parameters: a loss of the gradient needs one backward pass, not two.
+        """
+        slopes = []
+        for layer in self.stack:
+            x, slope = layer.with_slope(x)
+            slopes.append(slope)
+        grad = torch.ones_like(x)
+        for layer, slope in zip(reversed(self.stack), reversed(slopes)):
+            grad = layer.pull(grad, slope)
+        return x.sum(1), grad
+
+    def value_and_derivative(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (B, M) of a network of one input and its derivative (B, M)."""
+        x, dx = s, torch.ones_like(s)
+        for layer in self.stack:
+            x, slope = layer.with_slope(x)
+            dx = layer.push(dx, slope)
+        return x, dx
+
+
+def freeze(module: nn.Module, trainable: bool | Iterable[bool]) -> None:
+    """Take the parameters of ``module`` out of training unless ``trainable`` (all of it, if it is a list)."""
+    wanted = trainable if isinstance(trainable, bool) else all(trainable)
+    module.requires_grad_(wanted)

@@ -1,0 +1,249 @@
+"""What a new model learns from data before training: spread of the environment, energy of each element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from deepmd_ema import keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.config.model import ModelConfig
+
+# F frames, A atoms, K neighbor slots, T types, P frame parameters, Q atom parameters
+Array: TypeAlias = np.ndarray
+
+SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
+SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Sums over the data, from which means, spreads and biases follow. A row of sums is (count, sum, sum of squares).
+
+    Attributes:
+        type_map: T names of elements.
+        radial: (T, 3) sums of the radial column of the environment matrix by type of centre, over all ``sel`` slots.
+        angular: (T, 3) the same of the three angular columns together.
+        bias: (T,) energy of each element, eV.
+        bias_std: (T,) spread of the residual of the fit, eV.
+        fparam: (P, 3) sums of the frame parameters, or None.
+        aparam: (Q, 3) sums of the atom parameters, or None.
+        observed: elements that the data hold, sorted by name.
+        set_davg_zero: whether the mean of the environment is not used.
+        protect: smallest spread of frame and atom parameters.
+        rmse_per_atom: root mean square residual of the energy fit, eV/atom, or None without energies.
+        undetermined: elements whose energies the data do not tell apart.
+    """
+
+    type_map: tuple[str, ...]
+    radial: Array
+    angular: Array
+    bias: Array
+    bias_std: Array
+    fparam: Array | None = None
+    aparam: Array | None = None
+    observed: tuple[str, ...] = ()
+    set_davg_zero: bool = False
+    protect: float = 0.01
+    rmse_per_atom: float | None = None
+    undetermined: tuple[str, ...] = ()
+
+    def environment(self) -> tuple[Array, Array]:
+        """Return mean and spread (T, 4) of the columns of the environment matrix."""
+        radial_mean, radial_spread = _mean_and_spread(self.radial, SMALLEST_SPREAD)
+        _, angular_spread = _mean_and_spread(self.angular, SMALLEST_SPREAD)
+        unseen = self.radial[:, 0] == 0
+        spread = np.stack([radial_spread, angular_spread, angular_spread, angular_spread], 1)
+        mean = np.zeros_like(spread)
+        if not self.set_davg_zero:
+            mean[:, 0] = np.where(unseen, 0.0, radial_mean)
+        return mean, np.where(unseen[:, None], SPREAD_UNSEEN, spread)
+
+    def buffers(self) -> dict[str, Array]:
+        """Return buffer name to value, in a shape that expands to that of the buffer."""
+        mean, spread = self.environment()
+        out = {
+            "descriptor.mean": mean[:, None],
+            "descriptor.stddev": spread[:, None],
+            "out_bias": self.bias[None, :, None],
+            "out_std": self.bias_std[None, :, None],
+        }
+        for name, sums in (("fparam", self.fparam), ("aparam", self.aparam)):
+            if sums is not None:
+                average, deviation = _mean_and_spread(sums, self.protect)
+                out |= {f"fitting.{name}_avg": average, f"fitting.{name}_inv_std": 1 / deviation}
+        return out
+
+    def lines(self) -> list[str]:
+        """Return what a user wants to know of the fit of the energies, one line each."""
+        shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
+        out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.bias[t]:.6g} eV" for t in shown)]
+        if self.rmse_per_atom is not None:
+            out.append(f"what it leaves unexplained: {self.rmse_per_atom:.4g} eV/atom (RMSE)")
+        if self.undetermined:
+            names = ", ".join(self.undetermined)
+            out.append(f"the compositions in the data do not tell the energies of {names} apart: they share them")
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as a dictionary of arrays and plain values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Statistics:
+        """Return the statistics that ``to_dict`` gave."""
+        return cls(**values)
+
+
+def collect_statistics(config: ModelConfig, batches: Iterable[Batch]) -> Statistics:
+    """Return the statistics of all frames in ``batches``, in one pass.
+
+    Args:
+        config: ``model`` with ``sel`` resolved to numbers.
+        batches: on the CPU, in the layout of the model.
+    """
+    sums = _Sums(len(config.type_map))
+    for batch in batches:
+        sums.add(config, batch)
+    fitted = _fit_energies(config, sums)
+    return Statistics(
+        type_map=tuple(config.type_map),
+        radial=sums.radial,
+        angular=sums.angular,
+        fparam=sums.fparam,
+        aparam=sums.aparam,
+        observed=tuple(sorted(name for name, seen in zip(config.type_map, sums.radial[:, 0] > 0) if seen)),
+        set_davg_zero=config.descriptor.set_davg_zero,
+        protect=config.data_stat_protect,
+        **fitted,
+    )
+
+
+@dataclass
+class _Sums:
+    num_types: int
+    radial: Array = field(init=False)
+    angular: Array = field(init=False)
+    atomic: Array = field(init=False)
+    fparam: Array | None = None
+    aparam: Array | None = None
+    counts: list[Array] = field(default_factory=list)
+    energies: list[Array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.radial, self.angular, self.atomic = (np.zeros((self.num_types, 3)) for _ in range(3))
+
+    def add(self, config: ModelConfig, batch: Batch) -> None:
+        radial, angular = _environment_sums(config, batch)
+        self.radial += radial
+        self.angular += angular
+        if config.fitting_net.numb_fparam and batch.fparam is not None:
+            self.fparam = _added(self.fparam, batch.fparam)
+        if config.fitting_net.numb_aparam and batch.aparam is not None:
+            self.aparam = _added(self.aparam, batch.aparam)
+        if keys.ENERGY in batch.labels:
+            seen = batch.found[keys.ENERGY].numpy() > 0
+            cell = batch.atom_frame * self.num_types + batch.atom_type
+            counts = torch.bincount(cell, minlength=batch.num_frames * self.num_types)
+            self.counts.append(counts.view(-1, self.num_types).numpy()[seen].astype(float))
+            self.energies.append(batch.labels[keys.ENERGY].numpy()[seen])
+        if keys.ATOM_ENERGY in batch.labels:
+            seen_atoms = batch.found[keys.ATOM_ENERGY][batch.atom_frame]
+            energy = batch.labels[keys.ATOM_ENERGY].view(-1)
+            self.atomic += _by_type(torch.stack([seen_atoms, seen_atoms * energy, seen_atoms * energy**2], 1), batch)
+
+
+def _environment_sums(config: ModelConfig, batch: Batch) -> tuple[Array, Array]:
+    """Return the sums (T, 3) of the radial and of the angular columns by type of centre; empty slots count as zeros."""
+    descriptor = config.descriptor
+    assert not isinstance(descriptor.sel, str), "sel must be resolved to numbers"
+    num_slots = sum(descriptor.sel)
+    vector = batch.vector
+    distance = torch.linalg.vector_norm(vector, dim=-1)
+    u = ((distance - descriptor.rcut_smth) / (descriptor.rcut - descriptor.rcut_smth)).clamp_(0, 1)
+    weight = ((u * -6).add_(15).mul_(u).sub_(10)).mul_(u).mul_(u).mul_(u).add_(1)
+    inverse = (distance + descriptor.env_protection).reciprocal_()
+    radial = weight.mul_(inverse)
+    _drop_excluded(descriptor.exclude_types, batch, radial)
+    angular = inverse.mul_(radial)
+    along = torch.bmm(angular[:, None], vector).sum((1, 2))
+    square = angular.mul_(distance).square_().sum(1)
+    ones = torch.full_like(along, num_slots)
+    sums = torch.stack([ones, radial.sum(1), (radial * radial).sum(1)], 1)
+    return _by_type(sums, batch), _by_type(torch.stack([3 * ones, along, square], 1), batch)
+
+
+def _drop_excluded(exclude_types: Iterable[list[int]], batch: Batch, radial: Tensor) -> None:
+    atoms = [slice(end - n, end) for end, n in zip(accumulate(batch.type_counts), batch.type_counts)]
+    slots = [slice(end - n, end) for end, n in zip(accumulate(batch.slots), batch.slots)]
+    for first, second in exclude_types:
+        radial[atoms[first], slots[second]] = 0
+        radial[atoms[second], slots[first]] = 0
+
+
+def _by_type(per_atom: Tensor, batch: Batch) -> Array:
+    return np.stack([part.sum(0).numpy() for part in per_atom.split(batch.type_counts)])
+
+
+def _added(sums: Array | None, values: Tensor) -> Array:
+    table = values.numpy()
+    new = np.stack([np.full(table.shape[1], float(len(table))), table.sum(0), (table**2).sum(0)], 1)
+    return new if sums is None else sums + new
+
+
+def _mean_and_spread(sums: Array, smallest: float) -> tuple[Array, Array]:
+    count = np.maximum(sums[:, 0], 1)
+    mean = sums[:, 1] / count
+    variance = np.maximum(sums[:, 2] / count - mean**2, 0)
+    return mean, np.maximum(np.sqrt(variance), smallest)
+
+
+def _fit_energies(config: ModelConfig, sums: _Sums) -> dict[str, Any]:
+    """Return bias, its spread and how well it explains the energies.
+
+    Energies that the config gives come first, then means of atomic labels; the rest is fitted by least squares.
+    """
+    num_types = len(config.type_map)
+    bias, known = _given_energies(config, sums)
+    if not sums.energies or not sum(len(e) for e in sums.energies):
+        return {"bias": bias, "bias_std": np.ones(num_types)}
+    counts, energies = np.concatenate(sums.counts), np.concatenate(sums.energies)
+    num_atoms = counts.sum(1)
+    counts[:, list(config.atom_exclude_types)] = 0
+    free = ~known
+    fit, _, rank, _ = np.linalg.lstsq(
+        counts[:, free], energies - counts[:, known] @ bias[known], rcond=config.fitting_net.rcond
+    )
+    bias[free] = fit
+    residual = energies - counts @ bias
+    seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
+    return {
+        "bias": bias,
+        "bias_std": np.full(num_types, residual.std()),
+        "rmse_per_atom": float(np.sqrt(np.mean((residual / num_atoms) ** 2))),
+        "undetermined": tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
+    }
+
+
+def _given_energies(config: ModelConfig, sums: _Sums) -> tuple[Array, Array]:
+    """Return energies (T,) and which of them are known without a fit."""
+    num_types = len(config.type_map)
+    preset = (config.preset_out_bias or {}).get("energy") or [None] * num_types
+    vacuum = list(config.fitting_net.atom_ener or []) + [None] * num_types
+    bias, known = np.zeros(num_types), np.zeros(num_types, bool)
+    for t in range(num_types):
+        given = preset[t] if preset[t] is not None else vacuum[t]
+        if given is not None:
+            bias[t], known[t] = float(np.ravel(given)[0]), True
+        elif sums.atomic[t, 0] > 0:
+            bias[t], known[t] = sums.atomic[t, 1] / sums.atomic[t, 0], True
+    return bias, known

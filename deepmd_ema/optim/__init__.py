@@ -1,0 +1,1 @@
+"""Optimizers, gradient clipping and learning rate schedules."""

@@ -1,0 +1,136 @@
+"""Optimizers by name, steps that a flag on the device can call off, and optimizer state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepmd_ema.config import Adam, AdamW
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EPS = 1e-8
+SHOWN = 8
+
+
+def build_optimizer(
+    config: Adam | AdamW,
+    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """Return the optimizer that ``config`` describes, over the parameters that are trained.
+
+    It runs as one fused kernel. Its state stands from the start, so that a step called off leaves all of it as it was,
+    and the learning rate is 0 until the caller sets it in ``param_groups``.
+
+    Args:
+        config: the section ``optimizer``.
+        named_parameters: parameters by name; those with ``requires_grad`` off are left out.
+        device: where the parameters are; the step counters stay there as well, so that no step waits.
+    """
+    trained = [p for _, p in _items(named_parameters) if p.requires_grad]
+    optimizer = OPTIMIZERS[config.type](
+        trained,
+        lr=0.0,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=EPS,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    for p in trained:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
+        }
+    return optimizer
+
+
+def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Take an optimizer step, unless ``found_inf`` is 1: then weights, moments and counters stay as they are.
+
+    The device decides, the host does not wait for it.
+
+    Args:
+        optimizer: one from :func:`build_optimizer`.
+        found_inf: scalar on the device of the parameters, 1 to call the step off, else 0.
+    """
+    # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler calls a step off
+    assert optimizer.defaults["fused"], "only fused optimizers know found_inf"
+    optimizer.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+) -> dict[str, Any]:
+    """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
+
+    Hyperparameters and the learning rate are not in it: they follow from the config and the step.
+    """
+    state = {
+        name: {key: value.detach().to("cpu", copy=True) for key, value in optimizer.state[p].items()}
+        for name, p in _items(named_parameters)
+        if p in optimizer.state
+    }
+    return {"type": type(optimizer).__name__, "state": state}
+
+
+def load_optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    state: Mapping[str, Any],
+) -> None:
+    """Copy a state made by :func:`optimizer_state_by_name` into an optimizer over parameters of the same names.
+
+    Raises:
+        CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
+    """
+    own = {name: optimizer.state[p] for name, p in _items(named_parameters) if p in optimizer.state}
+    problems = _differences(type(optimizer).__name__, own, state)
+    if problems:
+        raise CheckpointError([f"optimizer state of the checkpoint: {problem}" for problem in problems])
+    for name, tensors in own.items():
+        for key, tensor in tensors.items():
+            tensor.copy_(state["state"][name][key])
+
+
+def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> list[str]:
+    if state.get("type") != kind:
+        return [
+            f"it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {kind}. Set it back, or start "
+            "anew from the weights with --init-model."
+        ]
+    given = {f"{name}.{key}": value for name, tensors in state["state"].items() for key, value in tensors.items()}
+    wanted = {f"{name}.{key}": value for name, tensors in own.items() for key, value in tensors.items()}
+    reshaped = [
+        f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & given.keys()
+        if given[name].shape != wanted[name].shape
+    ]
+    lists = {
+        "missing": sorted(wanted.keys() - given.keys()),
+        "not in this model": sorted(given.keys() - wanted.keys()),
+        "of another shape": sorted(reshaped),
+    }
+    return [f"{_shorten(names)} {what}." for what, names in lists.items() if names]
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _items(
+    named: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+) -> Iterable[tuple[str, nn.Parameter]]:
+    return named.items() if isinstance(named, Mapping) else named

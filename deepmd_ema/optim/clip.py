@@ -1,0 +1,37 @@
+"""Global norm of the gradients, and clipping to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for the device.
+
+    Parameters without a gradient are left out.
+
+    Args:
+        parameters: owners of the gradients, on one device, of any precisions.
+        max_norm: largest norm, or None to leave the gradients as they are.
+
+    Returns:
+        The norm before clipping, a scalar; it is finite only if every gradient is.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(gradients)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
+    if max_norm is not None:
+        factor = (max_norm / (total + NORM_GUARD)).clamp(max=1.0)
+        for dtype in {g.dtype for g in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+    return total

@@ -1,0 +1,147 @@
+"""How a run goes on, for a person: a bar or plain lines, and where the time went."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from deepmd_ema.report.tables import show_metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from deepmd_ema.report.tables import _HasMetrics
+
+logger = logging.getLogger(__name__)
+
+_CATEGORIES = ("data", "step", "validation", "checkpoint")
+_SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
+
+
+class Progress:
+    """A bar on a terminal with loss, learning rate, steps per second and time left; log lines everywhere.
+
+    Args:
+        num_steps: steps of the whole run.
+        interactive: whether to draw a bar; None asks whether stderr is a terminal.
+    """
+
+    def __init__(self, num_steps: int, interactive: bool | None = None) -> None:
+        self._num_steps = num_steps
+        self._interactive = sys.stderr.isatty() if interactive is None else interactive
+        self._bar: tqdm | None = None
+        self._step = self._shown = 0
+
+    def start_at(self, step: int) -> None:
+        """Count from ``step``, at a restart."""
+        self._step = self._shown = step
+
+    def advance(self, step: int) -> None:
+        """Note that ``step`` is done."""
+        if self._interactive:
+            if self._bar is None:
+                self._bar = tqdm(
+                    total=self._num_steps, initial=self._step, unit="step", dynamic_ncols=True, file=sys.stderr
+                )
+            self._bar.update(step - self._step)
+        self._step = step
+
+    def show(
+        self,
+        step: int,
+        lr: float,
+        training: Mapping[str, float],
+        validation: Mapping[str, float] | None,
+        seconds_per_step: float,
+        split: str = "",
+    ) -> None:
+        """Log the errors of a displayed step, the time of its interval, and when the run will end."""
+        logger.info("Batch %7d: trn: %s, lr = %8.2e", step, _join(training), lr)
+        if validation:
+            logger.info("Batch %7d: val: %s", step, _join(validation))
+        left = seconds_per_step * (self._num_steps - step)
+        logger.info(
+            "Batch %7d: total wall time = %.2f s (%.1f steps/s%s), eta = %s at %s",
+            step,
+            seconds_per_step * (step - self._shown),
+            1 / seconds_per_step if seconds_per_step > 0 else 0.0,
+            f"; {split}" if split else "",
+            timedelta(seconds=int(left)),
+            (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M"),
+        )
+        self._shown = step
+        if self._bar is not None:
+            loss = training.get("rmse", next(iter(training.values()), float("nan")))
+            self._bar.set_postfix_str(f"rmse {loss:.2e}, lr {lr:.1e}", refresh=False)
+
+    def show_validation(self, step: int, results: Mapping[str, _HasMetrics]) -> None:
+        """Log the errors of a full validation, one line for the live weights and one for each average."""
+        width = max(map(len, results))
+        for weights, errors in results.items():
+            parts = []
+            for quantity in "EFSV":
+                mae, rmse = errors.metric(f"{quantity}:MAE"), errors.metric(f"{quantity}:RMSE")
+                if mae == mae:  # not nan: some frame has the label
+                    number, _, unit = show_metric(quantity, mae).partition(" ")
+                    parts.append(f"{quantity} {number} / {show_metric(quantity, rmse).partition(' ')[0]} {unit}")
+            logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, ", ".join(parts))
+
+    def say(self, message: str) -> None:
+        """Log a message; the bar stays whole."""
+        logger.info("%s", message)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and end its line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class IntervalTimes:
+    """A stopwatch that says where the time between two displayed steps went."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = dict.fromkeys(_CATEGORIES, 0.0)
+        self._since = time.perf_counter()
+        self._hinted = False
+
+    @contextmanager
+    def of(self, category: str) -> Iterator[None]:
+        """Count the time of the body under ``category``: data, step, validation or checkpoint."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[category] = self._spent.get(category, 0.0) + time.perf_counter() - begin
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each category in the time since the last :meth:`split`."""
+        total = max(time.perf_counter() - self._since, sum(self._spent.values()), 1e-9)
+        return {category: spent / total for category, spent in self._spent.items()}
+
+    def split(self) -> str:
+        """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new interval.
+
+        The first time that more than a tenth was spent waiting for data, a hint is logged.
+        """
+        shares = self.shares()
+        if shares["data"] > _SLOW_DATA and not self._hinted:
+            self._hinted = True
+            logger.info(
+                "%.0f %% of the time was spent waiting for data: read it from a local disk, give the run one more CPU "
+                "core, or use a larger batch_size (the first interval also fills the cache of neighbor lists)",
+                100 * shares["data"],
+            )
+        self._spent = dict.fromkeys(self._spent, 0.0)
+        self._since = time.perf_counter()
+        return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())
+
+
+def _join(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} = {values[name]:8.2e}" for name in sorted(values))

@@ -1,0 +1,215 @@
+"""The tables that a run writes row by row: ``lcurve.out`` and ``val.log``, in the bytes of DeePMD-kit's."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.runtime import atomic_write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+_BEST_STEP = re.compile(r"^# saved best checkpoint: .*\.ckpt-(\d+)\.t-\d+\.pt ")
+_UNITS = {"E": "meV/atom", "F": "meV/Å", "S": "meV/Å³", "V": "meV/atom"}
+_DIGITS = 5  # significant ones of an error in val.log
+
+
+class _HasMetrics(Protocol):
+    def metric(self, name: str) -> float: ...
+
+
+class _Table:
+    """A text file with one header, to which rows are added; each row is flushed at once.
+
+    The file starts anew with the first row, unless :meth:`cut_after` was called before.
+    """
+
+    def __init__(self, path: str | Path, header: str) -> None:
+        self._path, self._header = Path(path), header
+        self._file: TextIO | None = None
+
+    def cut_after(self, step: int) -> None:
+        """Go on with the file as it was after ``step``: later rows and a torn last line are removed.
+
+        A second header with the same columns is removed as well; if the columns have changed, the new header follows
+        the old rows.
+        """
+        self.close()
+        old = self._path.read_text(encoding="utf-8", errors="replace") if self._path.is_file() else ""
+        lines = [line for line in old.splitlines(keepends=True) if line.endswith("\n")]
+        header = self._header.splitlines(keepends=True)
+        same = lines[: len(header)] == header
+        rows = [line for line in lines if line not in header and _is_kept(line, step)]
+        if same or not rows:
+            text = self._header + "".join(rows)
+        else:
+            logger.warning("%s: the columns have changed, a second header follows the old rows", self._path)
+            text = "".join(line for line in lines if _is_kept(line, step)) + self._header
+        with self._writing(), atomic_write(self._path) as part:
+            part.write_text(text, encoding="utf-8")
+        self._open("a")
+
+    def close(self) -> None:
+        """Close the file; a further row opens it again and is added."""
+        if self._file is not None:
+            self._file.close()
+
+    def _add(self, line: str) -> None:
+        if self._file is None:
+            self._open("w")
+            line = self._header + line
+        elif self._file.closed:
+            self._open("a")
+        assert self._file is not None
+        with self._writing():
+            self._file.write(line)
+            self._file.flush()
+
+    def _open(self, mode: Literal["a", "w"]) -> None:
+        with self._writing():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open(mode, encoding="utf-8")
+
+    def _writing(self) -> _Writing:
+        return _Writing(self._path)
+
+
+class _Writing:
+    """Turns a failure to write into a message that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{self._path}: cannot be written ({error.strerror}). Make room on the disk, or start the run in a "
+                "folder that you may write to. The last checkpoint is usable."
+            ) from error
+
+
+class LcurveFile(_Table):
+    """The learning curve: one row per displayed step, columns sorted by name, validation before training.
+
+    Args:
+        path: ``training.disp_file``.
+        names: what is shown, such as ``rmse``, ``rmse_e``; or task name to such names when there are tasks.
+        validation: whether there is a column of validation values beside each of training.
+    """
+
+    def __init__(self, path: str | Path, names: Sequence[str] | Mapping[str, Sequence[str]], validation: bool) -> None:
+        tasks = names if isinstance(names, Mapping) else {"": names}
+        self._tasks = {task: sorted(columns) for task, columns in tasks.items()}
+        self._validation = validation
+        super().__init__(path, self._make_header())
+
+    def write(
+        self, step: int, lr: float, training: Mapping[str, object], validation: Mapping[str, object] | None = None
+    ) -> None:
+        """Add the row of ``step``; a value that is not given is nan.
+
+        Args:
+            step: optimizer steps so far.
+            lr: learning rate that the step used.
+            training: name to value; or task name to such a mapping when there are tasks.
+            validation: the same, for validation frames.
+        """
+        row = f"{step:7d}"
+        for task, names in self._tasks.items():
+            trained, validated = _of_task(training, task), _of_task(validation or {}, task)
+            for name in names:
+                values = [validated] if self._validation else []
+                row += "  " + "".join(f" {_number(v, name):11.2e}" for v in [*values, trained])
+        self._add(f"{row}   {lr:8.1e}\n")
+
+    def _make_header(self) -> str:
+        line = "# step "
+        for task, names in self._tasks.items():
+            ending = f"_{task}" if task else ""
+            for name in names:
+                kinds = ["val", "trn"] if self._validation else ["trn"]
+                line += "  " + "".join(f" {f'{name}_{kind}{ending}':>11}" for kind in kinds)
+        note = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
+        return f"{line}   {'lr':8}\n{note}"
+
+
+class ValidationLog(_Table):
+    """Errors over the whole validation set: one row per full validation, and a line for each best file.
+
+    Args:
+        path: ``validating.full_val_file``.
+        num_steps: steps of the run; they set the width of the first column.
+        metric: ``validating.validation_metric``; V shows virials per atom in the last columns, else stress is shown.
+    """
+
+    def __init__(self, path: str | Path, num_steps: int, metric: str = "E:MAE") -> None:
+        last = "V" if metric.upper().startswith("V") else "S"
+        self._columns = [f"{quantity}:{kind}" for quantity in ("E", "F", last) for kind in ("MAE", "RMSE")]
+        labels = [f"{c.replace(':', '_')}({_UNITS[c[0]]})" for c in self._columns]
+        self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
+        super().__init__(path, self._row("# ", ["step", *labels]) + _VALIDATION_NOTE)
+
+    def write(self, step: int, errors: _HasMetrics) -> None:
+        """Add the row of ``step``; ``errors`` gives eV per atom, eV/angstrom and eV/angstrom^3, nan without a label."""
+        self._add(self._row("  ", [str(step), *(_significant(1000 * errors.metric(c)) for c in self._columns)]))
+
+    def write_best(self, file: str | Path, metric: str, value: float) -> None:
+        """Note that ``file`` was written as one of the best, here and in the log."""
+        shown = show_metric(metric, value)
+        self._add(f"# saved best checkpoint: {file} ({metric} = {shown})\n")
+        logger.info("Saved best model to %s with %s = %s", file, metric, shown)
+
+    def _row(self, prefix: str, cells: Sequence[str]) -> str:
+        return prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"
+
+
+_VALIDATION_NOTE = (
+    "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is S, stress as the "
+    "negated virial divided by the cell volume, or V, virial normalized by natoms, following `validation_metric`.\n"
+)
+
+
+def show_metric(metric: str, value: float) -> str:
+    """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
+    return f"{_significant(1000 * value)} {_UNITS[metric[0].upper()]}"
+
+
+def _significant(value: float) -> str:
+    """Return ``value`` with five significant digits and without an exponent."""
+    if not math.isfinite(value):
+        return str(value)
+    magnitude = int(f"{value:.{_DIGITS - 1}e}".partition("e")[2])
+    decimals = _DIGITS - 1 - magnitude
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def _is_kept(line: str, step: int) -> bool:
+    best = _BEST_STEP.match(line)
+    if best is not None:
+        return int(best[1]) <= step
+    if line.startswith("#"):
+        return True
+    first = line.split(maxsplit=1)[:1]
+    return bool(first) and first[0].isdigit() and int(first[0]) <= step
+
+
+def _of_task(values: Mapping[str, object], task: str) -> Mapping[str, object]:
+    found = values.get(task, values if not task else {})
+    return found if isinstance(found, Mapping) else values
+
+
+def _number(values: Mapping[str, object], name: str) -> float:
+    value = values.get(name, math.nan)
+    assert isinstance(value, (int, float))
+    return value

@@ -1,0 +1,1 @@
+"""Training: one direction from assembled parts to checkpoints."""

@@ -1,0 +1,105 @@
+"""One optimizer step: loss, gradient, clipping, update, and a guard against non-finite numbers without a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.errors import DivergedError
+from deepmd_ema.optim.build import guarded_step, load_optimizer_state_by_name, optimizer_state_by_name
+from deepmd_ema.optim.clip import clip_gradients
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.optim.schedule import Schedule
+    from deepmd_ema.train.task import Task
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left behind, all still on the device.
+
+    Attributes:
+        learning_rate: the rate that the step used.
+        values: name to detached scalar for the learning curve (``rmse``, ``rmse_e``, ...).
+        ok: scalar, 1 when loss and gradients were finite and the update was made, else 0.
+    """
+
+    learning_rate: float
+    values: Mapping[str, Tensor]
+    ok: Tensor
+
+
+class GradientStep:
+    """Takes optimizer steps on a module that holds every trained parameter.
+
+    After the first non-finite loss or gradient no later step changes the weights, on the device and without waiting
+    for it; :meth:`raise_if_diverged` then tells which step it was.
+
+    Args:
+        module: owner of the parameters, by the names that checkpoints use.
+        optimizer: fused Adam or the like over ``module``'s trainable parameters.
+        schedule: learning rate as a function of the 0-based step.
+        max_norm: largest global L2 norm of the gradient, or None for no clipping.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, max_norm: float | None
+    ) -> None:
+        self._module, self._optimizer, self._schedule, self._max_norm = module, optimizer, schedule, max_norm
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+
+    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
+        """Update the weights with one batch; ``step`` counts from 1."""
+        rate = self._schedule(step - 1)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+        prediction = task.model(batch, need_virial=task.loss.need_virial)
+        total, values = task.loss(prediction, batch, rate)
+        total.backward()
+        norm = clip_gradients(self._trained, self._max_norm)
+        finite = torch.isfinite(norm) & torch.isfinite(total.detach()) & (self._first_bad == 0)
+        self._first_bad = torch.where(finite | (self._first_bad > 0), self._first_bad, step)
+        ok = finite.to(torch.float32)
+        guarded_step(self._optimizer, 1 - ok)
+        return Outcome(rate, values, ok)
+
+    @property
+    def checks_are_free(self) -> bool:
+        """Whether reading a number from the device costs no wait, so that each step may be checked."""
+        return self._first_bad.device.type == "cpu"
+
+    def first_bad_step(self) -> int:
+        """Return the first step with a non-finite loss or gradient, or 0; waits for the device."""
+        return int(self._first_bad)
+
+    def raise_if_diverged(self, tasks: Any, last_step: int) -> None:
+        """Raise :class:`DivergedError` with step, task and frames if any step so far was not finite."""
+        bad = self.first_bad_step()
+        if not bad:
+            return
+        task = tasks.draw(bad)
+        behind = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
+        frames = task.batch_at(task.frames.position - behind)
+        shown = ", ".join(f"{system} frame {index}" for system, index in frames[:8])
+        more = f" and {len(frames) - 8} more" if len(frames) > 8 else ""
+        named = f" (task {task.name})" if task.name else ""
+        raise DivergedError(
+            f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}{more}. The weights "
+            "stand as before that step and no checkpoint with bad numbers was written. Look at these frames with "
+            "`dp-ema check`, lower learning_rate.start_lr, or set training.gradient_max_norm."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return moments and counters by parameter name."""
+        return optimizer_state_by_name(self._optimizer, dict(self._module.named_parameters()))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the moments and counters of ``state``."""
+        load_optimizer_state_by_name(self._optimizer, dict(self._module.named_parameters()), state)

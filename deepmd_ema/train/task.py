@@ -1,0 +1,115 @@
+"""A task is a model with its loss and its frames; a run trains a mixture of them, of one in the simplest case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.runtime import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.data.loader import Loader
+    from deepmd_ema.loss import EnerLoss
+    from deepmd_ema.model.energy import EnergyModel
+
+
+@dataclass
+class Task:
+    """What is trained on what.
+
+    Attributes:
+        name: the task's name; empty when there is only one.
+        model: the model, on the device it computes on.
+        loss: the weighted loss.
+        frames: training batches in their seeded order.
+        display_frames: validation batches for the learning curve, or None.
+        display_batches: how many of them one row of the learning curve uses.
+    """
+
+    name: str
+    model: EnergyModel
+    loss: EnerLoss
+    frames: Loader
+    display_frames: Loader | None = None
+    display_batches: int = 1
+
+    def next_batch(self) -> Batch:
+        """Return the next training batch, in host memory."""
+        return next(self.frames)
+
+    def batch_at(self, position: int) -> tuple[tuple[str, int], ...]:
+        """Return where the frames of the batch at ``position`` come from."""
+        system, frames = self.frames.sampler.batch(position)
+        return tuple((self.frames.systems[system].name, frame) for frame in frames)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many batches were consumed; the order itself is a function of the seed."""
+        drawn = {"frames": self.frames.position}
+        if self.display_frames is not None:
+            drawn["display_frames"] = self.display_frames.position
+        return drawn
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the batches that ``state`` says were consumed."""
+        self.frames.seek(state["frames"])
+        if self.display_frames is not None:
+            self.display_frames.seek(state.get("display_frames", 0))
+
+    def close(self) -> None:
+        """Stop the background readers."""
+        self.frames.close()
+        if self.display_frames is not None:
+            self.display_frames.close()
+
+
+class TaskMixture:
+    """Draws the task of each step, with given probabilities, as a function of the seed and the step.
+
+    Args:
+        tasks: at least one task, names all different.
+        probabilities: one number per task that add up to one; equal when not given.
+        seed: the run's seed.
+    """
+
+    def __init__(self, tasks: Sequence[Task], probabilities: Sequence[float] | None = None, seed: int = 0) -> None:
+        self._tasks = list(tasks)
+        self._cumulative = np.cumsum(probabilities or [1 / len(self._tasks)] * len(self._tasks))
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)
+
+    def draw(self, step: int) -> Task:
+        """Return the task of ``step``."""
+        if len(self._tasks) == 1:
+            return self._tasks[0]
+        # every rank draws the same task: the seed is shared, only frames differ between ranks
+        number = np.random.default_rng(seed_for("task", self._seed, step)).random()
+        return self._tasks[min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)]
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that training has waited for data so far."""
+        return sum(task.frames.wait_s for task in self._tasks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in every task's frames."""
+        return {task.name: task.state_dict() for task in self._tasks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue every task's frames; a checkpoint of other tasks is refused."""
+        names = [task.name for task in self._tasks]
+        if sorted(state) != sorted(names):
+            raise CheckpointError(f"the checkpoint holds tasks {sorted(state)}, the input names {sorted(names)}")
+        for task in self._tasks:
+            task.load_state_dict(state[task.name])
+
+    def close(self) -> None:
+        """Stop the background readers of all tasks."""
+        for task in self._tasks:
+            task.close()

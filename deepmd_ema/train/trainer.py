@@ -1,0 +1,189 @@
+"""The training loop. It owns the step counter and the order in which the parts act."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema.errors import Interrupted
+from deepmd_ema.train.validate import ValidationAborted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from deepmd_ema.train.averaging import AverageBank
+    from deepmd_ema.train.display import Display
+    from deepmd_ema.train.saver import Saver
+    from deepmd_ema.train.step import GradientStep, Outcome
+    from deepmd_ema.train.task import Task, TaskMixture
+    from deepmd_ema.train.validate import FullValidation
+
+
+class StopRequest(AbstractContextManager["StopRequest"]):
+    """Turns SIGTERM and Ctrl-C into a question that the loop asks after each step; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.signal is not None
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+
+@dataclass
+class Trainer:
+    """Takes optimizer steps until ``num_steps``, and does what is due after each.
+
+    Every part is built by :mod:`deepmd_ema.train.assemble`; the trainer only decides the order in which they act.
+    """
+
+    tasks: TaskMixture
+    take_step: GradientStep
+    bank: AverageBank | None
+    validator: FullValidation | None
+    saver: Saver
+    display: Display
+    device: torch.device
+    num_steps: int
+    input_file: str = "input.json"
+    step: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
+    _owes_validation: bool = False
+    _saved: int = -1
+
+    def run(self) -> None:
+        """Train from the current step to ``num_steps``.
+
+        Raises:
+            Interrupted: after SIGTERM or Ctrl-C, with the current step saved.
+            DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
+        """
+        with self.stop:
+            try:
+                if self.validator is not None:
+                    self.validator.stopped = self.stop
+                self._loop()
+            finally:
+                self.display.close()
+                self.tasks.close()
+                if self.validator is not None:
+                    self.validator.close()
+
+    def _loop(self) -> None:
+        try:
+            if self._owes_validation:
+                self._validate()
+            if self.step >= self.num_steps:
+                self._save()
+            while self.step < self.num_steps:
+                self._advance()
+                if self.stop() and self.step < self.num_steps:
+                    self._leave()
+        except ValidationAborted:
+            self._leave()
+
+    def _advance(self) -> None:
+        number = self.step + 1
+        task = self.tasks.draw(number)
+        with self.display.times.of("data"):
+            batch = task.next_batch().to(self.device)
+        with self.display.times.of("step"):
+            outcome = self.take_step(task, batch, number)
+            self.step = number
+            if self.take_step.checks_are_free:
+                self._raise_if_diverged()
+            if self.bank is not None:
+                # a step that was checked on the host is good; else the device decides, and nothing waits for it
+                self.bank.update(None if self.take_step.checks_are_free else outcome.ok)
+        self._do_what_is_due(task, outcome)
+
+    def _do_what_is_due(self, task: Task, outcome: Outcome) -> None:
+        last = self.step == self.num_steps
+        self.display.record(self.step, task, outcome)
+        if self.display.is_due(self.step):
+            self._raise_if_diverged()
+            self.display.show(self.step, task, outcome)
+        if self.validator is not None and self.validator.is_due(self.step):
+            self._raise_if_diverged()
+            self._validate()
+        if self.saver.is_due(self.step, last):
+            self._raise_if_diverged()
+            self._save()
+
+    def _validate(self) -> None:
+        assert self.validator is not None
+        self._owes_validation = True
+        with self.display.times.of("validation"):
+            results = self.validator.run(self.step, lambda name: self.saver.payloads.weights(name, self.step, "best"))
+        self._owes_validation = False
+        self.display.show_validation(self.step, results)
+
+    def _save(self) -> None:
+        with self.display.times.of("checkpoint"):
+            written = self.saver.save(self.step, self.state_dict())
+        self._saved = self.step
+        self.display.say(f"saved {', '.join(written)}")
+
+    def _leave(self) -> None:
+        """Write where the run stands and end it."""
+        self._raise_if_diverged()
+        if self._saved != self.step or self._owes_validation:
+            self._save()
+        assert self.stop.signal is not None
+        raise Interrupted(
+            f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
+            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}",
+            self.stop.signal,
+        )
+
+    def _raise_if_diverged(self) -> None:
+        self.take_step.raise_if_diverged(self.tasks, self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a restart needs beside the weights."""
+        state: dict[str, Any] = {
+            "optimizer": self.take_step.state_dict(),
+            "streams": self.tasks.state_dict(),
+            "display": self.display.state_dict(),
+            "owes_validation": self._owes_validation,
+        }
+        if self.bank is not None:
+            state["averages"] = self.bank.state_dict()
+        if self.validator is not None:
+            state["best"] = self.validator.state_dict()
+        return state
+
+    def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken.
+
+        Averages are loaded by the caller, who knows whether the checkpoint has them.
+        """
+        self.step = step
+        self.take_step.load_state_dict(state["optimizer"])
+        self.tasks.load_state_dict(state["streams"])
+        self.display.load_state_dict(state["display"], step)
+        self._owes_validation = bool(state["owes_validation"]) and self.validator is not None
+        if self.validator is not None:
+            self.validator.load_state_dict(state.get("best", {}))
+            self.validator.truncate(step - 1 if self._owes_validation else step)

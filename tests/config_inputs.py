@@ -1,0 +1,45 @@
+"""A good input as a dictionary, and ways to spoil it, for the tests of the config."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+GOOD = {
+    "model": {
+        "type_map": ["O", "H"],
+        "descriptor": {"type": "se_e2_a", "sel": [46, 92], "rcut": 6.0, "rcut_smth": 0.5, "neuron": [10, 20, 40]},
+        "fitting_net": {"neuron": [20, 20]},
+    },
+    "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-8},
+    "loss": {"start_pref_e": 0.02, "limit_pref_e": 1},
+    "training": {
+        "training_data": {"systems": ["data"], "batch_size": 1},
+        "validation_data": {"systems": ["validation"]},
+        "numb_steps": 2000,
+    },
+    "validating": {},
+}
+REMOVE = object()
+
+
+def spoiled(changes):
+    """Return the good input with dotted paths set to values, or taken away."""
+    values = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        *above, name = path.split(".")
+        section = values
+        for key in above:
+            section = section.setdefault(key, {})
+        if value is REMOVE:
+            section.pop(name, None)
+        else:
+            section[name] = value
+    return values
+
+
+def write(folder, text, name="input.json"):
+    """Write a text, or a dictionary as JSON, and return the file."""
+    path = folder / name
+    path.write_text(text if isinstance(text, str) else json.dumps(text, indent=2))
+    return path

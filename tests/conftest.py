@@ -1,0 +1,36 @@
+"""Fixtures that every test may use: tiny systems with exact toy labels."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from helpers import write_system
+
+
+@pytest.fixture(scope="session")
+def water_like(tmp_path_factory):
+    """A periodic system: 16 frames of 12 atoms (O, H), two sets, all labels."""
+    return write_system(tmp_path_factory.mktemp("data") / "water_like", frames=16, natoms=12, seed=1, sets=2)
+
+
+@pytest.fixture(scope="session")
+def water_like_valid(tmp_path_factory):
+    """Validation frames of the same kind as ``water_like``: 6 frames."""
+    return write_system(tmp_path_factory.mktemp("data") / "water_like_valid", frames=6, natoms=12, seed=2)
+
+
+@pytest.fixture(scope="session")
+def open_like(tmp_path_factory):
+    """An open system (nopbc) of another size: 9 frames of 7 atoms, energies and forces only."""
+    return write_system(tmp_path_factory.mktemp("data") / "open_like", frames=9, natoms=7, seed=3, pbc=False)
+
+
+@pytest.fixture(scope="session")
+def mixed_like(tmp_path_factory):
+    """A deepmd/npy/mixed system: 10 periodic frames of 10 real and 2 virtual atoms."""
+    return write_system(
+        tmp_path_factory.mktemp("data") / "mixed_like", frames=10, natoms=10, seed=4, mixed=True, virtual=2, sets=2
+    )

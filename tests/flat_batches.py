@@ -1,0 +1,66 @@
+"""Labelled batches without neighbors, for tests of what is measured and not of what is predicted."""
+
+import numpy as np
+import torch
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.keys import LABELS, PER_ATOM
+
+
+def flat_batch(frames, num_types=2, names=LABELS):
+    """Return the batch of ``frames``: dicts with ``types``, ``box`` (or None) and labels by name; atoms sorted by type.
+
+    ``names`` are the labels that the batch has; a frame without one of them has zeros there.
+    """
+    types = np.concatenate([f["types"] for f in frames])
+    frame = np.repeat(np.arange(len(frames)), [len(f["types"]) for f in frames])
+    order = np.argsort(types, kind="stable")
+    labels, found = {}, {}
+    for name in names:
+        labels[name] = torch.tensor(join(frames, name, order))
+        found[name] = torch.tensor([float(f.get(name) is not None) for f in frames], dtype=torch.float64)
+    none = torch.zeros(len(types), 0, dtype=torch.int64)
+    boxes = [np.zeros((3, 3)) if f.get("box") is None else f["box"] for f in frames]
+    return Batch(
+        type_counts=tuple(np.bincount(types, minlength=num_types).tolist()),
+        slots=(0,),
+        atom_type=torch.tensor(types[order]),
+        atom_frame=torch.tensor(frame[order]),
+        atom_order=torch.tensor(order),
+        num_atoms=torch.tensor([len(f["types"]) for f in frames]),
+        coord=torch.zeros(len(types), 3, dtype=torch.float64),
+        box=torch.tensor(np.stack(boxes)),
+        periodic=torch.tensor([f.get("box") is not None for f in frames]),
+        neighbor=none,
+        vector=torch.zeros(len(types), 0, 3, dtype=torch.float64),
+        reverse=none,
+        labels=labels,
+        found=found,
+        frames=tuple(f.get("source", ("toy", k)) for k, f in enumerate(frames)),
+    )
+
+
+def join(frames, name, order):
+    """Return one quantity of all frames as it stands in a batch, zeros where a frame does not have it."""
+    shape = {"energy": (), "force": (3,), "virial": (9,)}.get(name, ())
+    parts = []
+    for f in frames:
+        empty = np.zeros((len(f["types"]), *shape) if name in PER_ATOM else shape)
+        parts.append(np.asarray(empty if f.get(name) is None else f[name], float))
+    return np.concatenate(parts)[order] if name in PER_ATOM else np.stack(parts)
+
+
+def random_frame(rng, natoms, box=None, names=LABELS, **more):
+    """Return a frame with random types and labels."""
+    shapes = {"energy": (), "force": (natoms, 3), "virial": (9,), "atom_energy": (natoms,), "atom_pref": (natoms,)}
+    frame = {"types": rng.integers(0, 2, natoms), "box": box}
+    labels = {name: rng.normal(size=shapes[name]) for name in names}
+    if "atom_pref" in labels:
+        labels["atom_pref"] = np.abs(labels["atom_pref"])
+    return frame | labels | more
+
+
+def predicted(frames, batch):
+    """Return the numbers of ``frames`` in the order of ``batch``, as if a model had predicted them."""
+    order = batch.atom_order.numpy()
+    return {n: torch.tensor(join(frames, n, order)) for n in ("energy", "force", "virial", "atom_energy")}

@@ -1,0 +1,189 @@
+"""The command line: what it takes, what it refuses and how, and with which exit code it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deepmd_ema import __version__, cli
+from deepmd_ema.errors import ConfigError, DataError, Interrupted, UserError
+
+QUICK_S = 0.3  # what --help may take
+
+
+def run_python(*words, **options):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make `dp-ema show X` raise a given exception."""
+
+    def install(error):
+        def run(_):
+            raise error
+
+        line, options, _ = cli.COMMANDS["show"]
+        monkeypatch.setitem(cli.COMMANDS, "show", (line, options, run))
+
+    return install
+
+
+def test_help_answers_in_a_moment():
+    fastest = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        result = run_python("-m", "deepmd_ema", "--help")
+        fastest = min(fastest, time.perf_counter() - start)
+    assert result.returncode == 0
+    for name in cli.COMMANDS:
+        assert name in result.stdout
+    assert fastest < QUICK_S
+
+
+def test_the_command_line_loads_nothing_heavy():
+    code = "import sys, deepmd_ema.cli; print({'torch', 'numpy', 'dargs', 'yaml', 'h5py', 'vesin'} & set(sys.modules))"
+    assert run_python("-c", code).stdout.strip() == "set()"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"dp-ema {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.COMMANDS)])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--help"])
+    assert left.value.code == 0
+    assert "usage: dp-ema" in capsys.readouterr().out
+
+
+def test_no_command_prints_the_help_and_leaves_with_2(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([])
+    assert left.value.code == 2
+    assert "train a model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "the command 'trian' is unknown. Did you mean train? Known: train, check"),
+        (["compress"], "compress is a command of DeePMD-kit: convert the frozen"),
+        (["doc-train-input"], "use `dp-ema doc`"),
+        (["train"], "the following arguments are required: INPUT"),
+        (["train", "a.json", "-r", "x", "-i", "y"], "-i/--init-model: not allowed with argument -r/--restart"),
+        (["train", "a.json", "--retsart", "x"], "train has no option --retsart. Did you mean --restart?"),
+        (["train", "a.json", "--finetune", "x"], "train --finetune: fine-tuning is not here yet"),
+        (["train", "a.json", "-t", "x"], "train -t: fine-tuning is not here yet"),
+        (["train", "a.json", "--init-frz-model", "x"], "--init-frz-model: a frozen model cannot be trained"),
+        (["train", "a.json", "--use-pretrain-script"], "copy the model section"),
+        (["train", "a.json", "--model-branch=x"], "train --model-branch: a run has one task"),
+        (["train", "a.json", "--force-load"], "weights are loaded whole"),
+        (["train", "a.json", "-m", "master"], "train -m: rank 0 speaks"),
+        (["train", "a.json", "--mpi-log", "master"], "rank 0 speaks"),
+        (["--pt", "train", "a.json"], "--pt: there is one backend"),
+        (["freeze", "--head", "x"], "freeze --head: a run has one task"),
+        (["test", "--shuffle-test"], "frames are taken in order"),
+        (["test", "-s", "x", "-f", "y"], "-f/--datafile: not allowed with argument -s/--system"),
+        (["show", "x", "-v", "7"], "'7' is none of DEBUG, INFO, WARNING, ERROR"),
+        (["show", "x", "y"], "show does not know what to do with: y"),
+    ],
+)
+def test_a_wrong_command_line_gets_one_message(words, message, capsys):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("dp-ema: ")
+    assert "Traceback" not in err
+
+
+def test_several_mistakes_are_a_numbered_list(capsys):
+    assert cli.main(["train", "a.json", "--finetune", "x", "--retsart"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "dp-ema: 2 problems"
+    assert err[1].startswith("  1. train --finetune: ")
+    assert err[2].startswith("  2. train has no option --retsart.")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("no such file"), 2, "dp-ema: no such file\n"),
+        (ConfigError(["a", "b"]), 2, "dp-ema: 2 problems in input.json\n  1. a\n  2. b\n"),
+        (DataError(["a", "b"]), 2, "dp-ema: 2 problems in the data of input.json\n  1. a\n  2. b\n"),
+        (Interrupted("stopped; go on with X", 2), 130, "stopped; go on with X\n"),
+        (Interrupted("stopped; go on with X", 15), 143, "stopped; go on with X\n"),
+        (KeyboardInterrupt(), 130, "dp-ema: stopped by Ctrl-C\n"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "needs torch, which is not installed. pip"),
+        (ModuleNotFoundError("x", name="matplotlib.figure"), 2, "pip install 'dp-ema[plot]'"),
+        (ModuleNotFoundError("No module named 'zork'", name="zork"), 1, "dp-ema: ModuleNotFoundError: No module"),
+        (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division by zero\nThis should not happen. Run"),
+    ],
+)
+def test_an_error_becomes_a_message_and_an_exit_code(failing, error, code, message, capsys):
+    failing(error)
+    assert cli.main(["show", "input.json"]) == code
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]])
+def test_debug_shows_the_traceback_wherever_it_stands(failing, words, capsys):
+    failing(ZeroDivisionError("by zero"))
+    assert cli.main(words) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert err.endswith("dp-ema: ZeroDivisionError: by zero\n")
+
+
+def test_a_long_list_of_problems_fits_one_screen(failing, capsys):
+    failing(DataError([f"problem {k}" for k in range(100)]))
+    assert cli.main(["show", "input.json"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == cli.MOST_SHOWN + 2
+    assert err[-1] == "     and 75 more; `dp-ema check` shows all"
+
+
+def test_another_rank_says_which_it_is(failing, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    failing(UserError("no such file"))
+    assert cli.main(["show", "x"]) == 2
+    assert capsys.readouterr().err == "dp-ema (rank 3): no such file\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = "import sys; from deepmd_ema import cli; " \
+           "cli.COMMANDS['show'] = (*cli.COMMANDS['show'][:2], lambda a: print('x\\n' * 200000)); " \
+           "sys.exit(cli.main(['show', 'x']))"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=30) == cli.EXIT_PIPE
+    assert err == b""
+
+
+def test_check_without_torch_still_checks_the_options(tmp_path):
+    """A machine that only edits inputs need not have torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    (tmp_path / "input.json").write_text('{"model": {}, "training": {"numb_steps": "x"}}')
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = run_python("-m", "deepmd_ema", "check", "input.json", cwd=tmp_path, env=environ)
+    assert result.returncode == 2
+    assert "numb_steps" in result.stderr
+    assert "torch" not in result.stderr
+    result = run_python("-m", "deepmd_ema", "show", "x.pt", cwd=tmp_path, env=environ)
+    assert result.returncode == 2
+    assert result.stderr.startswith("dp-ema: this needs torch, which is not installed. pip install torch")

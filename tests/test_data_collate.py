@@ -1,0 +1,193 @@
+"""Batches against brute force: order of atoms, slots, truncation, exclusion, images, reverse slots, labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import toy_frame, toy_labels
+
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.data.collate import collate, pair_frame
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.geometry import find_pairs
+
+RCUT = 4.0
+LAYOUT = NeighborLayout(RCUT, (30, 30, 30), 3)
+
+
+def make_frame(seed, natoms=12, pbc=True, index=0, **labels):
+    rng = np.random.default_rng(seed)
+    coord, types, box = toy_frame(rng, natoms, 3, pbc)
+    types = rng.permutation(types)
+    energy, force, virial, _ = toy_labels(coord, types, box)
+    values = {"energy": np.array(energy), "force": force} | ({"virial": virial} if pbc else {})
+    return Frame(coord, types, box, values | labels, source=("toy", index))
+
+
+FRAMES = [make_frame(0), make_frame(1, 7, pbc=False, index=1), make_frame(2, 1, index=2), make_frame(3, 20, index=3)]
+
+
+def expected_neighbors(frame, atom, layout):
+    """For one atom: per section the list of (neighbor, vector) by distance, truncated, then without excluded pairs."""
+    pairs = find_pairs(frame.coord, frame.box, layout.rcut)
+    vector = pairs.vector(frame.coord, frame.box)
+    mine = np.flatnonzero(pairs.i == atom)
+    sections = range(layout.num_types) if layout.by_type else [None]
+    out = []
+    for k, kind in enumerate(sections):
+        chosen = [p for p in mine if kind is None or frame.atom_type[pairs.j[p]] == kind]
+        chosen = sorted(chosen, key=lambda p: np.linalg.norm(vector[p]))[: layout.sel[k]]
+        out.append([(pairs.j[p], vector[p]) for p in chosen if not is_excluded(frame, atom, pairs.j[p], layout)])
+    return out
+
+
+def is_excluded(frame, i, j, layout):
+    a, b = int(frame.atom_type[i]), int(frame.atom_type[j])
+    return (a, b) in layout.excluded_pairs or (b, a) in layout.excluded_pairs
+
+
+def check_batch(batch, frames, layout):
+    starts = np.cumsum([0, *[f.num_atoms for f in frames]])
+    flat_atom = batch.atom_order.numpy()
+    row_of = np.empty(starts[-1], int)
+    row_of[flat_atom] = np.arange(starts[-1])
+    assert sorted(flat_atom) == list(range(starts[-1]))
+    offsets = np.cumsum([0, *batch.slots])
+    for row in range(starts[-1]):
+        k = int(batch.atom_frame[row])
+        frame, atom = frames[k], flat_atom[row] - starts[k]
+        assert batch.atom_type[row] == frame.atom_type[atom]
+        np.testing.assert_array_equal(batch.coord[row], frame.coord[atom])
+        for section, wanted in enumerate(expected_neighbors(frame, atom, layout)):
+            here = slice(offsets[section], offsets[section + 1])
+            neighbor, vector = batch.neighbor[row, here].numpy(), batch.vector[row, here].numpy()
+            assert neighbor[: len(wanted)].tolist() == [row_of[starts[k] + j] for j, _ in wanted]
+            for slot, (_, expected) in enumerate(wanted):
+                np.testing.assert_allclose(vector[slot], expected, atol=1e-12)
+            assert (neighbor[len(wanted):] == row).all()
+            np.testing.assert_array_equal(np.linalg.norm(vector[len(wanted):], axis=1), 2 * layout.rcut)
+
+
+LAYOUTS = {
+    "by_type": LAYOUT,
+    "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
+    "excluded": NeighborLayout(RCUT, (30, 4, 30), 3, excluded_pairs=frozenset({(0, 1), (2, 2)})),
+    "one_section": NeighborLayout(RCUT, (60,), 3, by_type=False),
+    "one_section_truncated_and_excluded": NeighborLayout(RCUT, (9,), 3, by_type=False,
+                                                         excluded_pairs=frozenset({(1, 0)})),
+    "more_types": NeighborLayout(RCUT, (20,) * 6, 6),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("chosen", [[0], [3, 0], [0, 1, 2, 3], [2], [1]])
+def test_every_slot_holds_what_a_brute_force_search_says(name, chosen):
+    frames = [FRAMES[k] for k in chosen]
+    check_batch(collate(frames, LAYOUTS[name]), frames, LAYOUTS[name])
+
+
+def test_atoms_are_sorted_by_type_then_frame_then_place():
+    batch = collate(FRAMES, LAYOUT)
+    key = list(zip(batch.atom_type.tolist(), batch.atom_frame.tolist(), batch.atom_order.tolist()))
+    assert key == sorted(key)
+    assert batch.type_counts == tuple(np.bincount(np.concatenate([f.atom_type for f in FRAMES])))
+    assert batch.num_atoms.tolist() == [12, 7, 1, 20]
+
+
+@pytest.mark.parametrize("chosen", [[0], [0, 1, 2, 3]])
+def test_reverse_slots_name_each_use_of_an_atom_once_in_order(chosen):
+    batch = collate([FRAMES[k] for k in chosen], LAYOUTS["truncated"])
+    natoms, slots = batch.neighbor.shape
+    filled = torch.linalg.norm(batch.vector, dim=-1) < RCUT
+    for row in range(natoms):
+        uses = torch.nonzero(((batch.neighbor == row) & filled).ravel()).ravel().tolist()
+        mine = [r for r in batch.reverse[row].tolist() if r != natoms * slots]
+        assert mine == uses
+        assert batch.reverse[row].tolist()[: len(mine)] == mine
+
+
+@pytest.mark.parametrize("round_to", [1, 4, 7])
+def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
+    frames = [FRAMES[0], FRAMES[3]]
+    layout = NeighborLayout(RCUT, (30, 10, 3), 3)
+    most = np.zeros(3, int)
+    for frame in frames:
+        pairs = find_pairs(frame.coord, frame.box, RCUT)
+        for atom in range(frame.num_atoms):
+            most = np.maximum(most, np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3))
+    expected = [min(sel, -(-min(n, sel) // round_to) * round_to) for n, sel in zip(most, layout.sel)]
+    assert collate(frames, layout, round_to=round_to).slots == tuple(expected)
+    assert np.max([pair_frame(f, layout).needed for f in frames], axis=0).tolist() == most.tolist()
+
+
+def test_prepared_frames_and_given_pairs_make_the_same_batch():
+    plain = collate(FRAMES, LAYOUT)
+    others = [collate([pair_frame(f, LAYOUT) for f in FRAMES], LAYOUT),
+              collate(FRAMES, LAYOUT, pairs=[find_pairs(f.coord, f.box, RCUT) for f in FRAMES])]
+    for other in others:
+        for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):
+            torch.testing.assert_close(getattr(plain, name), getattr(other, name), rtol=0, atol=0)
+
+
+def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
+    batch = collate(FRAMES, LAYOUT, labels=["atom_energy"])
+    torch.testing.assert_close(batch.in_file_order(batch.labels["force"]),
+                               torch.from_numpy(np.concatenate([f.labels["force"] for f in FRAMES])))
+    assert batch.found["virial"].tolist() == [1, 0, 1, 1]
+    assert batch.labels["virial"].shape == (4, 9)
+    assert (batch.labels["virial"][1] == 0).all()
+    assert batch.found["atom_energy"].tolist() == [0, 0, 0, 0]
+    assert batch.labels["atom_energy"].shape == (40,)
+    assert batch.labels["energy"].shape == (4,)
+    assert batch.periodic.tolist() == [True, False, True, True]
+    assert (batch.box[1] == 0).all()
+    assert batch.frames == (("toy", 0), ("toy", 1), ("toy", 2), ("toy", 3))
+
+
+@pytest.mark.parametrize("chosen", [[0], [0, 3]])
+def test_frame_and_atom_parameters_travel_with_their_frames(chosen):
+    rng = np.random.default_rng(0)
+    frames = []
+    for k in chosen:
+        f = FRAMES[k]
+        frames.append(Frame(f.coord, f.atom_type, f.box, f.labels, fparam=rng.normal(size=2),
+                            aparam=rng.normal(size=(f.num_atoms, 3))))
+    batch = collate(frames, LAYOUT)
+    torch.testing.assert_close(batch.fparam, torch.from_numpy(np.stack([f.fparam for f in frames])))
+    torch.testing.assert_close(batch.in_file_order(batch.aparam),
+                               torch.from_numpy(np.concatenate([f.aparam for f in frames])))
+
+
+def test_an_atom_without_neighbors_makes_a_batch_without_slots():
+    batch = collate([Frame(np.zeros((1, 3)), np.array([1]))], LAYOUT)
+    assert batch.slots == (0, 0, 0)
+    assert batch.neighbor.shape == (1, 0)
+    assert batch.reverse.shape == (1, 0)
+
+
+def test_a_batch_does_not_share_memory_with_the_prepared_frame():
+    prepared = pair_frame(FRAMES[0], LAYOUT)
+    before = collate([prepared], LAYOUT)
+    changed = collate([prepared], LAYOUT)
+    for tensor in (changed.coord, changed.vector, changed.neighbor, changed.reverse, changed.labels["force"],
+                   changed.labels["energy"], changed.box, changed.atom_type, changed.atom_order):
+        tensor.zero_()
+    again = collate([prepared], LAYOUT)
+    for name in ("coord", "vector", "neighbor", "reverse", "box", "atom_type", "atom_order"):
+        torch.testing.assert_close(getattr(before, name), getattr(again, name), rtol=0, atol=0)
+    torch.testing.assert_close(before.labels["force"], again.labels["force"], rtol=0, atol=0)
+
+
+def test_a_toy_energy_from_the_batch_equals_the_brute_force_label():
+    """The vectors of the slots are enough to sum a pair potential: a check of images and counts together."""
+    frames = [FRAMES[0], FRAMES[1], FRAMES[3]]
+    layout = NeighborLayout(RCUT, (40, 40, 40), 3)
+    batch = collate(frames, layout)
+    r = torch.linalg.norm(batch.vector, dim=-1)
+    value = torch.where(r < RCUT, (RCUT - r).clamp(min=0) ** 3, 0.0).sum(dim=1)
+    per_frame = torch.zeros(3, dtype=torch.float64).index_add(0, batch.atom_frame, value)
+    for k, frame in enumerate(frames):
+        pairs = find_pairs(frame.coord, frame.box, RCUT)
+        expected = ((RCUT - np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)) ** 3).sum()
+        assert per_frame[k].item() == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,99 @@
+"""Neighbor search and statistics against brute force, for every kind of cell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deepmd_ema.geometry import auto_sel, cell_volume, find_pairs, neighbor_statistics
+
+RCUT = 4.37  # no lattice distance of the cells below
+TRICLINIC = np.array([[3.1, 0, 0], [1.0, 3.3, 0], [-1.2, 0.5, 4.1]])
+LEFT_HANDED = np.array([[0, 3.1, 0], [3.3, 0, 0], [0, 0, 4.1]])
+
+
+def brute_pairs(coord, box, rcut, reach=9):
+    steps = np.arange(-reach, reach + 1) if box is not None else np.zeros(1, int)
+    shifts = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), -1).reshape(-1, 3)
+    moved = shifts @ (box if box is not None else np.eye(3))
+    found = {}
+    for i in range(len(coord)):
+        for j in range(len(coord)):
+            distance = np.linalg.norm(coord[j] + moved - coord[i], axis=1)
+            for k in np.flatnonzero(distance < rcut):
+                if i != j or shifts[k].any():
+                    found[(i, j, *shifts[k].tolist())] = distance[k]
+    return found
+
+
+@pytest.mark.parametrize("box", [None, np.eye(3) * 12.0, np.eye(3) * 5.1, TRICLINIC, LEFT_HANDED, np.eye(3) * 2.9],
+                         ids=["open", "large", "small", "triclinic", "left_handed", "smaller_than_rcut"])
+@pytest.mark.parametrize("natoms", [1, 2, 7])
+def test_pairs_are_those_of_a_brute_force_search(box, natoms):
+    coord = np.random.default_rng(natoms).uniform(-6, 8, (natoms, 3))  # many atoms lie outside of the cell
+    pairs = find_pairs(coord, box, RCUT)
+    found = list(zip(pairs.i.tolist(), pairs.j.tolist(), *pairs.shift.T.tolist()))
+    expected = brute_pairs(coord, box, RCUT)
+    assert len(found) == len(set(found))
+    assert set(found) == set(expected)
+    distance = np.linalg.norm(pairs.vector(coord, box), axis=1)
+    np.testing.assert_allclose(distance, [expected[key] for key in found], atol=1e-12)
+
+
+def test_pairs_come_sorted_by_atom_then_distance():
+    coord = np.random.default_rng(0).uniform(0, 8, (40, 3))
+    box = np.eye(3) * 8.0
+    pairs = find_pairs(coord, box, RCUT)
+    distance = np.linalg.norm(pairs.vector(coord, box), axis=1)
+    assert (np.diff(pairs.i) >= 0).all()
+    assert (np.diff(distance)[np.diff(pairs.i) == 0] >= 0).all()
+
+
+def test_pairs_at_equal_distance_come_sorted_by_neighbor():
+    side = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3) * 4.0
+    pairs = find_pairs(side, np.eye(3) * 16.0, 5.0)  # powers of two: the distances tie exactly
+    assert len(pairs.i) == 64 * 6
+    assert (np.diff(pairs.j)[np.diff(pairs.i) == 0] > 0).all()
+
+
+def test_statistics_are_those_of_the_brute_force_pairs():
+    rng = np.random.default_rng(5)
+    frames = [(rng.uniform(0, 5, (n, 3)), box, np.arange(n) % 3) for n, box in [(6, TRICLINIC), (9, None), (1, None)]]
+    statistics = neighbor_statistics(iter(frames), RCUT, 4)
+    most, total, nearest, per_frame = np.zeros(4, int), 0, np.full((4, 4), np.inf), []
+    for coord, box, types in frames:
+        pairs = brute_pairs(coord, box, RCUT)
+        counts = np.zeros((len(types), 4), int)
+        for (i, j, *_), r in pairs.items():
+            counts[i, types[j]] += 1
+            nearest[types[i], types[j]] = min(nearest[types[i], types[j]], r)
+        most, total = np.maximum(most, counts.max(axis=0)), max(total, counts.sum(axis=1).max())
+        per_frame.append(min(pairs.values(), default=np.inf))
+    assert statistics.max_neighbors == tuple(most)
+    assert statistics.max_total == total
+    np.testing.assert_allclose(statistics.nearest, nearest)
+    np.testing.assert_allclose(statistics.frame_min, per_frame)
+    assert statistics.min_distance == pytest.approx(min(per_frame))
+    coord, box, types = frames[1]
+    i, j = statistics.frame_pair[1]
+    assert np.linalg.norm(coord[i] - coord[j]) == pytest.approx(per_frame[1])
+    assert (statistics.nearest_frame[3] == -1).all()
+
+
+def test_statistics_do_not_depend_on_the_number_of_threads():
+    rng = np.random.default_rng(1)
+    frames = [(rng.uniform(0, 9, (20, 3)), np.eye(3) * 9.0, np.arange(20) % 2) for _ in range(100)]
+    one, three = (neighbor_statistics(frames, 4.0, 2, threads=n) for n in (1, 3))
+    assert one.max_neighbors == three.max_neighbors
+    np.testing.assert_array_equal(one.frame_min, three.frame_min)
+    np.testing.assert_array_equal(one.frame_pair, three.frame_pair)
+
+
+@pytest.mark.parametrize(("most", "ratio", "sel"),
+                         [((38, 72), 1.1, (44, 80)), ((40,), 1.0, (40,)), ((41, 0), 1.1, (48, 0))])
+def test_auto_sel_is_the_peers_rule(most, ratio, sel):
+    assert auto_sel(most, ratio) == sel
+
+
+def test_volume_of_a_left_handed_cell_is_positive():
+    assert cell_volume(LEFT_HANDED) == pytest.approx(3.1 * 3.3 * 4.1)

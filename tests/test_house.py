@@ -1,0 +1,40 @@
+"""Limits that keep the house small, checked on every commit."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "deepmd_ema"
+LONGEST_FILE, LONGEST_FUNCTION, MOST_METHODS, LONGEST_TRAINER = 500, 60, 15, 400
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.read_text().strip())
+
+
+def body_length(function):
+    """Return the lines of a function, its docstring not counted."""
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_keeps_the_house_limits(path):
+    source = path.read_text()
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree), "a module opens with one sentence saying what lives here"
+    assert source.count("\n") <= (LONGEST_TRAINER if path.name == "trainer.py" else LONGEST_FILE)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert body_length(node) <= LONGEST_FUNCTION, f"{node.name} (line {node.lineno})"
+        if isinstance(node, ast.ClassDef):
+            methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+            assert len(methods) <= MOST_METHODS, f"class {node.name} has {len(methods)} methods"
+
+
+def test_the_version_stands_in_the_changelog():
+    import deepmd_ema
+
+    assert f"## {deepmd_ema.__version__}" in (ROOT / "CHANGELOG.md").read_text()

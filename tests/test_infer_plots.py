@@ -1,0 +1,124 @@
+"""Learning curves and parity plots: what is read, what is drawn, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.infer.curves import LCURVE, VALIDATION, read_curve
+from deepmd_ema.infer.plots import plot_curves, plot_parity
+
+LCURVE_TEXT = """\
+# step       rmse_val    rmse_trn    rmse_e_val  rmse_e_trn    rmse_f_val  rmse_f_trn   lr      
+# If there is no available reference data, rmse_*_{val,trn} will print nan
+      1      2.55e+01    2.48e+01      5.86e-02    6.36e-02      8.07e-01    7.84e-01    1.0e-03
+    100      1.55e+01    1.48e+01      2.86e-02    3.36e-02      5.07e-01    4.84e-01    8.0e-04
+"""  # noqa: W291
+VAL_TEXT = """\
+# step E_MAE(meV/atom) E_RMSE(meV/atom) F_MAE(meV/Å) F_RMSE(meV/Å) S_MAE(meV/Å³) S_RMSE(meV/Å³)
+# E uses per-atom energy, F uses component-wise force errors
+  50       44.621           44.740         608.14       817.46          nan           nan      
+# saved best checkpoint: best.ckpt-50.t-1.pt (E:MAE = 44.621 meV/atom)
+ 100       40.621           41.740         508.14       717.46          nan           nan      
+"""  # noqa: W291
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "lcurve.out").write_text(LCURVE_TEXT)
+    (folder / "val.log").write_text(VAL_TEXT, encoding="utf-8")
+    (folder / "val_ema.log").write_text(VAL_TEXT, encoding="utf-8")
+    return folder
+
+
+def test_a_learning_curve_is_read_by_its_columns(run):
+    curve = read_curve(run / "lcurve.out")
+    assert curve.kind == LCURVE
+    assert curve.steps.tolist() == [1, 100]
+    assert curve.columns["rmse_f_trn"].tolist() == [0.784, 0.484]
+    assert curve.columns["lr"][-1] == 8e-4
+
+
+def test_a_validation_log_knows_its_weights_and_its_best_steps(run):
+    live, averaged = read_curve(run / "val.log"), read_curve(run / "val_ema.log")
+    assert live.kind == averaged.kind == VALIDATION
+    assert (live.averaged, averaged.averaged) == (False, True)
+    assert live.best_steps == [50]
+    assert live.columns["F_RMSE(meV/Å)"].tolist() == [817.46, 717.46]
+
+
+def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
+    """DeePMD-kit's pt backend writes the header again and repeats the steps after the restored one."""
+    header, rows = LCURVE_TEXT.splitlines()[:2], LCURVE_TEXT.splitlines()[2:]
+    again = [rows[1].replace("2.86e-02", "9.99e-02"), rows[1].replace("    100", "    200")]
+    path = run / "lcurve.out"
+    path.write_text("\n".join([*header, *rows, *header, *again]) + "\n")
+    curve = read_curve(path)
+    assert curve.steps.tolist() == [1, 100, 200]
+    assert curve.columns["rmse_e_val"].tolist() == [0.0586, 0.0999, 0.0286]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header line"),
+        ("1 2 3\n", "no header line"),
+        (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
+        (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
+        (LCURVE_TEXT + "  200  oops\n", "line 5: could not convert"),
+    ],
+)
+def test_a_file_that_is_no_curve_is_refused_with_its_line(tmp_path, text, message):
+    path = tmp_path / "lcurve.out"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_curve(path)
+
+
+def test_a_missing_curve_is_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere.out: cannot be read: No such file"):
+        plot_curves([tmp_path / "nowhere.out"], tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("names", [["lcurve.out"], ["val.log"], ["lcurve.out", "val.log", "val_ema.log"]])
+@pytest.mark.parametrize("log_steps", [False, True])
+def test_curves_become_a_picture(run, names, log_steps):
+    path = plot_curves([run / name for name in names], run / "curves.png", log_steps)
+    assert path.read_bytes()[:4] == PNG
+
+
+def test_curves_of_two_runs_and_of_tasks_become_one_picture(run, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    text = LCURVE_TEXT.replace("rmse_e_val  rmse_e_trn", "rmse_e_val_water rmse_e_trn_water")
+    (other / "lcurve.out").write_text(text)
+    path = plot_curves([run / "lcurve.out", run / "val_ema.log", other / "lcurve.out"], tmp_path / "two.png")
+    assert path.read_bytes()[:4] == PNG
+
+
+def test_a_curve_without_energies_and_forces_shows_the_loss(tmp_path):
+    (tmp_path / "lcurve.out").write_text("# step rmse_trn lr\n 1 2.0 1e-3\n 2 1.0 1e-3\n")
+    assert plot_curves([tmp_path / "lcurve.out"], tmp_path / "x.png").is_file()
+
+
+def test_a_picture_that_cannot_be_written_is_one_message(run, tmp_path):
+    with pytest.raises(UserError, match="x.png: the picture cannot be written"):
+        plot_curves([run / "val.log"], tmp_path / "missing" / "x.png")
+    with pytest.raises(UserError, match="cannot be written.*not supported"):
+        plot_curves([run / "val.log"], tmp_path / "x.docx")
+
+
+@pytest.mark.parametrize("count", [1, 300, 30_000])
+def test_parity_is_drawn_for_few_and_for_many_points(tmp_path, count):
+    label = np.random.default_rng(0).normal(size=count)
+    pairs = {"Energy": (label, label + 0.01, "eV/atom"), "Virial": (np.zeros(0), np.zeros(0), "eV/atom")}
+    assert plot_parity(pairs, tmp_path / "p.png", "a model").read_bytes()[:4] == PNG
+
+
+def test_parity_without_labels_is_refused(tmp_path):
+    with pytest.raises(UserError, match="nothing to draw"):
+        plot_parity({"Energy": (np.zeros(0), np.zeros(0), "eV/atom")}, tmp_path / "p.png", "a model")

@@ -1,0 +1,217 @@
+"""The Python interface: shapes in, numbers out, and one message for each wrong array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import toy_frame
+from infer_models import write_run
+
+import deepmd_ema
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import ATOMS_AT_ONCE, Potential
+
+EXACT = {"rtol": 0, "atol": 0}
+SAME_MATH = {"rtol": 1e-11, "atol": 1e-11}
+NATOMS = 12
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def potential(run):
+    return Potential(run[0], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def frames():
+    rng = np.random.default_rng(3)
+    made = [toy_frame(rng, NATOMS) for _ in range(3)]
+    return np.stack([m[0] for m in made]), made[0][1], np.stack([m[2] for m in made])
+
+
+def same(one, two, tolerance=EXACT):
+    for name in ("energy", "force", "virial", "atom_energy"):
+        np.testing.assert_allclose(getattr(one, name), getattr(two, name), **tolerance, err_msg=name)
+
+
+def test_results_are_float64_arrays_of_the_promised_shapes(potential, frames):
+    found = potential.evaluate(*frames)
+    assert found.energy.shape == (3,)
+    assert found.force.shape == (3, NATOMS, 3)
+    assert found.virial.shape == (3, 9)
+    assert found.atom_energy.shape == (3, NATOMS)
+    for value in (found.energy, found.force, found.virial, found.atom_energy):
+        assert isinstance(value, np.ndarray)
+        assert value.dtype == np.float64
+    np.testing.assert_allclose(found.atom_energy.sum(1), found.energy, **SAME_MATH)
+    np.testing.assert_allclose(found.force.sum(1), 0, atol=1e-10)
+
+
+def test_every_accepted_shape_means_the_same(potential, frames):
+    coord, types, box = frames
+    expected = potential.evaluate(coord, types, box)
+    symbols = ["OH"[t] for t in types]
+    same(potential.evaluate(coord.reshape(3, -1), types.tolist(), box.reshape(3, 9)), expected)
+    same(potential.evaluate(coord, symbols, box), expected)
+    same(potential.evaluate(coord, np.tile(types, (3, 1)), box), expected)
+    one = potential.evaluate(coord[0], types, box[0])
+    same(potential.evaluate(coord[0].ravel(), symbols, box[0].ravel()), one)
+    same(potential.evaluate(coord[:1].tolist(), types, box[:1].tolist()), one)
+    assert one.force.shape == (1, NATOMS, 3)
+    np.testing.assert_allclose(one.energy, expected.energy[:1], **SAME_MATH)
+
+
+def test_one_cell_serves_all_frames(potential, frames):
+    coord, types, box = frames
+    same(potential.evaluate(coord, types, box[0]), potential.evaluate(coord, types, np.repeat(box[:1], 3, 0)))
+
+
+def test_frames_may_have_their_own_types(potential, frames):
+    coord, types, box = frames
+    both = np.stack([types, 1 - types])
+    found = potential.evaluate(coord[:2], both, box[:2])
+    np.testing.assert_allclose(found.force[1], potential.evaluate(coord[1], 1 - types, box[1]).force[0], **SAME_MATH)
+
+
+def test_chunks_do_not_change_results(potential, frames, monkeypatch):
+    whole = potential.evaluate(*frames)
+    for most in (1, 2 * NATOMS):
+        monkeypatch.setitem(ATOMS_AT_ONCE, "cpu", most)
+        same(potential.evaluate(*frames), whole, SAME_MATH)
+
+
+def test_no_frame_gives_empty_results(potential):
+    found = potential.evaluate(np.zeros((0, 5, 3)), [0] * 5)
+    assert (found.energy.shape, found.force.shape, found.virial.shape) == ((0,), (0, 5, 3), (0, 9))
+
+
+def test_atoms_may_stand_in_any_order_and_anywhere(potential, frames):
+    coord, types, box = frames
+    order = np.random.default_rng(0).permutation(NATOMS)
+    expected = potential.evaluate(coord, types, box)
+    moved = coord[:, order] + 2 * box[:, None, 0] - box[:, None, 2]
+    found = potential.evaluate(moved, types[order], box)
+    np.testing.assert_allclose(found.force, expected.force[:, order], **SAME_MATH)
+    np.testing.assert_allclose(found.atom_energy, expected.atom_energy[:, order], **SAME_MATH)
+
+
+@pytest.mark.parametrize("periodic", [True, False])
+def test_forces_and_virials_are_derivatives_of_the_energy(potential, frames, periodic):
+    coord, types, box = frames[0][0], frames[1], frames[2][0]
+    cell = box if periodic else None
+    found = potential.evaluate(coord, types, cell)
+    step = 1e-4
+    for atom, axis in ((0, 0), (5, 1), (11, 2)):
+        ends = np.stack([coord, coord])
+        ends[0, atom, axis] += step
+        ends[1, atom, axis] -= step
+        up, down = potential.evaluate(ends, types, cell).energy
+        assert found.force[0, atom, axis] == pytest.approx(-(up - down) / (2 * step), abs=1e-6)
+    for a, b in ((0, 0), (1, 2), (2, 1)):
+        strain = np.zeros((2, 3, 3))
+        strain[:, a, b] = step, -step
+        grow = np.eye(3) + strain
+        cells = None if cell is None else cell @ grow
+        up, down = potential.evaluate(coord @ grow, types, cells).energy
+        assert found.virial[0].reshape(3, 3)[a, b] == pytest.approx(-(up - down) / (2 * step), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0, 0, 0]], [-1]), r"-1 is no place in type_map \['O', 'H'\] \(from 0\). Leave virtual atoms out"),
+        (([[0, 0, 0]], [2]), "2 is no place in type_map"),
+        (([[0, 0, 0]], ["o"]), "element 'o' is not in the model. Did you mean O"),
+        (([[0, 0, 0]], [0.5]), "types: values of kind float64"),
+        (([[0, 0, 0]], []), "at least one atom"),
+        (([[0, 0, 0]], [0, 0]), r"coord: shape \(1, 3\), expected \(F, 2, 3\), \(F, 6\) or \(2, 3\) for 2 atoms"),
+        (([[0, 0, np.nan]], [0]), r"coord: \[0, 2\] is not a finite number"),
+        (([["x", 0, 0]], [0]), "coord: expected an array of numbers"),
+        (([[0, 0, 0]], [0], [1, 1, 1]), r"box: shape \(3,\), expected \(1, 3, 3\)"),
+        (([[0, 0, 0]], [0], np.zeros(9)), "box: frame 0 has a cell without volume"),
+        (([[0, 0, 0]], [[0], [0]]), r"types: shape \(2, 1\), expected \(1,\) or \(1, 1\)"),
+        (([[0, 0, 0]], [0], None, [1.0]), "fparam: given, but this model takes none"),
+        (([[0, 0, 0]], [0], None, None, [1.0]), "aparam: given, but this model takes none"),
+    ],
+)
+def test_a_wrong_array_gets_one_message(potential, arguments, message):
+    with pytest.raises(UserError, match=message):
+        potential.evaluate(*arguments)
+
+
+def test_parameters_of_frames_and_atoms_reach_the_model(tmp_path, frames):
+    coord, types, box = frames
+    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=2, model__fitting_net__numb_aparam=1)
+    potential = Potential(path)
+    frame, atom = np.arange(6.0).reshape(3, 2), np.linspace(0, 1, 3 * NATOMS).reshape(3, NATOMS, 1)
+    found = potential.evaluate(coord, types, box, frame, atom)
+    same(potential.evaluate(coord, types, box, frame, atom.reshape(3, NATOMS)), found)
+    single = potential.evaluate(coord[1], types, box[1], frame[1], atom[1])
+    np.testing.assert_allclose(single.energy, found.energy[1:2], **SAME_MATH)
+    everywhere = potential.evaluate(coord, types, box, frame[1], atom[1])
+    np.testing.assert_allclose(everywhere.energy[1], found.energy[1], **SAME_MATH)
+    assert abs(everywhere.energy[0] - found.energy[0]) > 1e-6
+    with pytest.raises(UserError, match="fparam: this model needs 2 numbers per frame"):
+        potential.evaluate(coord, types, box, aparam=atom)
+    with pytest.raises(UserError, match="aparam: this model needs 12 x 1 numbers per frame"):
+        potential.evaluate(coord, types, box, frame)
+    with pytest.raises(UserError, match=r"fparam: shape \(3,\), expected \(3, 2\) or \(2,\)"):
+        potential.evaluate(coord, types, box, [1.0, 2.0, 3.0], atom)
+
+
+def test_a_default_fparam_need_not_be_given(tmp_path, frames):
+    options = {"model__fitting_net__numb_fparam": 1, "model__fitting_net__default_fparam": [0.5]}
+    potential = Potential(write_run(tmp_path, **options)[0])
+    same(potential.evaluate(*frames), potential.evaluate(*frames, fparam=[0.5]))
+
+
+def test_the_package_offers_the_class_and_its_facts(run):
+    potential = deepmd_ema.Potential(run[0].parent)
+    assert potential.type_map == ("O", "H")
+    assert potential.rcut == 4.0
+    assert potential.info.step == 7
+    with pytest.raises(AttributeError, match="no attribute 'Potentail'"):
+        deepmd_ema.Potentail  # noqa: B018
+
+
+def test_a_head_is_refused(run):
+    with pytest.raises(UserError, match="this model has one head"):
+        Potential(run[0], head="water")
+
+
+def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames):
+    live, averaged = run
+    inside = load_model(live, use_average=True)
+    same(Potential(inside).evaluate(*frames), Potential(averaged).evaluate(*frames))
+    assert abs(Potential(live).evaluate(*frames).energy - Potential(inside).evaluate(*frames).energy).max() > 1e-6
+    assert inside.info.in_words() == load_model(averaged).info.in_words()
+    assert inside.info.in_words() == "averaged weights (ema) of step 7: decay 0.99, updates 7, mean age 4.5"
+    assert load_model(live).info.in_words() == "live weights of step 7"
+    assert load_model(averaged, use_average=True, profile="ema").info.weights == "ema"
+
+
+def test_an_average_that_is_not_there_is_an_error(tmp_path, run):
+    live, _ = write_run(tmp_path, averages=False)
+    with pytest.raises(CheckpointError, match="no averaged weights in this checkpoint: training.enable_ema was false"):
+        load_model(live, use_average=True)
+    with pytest.raises(CheckpointError, match="no average is called 'slow'. Give --profile one of: ema"):
+        load_model(run[0], use_average=True, profile="slow")
+    with pytest.raises(CheckpointError, match="holds the weights 'ema', not the average 'slow'"):
+        load_model(run[1], use_average=True, profile="slow")
+
+
+@pytest.mark.parametrize("name", ["model.ckpt-7.pt", "model.ckpt-7", "model.ckpt.pt", "checkpoint", "."])
+def test_a_checkpoint_is_found_by_any_of_its_names(run, name):
+    assert load_model(run[0].parent / name).info.step == 7
+
+
+def test_single_precision_is_near_double(tmp_path, frames):
+    single = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    one, two = (Potential(write_run(tmp_path / str(k), **c)[0]).evaluate(*frames) for k, c in enumerate(({}, single)))
+    same(one, two, {"rtol": 1e-4, "atol": 1e-4})
+    assert two.energy.dtype == np.float64

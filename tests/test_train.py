@@ -1,0 +1,294 @@
+"""A run as a whole: files, restarts to the last bit, signals, kills, bad numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_input, write_system
+
+from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
+from deepmd_ema.train import trainer as trainer_module
+from deepmd_ema.train.assemble import run_training
+
+pytestmark = pytest.mark.timeout(120)
+
+WITH_AVERAGES = {
+    "training__enable_ema": True,
+    "training__ema_decay": 0.9,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 4,
+    "validating__full_val_start": 0,
+}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, water_like, water_like_valid):
+    """Return a function that trains in a folder of its own: start(name, num_steps=..., options=..., **how)."""
+
+    def run(name, num_steps=20, options=None, systems=None, **how):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        options = {**WITH_AVERAGES, **(options or {})}
+        config = tiny_input(systems or [water_like], [water_like_valid], num_steps=num_steps, **options)
+        (folder / "input.json").write_text(json.dumps(config))
+        run_training("input.json", device="cpu", **how)
+        return folder
+
+    return run
+
+
+def stop_after(monkeypatch, step):
+    """Make the next run believe that SIGTERM came while it took ``step``."""
+    advance = trainer_module.Trainer._advance
+
+    def advance_and_note(self):
+        advance(self)
+        if self.step == step:
+            self.stop._note(signal.SIGTERM, None)
+
+    monkeypatch.setattr(trainer_module.Trainer, "_advance", advance_and_note)
+    return lambda: monkeypatch.setattr(trainer_module.Trainer, "_advance", advance)
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_same(a, b, path=""):
+    """Every tensor and number of two checkpoints is bitwise equal."""
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
+
+
+def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):
+    folder = start("run", 20)
+    names = {p.name for p in folder.iterdir()}
+    assert {
+        "out.json", "lcurve.out", "val.log", "val_ema.log", "checkpoint", "model.ckpt.pt", "model_ema.ckpt.pt",
+        "model.ckpt-10.pt", "model.ckpt-20.pt", "model_ema.ckpt-10.pt", "model_ema.ckpt-20.pt",
+    } <= names  # fmt: skip
+    assert any(n.startswith("best.ckpt-") for n in names)
+    assert any(n.startswith("best_ema.ckpt-") for n in names)
+    assert (folder / "checkpoint").read_text().strip() == "model.ckpt-20.pt"
+    assert [int(row.split()[0]) for row in (folder / "lcurve.out").read_text().splitlines()[2:]] == [1, 5, 10, 15, 20]
+
+
+def test_training_lowers_the_force_error(start):
+    folder = start("run", 60, {"training__disp_freq": 60, "learning_rate__start_lr": 5e-3})
+    rows = np.genfromtxt(folder / "lcurve.out", names=True)
+    assert rows["rmse_f_val"][-1] < 0.7 * rows["rmse_f_val"][0]
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 10, 13])
+def test_A1_a_restart_continues_to_the_last_bit(start, monkeypatch, at):
+    whole = start("whole", 20)
+    undo = stop_after(monkeypatch, at)
+    with pytest.raises(Interrupted, match=f"after step {at} of 20"):
+        start("parts", 20)
+    undo()
+    parts = start("parts", 20, restart="model.ckpt.pt")
+    assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
+    assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
+    for name in ("lcurve.out", "val.log", "val_ema.log"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+
+
+def test_A1_a_restart_with_averaged_rows_continues_to_the_last_bit(start, monkeypatch):
+    options = {"training__disp_avg": True}
+    whole = start("whole", 20, options)
+    undo = stop_after(monkeypatch, 8)
+    with pytest.raises(Interrupted):
+        start("parts", 20, options)
+    undo()
+    parts = start("parts", 20, options, restart="model.ckpt.pt")
+    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
+
+
+def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
+    folder = start("run", 20)
+    before = (folder / "lcurve.out").read_bytes()
+    start("run", 20, restart="model.ckpt-10.pt")
+    assert (folder / "lcurve.out").read_bytes() == before
+
+
+def test_B1_averaged_validation_does_not_touch_the_live_trajectory(start):
+    with_averages = start("with", 12)
+    without = start("without", 12, dict.fromkeys(
+        ("training__enable_ema", "validating__full_validation", "validating__ema_full_validation"), False))
+    assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(without / "model.ckpt-12.pt")["model"])
+    other_decay = start("decay", 12, {"training__ema_decay": 0.5})
+    assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(other_decay / "model.ckpt-12.pt")["model"])
+
+
+def test_A4_a_checkpoint_holds_raw_weights_as_model_and_averages_as_averages(start):
+    folder = start("run", 12)
+    state, average = load(folder / "model.ckpt-12.pt"), load(folder / "model_ema.ckpt-12.pt")
+    assert state["kind"] == "training"
+    assert average["kind"] == "average"
+    assert average["average"]["profile"] == "ema"
+    assert state["model"].keys() == average["model"].keys()
+    assert not all(torch.equal(state["model"][n], average["model"][n]) for n in state["model"])
+    assert torch.equal(state["model"]["out_bias"], average["model"]["out_bias"])
+
+
+def test_A8_averages_start_from_the_loaded_weights(start):
+    folder = start("run", 10)
+    start("from_live", 1, {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31},
+          init_model=str(folder / "model.ckpt.pt"))
+    average = load("model_ema.ckpt-1.pt")["model"]
+    live = load(folder / "model.ckpt-10.pt")["model"]
+    assert all(torch.allclose(average[n], live[n], rtol=0, atol=1e-20) for n in live)
+    start("from_average", 3, init_model=str(folder / "model_ema.ckpt.pt"))
+
+
+def test_A3_an_average_is_refused_by_restart_with_the_file_to_use(start):
+    folder = start("run", 10)
+    with pytest.raises(CheckpointError, match="model.ckpt-10.pt"):
+        start("run", 20, restart=str(folder / "model_ema.ckpt.pt"))
+
+
+def test_A7_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, caplog):
+    off = {"training__enable_ema": False, "validating__ema_full_validation": False}
+    start("run", 10, off)
+    with caplog.at_level("INFO"):
+        start("run", 11, {}, restart="model.ckpt-10.pt")
+    assert "average" in caplog.text
+    with caplog.at_level("INFO"):
+        start("run", 12, off, restart="model.ckpt-11.pt")
+
+
+def test_C1_the_best_file_gives_its_logged_metric_again(start, water_like_valid):
+    from deepmd_ema.infer.evaluate import run_test
+
+    folder = start("run", 20, {"validating__validation_metric": "F:RMSE"})
+    rows = [r for r in (folder / "val_ema.log").read_text().splitlines() if "best_ema.ckpt-" in r]
+    best = next(folder.glob("best_ema.ckpt-*.t-1.pt"))
+    logged = next(r for r in reversed(rows) if best.name in r)
+    errors = run_test(str(best), [str(water_like_valid)], say=lambda line: None)
+    assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(start):
+    a, b = start("a", 6), start("b", 6)
+    c = start("c", 6, {"training__seed": 11})
+    assert (a / "lcurve.out").read_bytes() == (b / "lcurve.out").read_bytes()
+    assert (a / "lcurve.out").read_bytes() != (c / "lcurve.out").read_bytes()
+
+
+def test_a_restart_with_another_model_or_other_data_is_refused_by_name(start, mixed_like):
+    start("run", 10)
+    with pytest.raises(ConfigError, match=r"model\.descriptor\.rcut_smth.*1\.0 in the checkpoint, 0\.9 in the input"):
+        start("run", 20, {"model__descriptor__rcut_smth": 0.9}, restart="model.ckpt.pt")
+    with pytest.raises(ConfigError, match=r"training\.seed"):
+        start("run", 20, {"training__seed": 5}, restart="model.ckpt.pt")
+    start("run", 20, {"loss__start_pref_e": 0.5}, restart="model.ckpt.pt", allow_config_change=True)
+
+
+def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start, monkeypatch):
+    with pytest.raises(DivergedError, match=r"step \d+: .*water_like.* frame \d+"):
+        start("run", 60, {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199,
+                          "training__save_freq": 1, "training__max_ckpt_keep": 0})
+    for file in (p for p in os.listdir() if p.startswith("model.ckpt-")):
+        assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file
+
+
+def test_numb_epoch_counts_passes_over_the_frames(start):
+    folder = start("run", None, {"training__numb_epoch": 2})
+    assert load(folder / "model.ckpt.pt")["step"] == 16  # 16 frames, batches of 2
+
+
+def test_mixed_and_plain_systems_train_together(start, water_like, mixed_like, open_like):
+    start("run", 8, systems=[water_like, mixed_like, open_like])
+    rows = np.genfromtxt("lcurve.out", names=True)
+    assert np.isfinite(rows["rmse_f_trn"]).all()
+
+
+def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplog):
+    with caplog.at_level("INFO"):
+        start("run", 10, {"training__ema_decay": 0.9999})
+    assert "window" in caplog.text
+    assert "trained parameters" in caplog.text
+
+
+def test_several_processes_are_refused_by_name(start, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="process"):
+        start("run", 5)
+
+
+def _spawn(folder):
+    return subprocess.Popen(
+        [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"],
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signal_sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_like, signal_sent):
+    config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    process = _spawn(tmp_path)
+    _wait_for(lambda: (tmp_path / "lcurve.out").exists() and len((tmp_path / "lcurve.out").read_text().split("\n")) > 4)
+    process.send_signal(signal_sent)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal_sent
+    assert "dp-ema train --restart model.ckpt.pt input.json" in said
+    assert "Traceback" not in said
+    state = load(tmp_path / "model.ckpt.pt")
+    assert state["step"] > 1
+
+
+def test_a_killed_run_restarts_from_its_last_checkpoint(tmp_path, monkeypatch, water_like):
+    config = tiny_input([water_like], num_steps=30, training__save_freq=1, training__enable_ema=True)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "input.json").write_text(json.dumps(config))
+    monkeypatch.chdir(whole)
+    run_training("input.json", device="cpu")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "input.json").write_text(json.dumps(config))
+    process = _spawn(parts)
+    _wait_for(lambda: (parts / "model.ckpt-4.pt").exists())
+    process.kill()
+    process.communicate()
+    monkeypatch.chdir(parts)
+    run_training("input.json", device="cpu", restart="model.ckpt.pt")
+    assert_same(load(whole / "model.ckpt-30.pt"), load(parts / "model.ckpt-30.pt"))
+    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
+
+
+def test_a_system_without_virials_trains_with_a_virial_prefactor_and_a_warning(start, tmp_path, caplog):
+    system = write_system(tmp_path / "no_virial", frames=6, virial=False, seed=5)
+    with caplog.at_level("WARNING"):
+        start("run", 6, systems=[system])
+    assert "virial" in caplog.text
+    rows = np.genfromtxt("lcurve.out", names=True)
+    assert np.isnan(rows["rmse_v_trn"]).all()
+    assert np.isfinite(rows["rmse_f_trn"]).all()
