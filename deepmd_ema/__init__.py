@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,5 @@ __all__ = ["Potential", "__version__"]
 def __getattr__(name: str) -> Any:
     # torch takes a second to import: `dp-ema --help` must not pay for it
     if name == "Potential":
-        from deepmd_ema.infer.potential import Potential
-
-        return Potential
+        return import_module("deepmd_ema.infer.potential").Potential
     raise AttributeError(f"module 'deepmd_ema' has no attribute '{name}'")

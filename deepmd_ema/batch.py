@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +95,8 @@ class Batch:
         out[self.atom_order] = per_atom
         return out
 
-    def _map(self, move) -> Batch:  # noqa: ANN001
-        changed = {}
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        changed: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):

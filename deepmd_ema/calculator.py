@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.potential import Potential
@@ -33,8 +33,9 @@ class DP(Calculator):
     """
 
     name = "DP"
-    implemented_properties: ClassVar[list[str]] = ["energy", "free_energy", "energies", "forces", "stress"]
-    default_parameters: ClassVar[dict[str, Any]] = {"fparam": None, "aparam": None}
+    # both are ASE's names, which it reads from the class
+    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012
+    default_parameters = {"fparam": None, "aparam": None}  # noqa: RUF012
 
     def __init__(
         self, model: str | Path | Potential, device: str | None = None, head: str | None = None, **parameters: Any
@@ -61,10 +62,12 @@ class DP(Calculator):
             UserError: if an element is not in the model, or the cell is periodic in some directions only.
         """
         super().calculate(atoms, list(properties), list(system_changes))
+        now = self.atoms
+        assert now is not None, "ASE has set it"
         found = self.potential.evaluate(
-            self.atoms.get_positions(),
-            self._types(),
-            self._box(),
+            now.get_positions(),
+            self._types(now),
+            self._box(now),
             fparam=self.parameters["fparam"],
             aparam=self.parameters["aparam"],
         )
@@ -75,14 +78,14 @@ class DP(Calculator):
             "energies": found.atom_energy[0],
             "forces": found.force[0],
         }
-        if self.atoms.pbc.all():
+        if now.pbc.all():
             # ASE: stress is the derivative of the energy by strain over the volume, the opposite of the virial
-            stress = -found.virial[0].reshape(3, 3) / self.atoms.get_volume()
+            stress = -found.virial[0].reshape(3, 3) / now.get_volume()
             stress = 0.5 * (stress + stress.T)
             self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
 
-    def _types(self) -> list[str]:
-        symbols = self.atoms.get_chemical_symbols()
+    def _types(self, atoms: Atoms) -> list[str]:
+        symbols = atoms.get_chemical_symbols()
         unknown = sorted(set(symbols) - set(self.potential.type_map))
         if unknown:
             raise UserError(
@@ -91,12 +94,12 @@ class DP(Calculator):
             )
         return symbols
 
-    def _box(self) -> Any:
-        if not self.atoms.pbc.any():
+    def _box(self, atoms: Atoms) -> Any:
+        if not atoms.pbc.any():
             return None
-        if not self.atoms.pbc.all():
+        if not atoms.pbc.all():
             raise UserError(
-                f"pbc = {self.atoms.pbc.tolist()}: periodic in some directions only, which models do not know. Set pbc "
+                f"pbc = {atoms.pbc.tolist()}: periodic in some directions only, which models do not know. Set pbc "
                 f"to True with a vacuum of more than {self.potential.rcut:g} angstrom along the open directions."
             )
-        return self.atoms.cell.array
+        return atoms.cell.array

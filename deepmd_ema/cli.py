@@ -167,11 +167,13 @@ def _check(args: argparse.Namespace) -> None:
     print("\n".join(f"  {line}" for line in lines), flush=True)
     if args.config_only:
         return
-    from deepmd_ema.data.check import check_run
+    from deepmd_ema.data.run import check_run, length_lines, open_run
 
-    report = check_run(config)
-    print(report.text())
-    report.raise_if_wrong()
+    train, valid = open_run(config)
+    report = check_run(config, train, valid)
+    lines = [*report.lines(), *length_lines(config, train, report)]
+    print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
+    report.raise_problems()
 
 
 def _freeze(args: argparse.Namespace) -> None:
@@ -187,9 +189,11 @@ def _test(args: argparse.Namespace) -> None:
     _start_logging(args)
     from deepmd_ema.infer.evaluate import run_test, systems_to_test
 
+    systems, patterns = systems_to_test(args.system, args.datafile, args.valid_data)
     run_test(
         args.model,
-        systems_to_test(args.system, args.datafile, args.valid_data),
+        systems,
+        rglob_patterns=patterns,
         num_frames=args.numb_test,
         detail=args.detail_file,
         atomic=args.atomic,
@@ -221,7 +225,7 @@ def _doc(args: argparse.Namespace) -> None:
 def _start_logging(args: argparse.Namespace) -> None:
     from deepmd_ema.report import set_up_logging
 
-    set_up_logging(args.log_level, args.log_path)
+    set_up_logging(args.log_level, args.log_path, chief=os.environ.get("RANK", "0") == "0")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -264,7 +268,7 @@ def _refuse_unknown(args: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _build_parser() -> _Parser:
-    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common.add_argument("-v", "--log-level", type=_level, metavar="LEVEL", help="DEBUG, INFO (default), WARNING, ERROR")
     common.add_argument("-l", "--log-path", metavar="FILE", help="write the log to a file as well")

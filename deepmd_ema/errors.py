@@ -35,7 +35,7 @@ class DivergedError(UserError):
     """The loss or a gradient became non-finite; the message names the step, the task and the frames."""
 
 
-class Interrupted(UserError):
+class Interrupted(UserError):  # noqa: N818 - it is no fault
     """The run was asked to stop and has saved where it was; ``signal_number`` is who asked."""
 
     def __init__(self, problem: str, signal_number: int = 2) -> None:

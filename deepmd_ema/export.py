@@ -70,12 +70,14 @@ def freeze(loaded: LoadedModel, output: str | Path) -> Frozen:
     part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     info = loaded.info
     try:
-        extra = {"dp_ema": {**info.as_dict(), "config": dict(info.config)}}
+        extra = {**info.as_dict(), "config": dict(info.config)}
         interchange.write_dp(part, loaded.model, dict(info.config["model"]), info.min_nbor_dist, extra)
         _, back, _ = interchange.read_dp(part)
         difference = compare(loaded.model, back, loaded.config)
         size = part.stat().st_size
         os.replace(part, path)
+    except CheckpointError as error:
+        raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}. Choose another -o.") from error
     finally:

@@ -160,34 +160,38 @@ def _in_threads(pool: ThreadPoolExecutor, frames: Iterable[FrameGeometry], rcut:
 def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _FrameStatistics:
     coord, box, types = frame
     natoms = len(types)
-    pairs, distance = _search(coord, box, rcut, "Pd")
+    pairs, distance = _search(coord, box, rcut, "Pd", each_twice=False)
     if len(distance) == 0:
         none = np.full((num_types, num_types), np.inf)
         return _FrameStatistics(np.zeros(num_types, np.int64), 0, none, math.inf, (-1, -1))
     types = np.asarray(types, np.int64)
-    key = pairs[:, 0] * num_types
-    key += types[pairs[:, 1]]
-    counts = np.bincount(key, minlength=natoms * num_types).reshape(natoms, num_types)
+    i, j = pairs[:, 0], pairs[:, 1]
+    type_i, type_j = types[i], types[j]
+    counts = np.bincount(i * num_types + type_j, minlength=natoms * num_types)
+    counts += np.bincount(j * num_types + type_i, minlength=natoms * num_types)
+    counts = counts.reshape(natoms, num_types)
     shortest = int(distance.argmin())
     return _FrameStatistics(
         most=counts.max(axis=0),
         most_total=int(counts.sum(axis=1).max()),
-        nearest=_nearest_per_type(pairs, distance, types, num_types),
+        nearest=_nearest_per_type(type_i, type_j, distance, num_types),
         distance=float(distance[shortest]),
-        pair=(int(pairs[shortest, 0]), int(pairs[shortest, 1])),
+        pair=(int(i[shortest]), int(j[shortest])),
     )
 
 
-def _nearest_per_type(pairs: Array, distance: Array, types: Array, num_types: int) -> Array:
+def _nearest_per_type(type_i: Array, type_j: Array, distance: Array, num_types: int) -> Array:
     nearest = np.full(num_types * num_types, np.inf)
-    kind = types[pairs[:, 0]] * num_types + types[pairs[:, 1]]
+    kind = type_i * num_types + type_j
     for one in np.flatnonzero(np.bincount(kind)):
         nearest[one] = distance[kind == one].min()
-    return nearest.reshape(num_types, num_types)
+    nearest = nearest.reshape(num_types, num_types)
+    return np.minimum(nearest, nearest.T)
 
 
-def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:
-    finder = NeighborList(cutoff=rcut, full_list=True, sorted=True, n_threads=1)
+def _search(coord: Array, box: Array | None, rcut: float, quantities: str,
+            each_twice: bool = True) -> tuple[Array, ...]:
+    finder = NeighborList(cutoff=rcut, full_list=each_twice, sorted=each_twice, n_threads=1)
     found = finder.compute(
         points=np.ascontiguousarray(coord, np.float64),
         box=np.zeros((3, 3)) if box is None else np.ascontiguousarray(box, np.float64),

@@ -58,8 +58,7 @@ class EnerLoss:
         )
         self.terms = tuple(term for term in terms if term.active)
         names = {term.name for term in self.terms}
-        wanted = {"e": (ENERGY,), "f": (FORCE,), "v": (VIRIAL,), "ae": (ATOM_ENERGY,), "pf": (FORCE, ATOM_PREF)}
-        self.labels: tuple[str, ...] = tuple(dict.fromkeys(key for term in self.terms for key in wanted[term.name]))
+        self.labels: tuple[str, ...] = config.labels
         self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in names)]))
         self.need_virial: bool = "v" in names
 

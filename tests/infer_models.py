@@ -39,7 +39,7 @@ def tiny_config(**changes):
 
 
 def write_run(folder, *, averages=True, seed=0, **changes):
-    """Write the checkpoint and the averaged file of step 7 of a run, with its links and pointer; return the two paths."""
+    """Write the checkpoint and the averaged file of step 7 of a run, with link and pointer; return the two paths."""
     folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(**changes)
     live, shadow = random_model(config, seed), random_model(config, seed + 100)

@@ -4,7 +4,6 @@ import logging
 import os
 import pickle
 import signal
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -226,9 +225,13 @@ def test_B2_an_exception_inside_a_swap_restores_the_live_weights(net, error):
     move(net, 0)
     bank.update()
     live, average = copies(net), bank.weights("ema")
-    with pytest.raises(error), bank.swapped_in("ema"):
+
+    def fail():
         assert_same(copies(net), average)
         raise error
+
+    with pytest.raises(error), bank.swapped_in("ema"):
+        fail()
     assert_same(copies(net), live)
     assert_same(bank.weights("ema"), average)
 
@@ -306,8 +309,9 @@ def test_B4_a_swap_inside_a_swap_is_an_error_and_keeps_the_outer_one(net):
     bank.update()
     live, average = copies(net), bank.weights("ema")
     with bank.swapped_in("ema"):
+        inner = bank.swapped_in("slow")
         with pytest.raises(RuntimeError, match="'slow' cannot be swapped in: 'ema' is already"):
-            bank.swapped_in("slow").__enter__()
+            inner.__enter__()
         assert_same(copies(net), average)
     assert_same(copies(net), live)
 
@@ -335,10 +339,10 @@ def test_B5_a_compiled_model_sees_the_swap_without_compiling_again(net):
 
 
 def test_B6_names_are_those_of_the_bare_model_whatever_wraps_it(net):
-    wrapped = nn.DataParallel(torch.compile(nn.DataParallel(net)))
+    wrapped = nn.DataParallel(torch.compile(nn.DataParallel(net), backend="eager"))
     bank = AverageBank(wrapped, [PLAIN])
     assert sorted(bank.weights("ema")) == sorted(net.state_dict())
-    inside = nn.Sequential(torch.compile(net), nn.Linear(1, 1))
+    inside = nn.Sequential(torch.compile(net, backend="eager"), nn.Linear(1, 1))
     assert "0.first.weight" in AverageBank(inside, [PLAIN]).weights("ema")
 
 
@@ -434,22 +438,16 @@ def test_D3_the_host_path_the_device_path_and_single_tensors_agree_bitwise(dtype
         move(net, step)
         host.update()
         for average in device._averages.values():  # what a GPU does when the fate of a step is known there only
-            average._update_on_device(torch.ones(()))
+            average.update(torch.ones(()))
         single.lerp_(net.first.weight.detach(), 1 - min(0.99, (1 + step) / (10 + step)))
     assert_same(host.weights("ema"), device.weights("ema"))
     assert torch.equal(host.weights("ema")["first.weight"], single)
     assert host.info("ema") == device.info("ema")
 
 
-@contextmanager
-def on_device(bank):
-    """Take the path of a GPU on this machine: the fate of a step is read by the device only."""
-    average = bank._averages["ema"]
-
-    def update(ok=None):
-        average._update_on_device(torch.ones(()) if ok is None else ok)
-
-    yield update
+def update_of(bank, where):
+    """Return ``bank.update``, or the path that it takes on a GPU: only the device reads the fate of a step."""
+    return bank.update if where == "host" else bank._averages["ema"].update
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -459,16 +457,15 @@ def test_D5_a_step_that_is_not_finite_does_not_poison_an_average(net, where):
     for step in range(3):
         move(net, step)
         good.append(copies(net))
-    with on_device(bank) as update:
-        call = bank.update if where == "host" else update
-        for weights in good[1:]:
-            net.load_state_dict(weights)
-            call(torch.tensor(1.0))
-            reference.update()
-            with torch.no_grad():
-                net.first.weight.fill_(torch.nan)
-                net.second.weight.fill_(torch.inf)
-            call(torch.tensor(0.0))
+    update = update_of(bank, where)
+    for weights in good[1:]:
+        net.load_state_dict(weights)
+        update(torch.tensor(1.0))
+        reference.update()
+        with torch.no_grad():
+            net.first.weight.fill_(torch.nan)
+            net.second.weight.fill_(torch.inf)
+        update(torch.tensor(0.0))
     net.load_state_dict(good[-1])
     assert_same(bank.weights("ema"), reference.weights("ema"))
 
@@ -476,10 +473,9 @@ def test_D5_a_step_that_is_not_finite_does_not_poison_an_average(net, where):
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_D6_a_skipped_step_does_not_count_as_an_update(net, where):
     bank = AverageBank(net, [WARM])
-    with on_device(bank) as update:
-        call = bank.update if where == "host" else update
-        for ok in (1.0, 0.0, 1.0, 0.0, 0.0):
-            call(torch.tensor(ok))
+    update = update_of(bank, where)
+    for ok in (1.0, 0.0, 1.0, 0.0, 0.0):
+        update(torch.tensor(ok))
     assert bank.info("ema")["updates"] == 2
 
 
@@ -665,7 +661,11 @@ def test_a_bank_can_be_pickled_and_goes_on(net):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"decay": 1.0}, "0 <= decay < 1"), ({"decay": -0.1}, "0 <= decay"), ({"decay": 0.9, "update_every": 0}, "at least 1")],
+    [
+        ({"decay": 1.0}, "0 <= decay < 1"),
+        ({"decay": -0.1}, "0 <= decay"),
+        ({"decay": 0.9, "update_every": 0}, "at least 1"),
+    ],
 )
 def test_a_profile_out_of_range_is_an_error(settings, said):
     with pytest.raises(ConfigError, match=said):

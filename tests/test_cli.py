@@ -177,7 +177,9 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_check_without_torch_still_checks_the_options(tmp_path):
     """A machine that only edits inputs need not have torch."""
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
     (tmp_path / "input.json").write_text('{"model": {}, "training": {"numb_steps": "x"}}')
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = run_python("-m", "deepmd_ema", "check", "input.json", cwd=tmp_path, env=environ)

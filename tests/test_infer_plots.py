@@ -80,7 +80,7 @@ def test_a_file_that_is_no_curve_is_refused_with_its_line(tmp_path, text, messag
 
 
 def test_a_missing_curve_is_named(tmp_path):
-    with pytest.raises(UserError, match="nowhere.out: cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"nowhere.out: cannot be read: No such file"):
         plot_curves([tmp_path / "nowhere.out"], tmp_path / "x.png")
 
 
@@ -106,9 +106,9 @@ def test_a_curve_without_energies_and_forces_shows_the_loss(tmp_path):
 
 
 def test_a_picture_that_cannot_be_written_is_one_message(run, tmp_path):
-    with pytest.raises(UserError, match="x.png: the picture cannot be written"):
+    with pytest.raises(UserError, match=r"x.png: the picture cannot be written"):
         plot_curves([run / "val.log"], tmp_path / "missing" / "x.png")
-    with pytest.raises(UserError, match="cannot be written.*not supported"):
+    with pytest.raises(UserError, match=r"cannot be written.*not supported"):
         plot_curves([run / "val.log"], tmp_path / "x.docx")
 
 

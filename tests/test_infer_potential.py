@@ -197,9 +197,9 @@ def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames):
 
 def test_an_average_that_is_not_there_is_an_error(tmp_path, run):
     live, _ = write_run(tmp_path, averages=False)
-    with pytest.raises(CheckpointError, match="no averaged weights in this checkpoint: training.enable_ema was false"):
+    with pytest.raises(CheckpointError, match=r"no averaged weights in this checkpoint: training.enable_ema was false"):
         load_model(live, use_average=True)
-    with pytest.raises(CheckpointError, match="no average is called 'slow'. Give --profile one of: ema"):
+    with pytest.raises(CheckpointError, match=r"no average is called 'slow'. Give --profile one of: ema"):
         load_model(run[0], use_average=True, profile="slow")
     with pytest.raises(CheckpointError, match="holds the weights 'ema', not the average 'slow'"):
         load_model(run[1], use_average=True, profile="slow")

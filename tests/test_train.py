@@ -275,7 +275,7 @@ def test_a_killed_run_restarts_from_its_last_checkpoint(tmp_path, monkeypatch, w
     parts.mkdir()
     (parts / "input.json").write_text(json.dumps(config))
     process = _spawn(parts)
-    _wait_for(lambda: (parts / "model.ckpt-4.pt").exists())
+    _wait_for(lambda: (parts / "model.ckpt.pt").exists())
     process.kill()
     process.communicate()
     monkeypatch.chdir(parts)

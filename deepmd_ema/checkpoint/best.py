@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import save
+from deepmd_ema.checkpoint.files import save, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,6 +59,7 @@ class BestFiles:
         """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
         if not self.records:
             return
+        sweep(self.folder, rf"{re.escape(self.prefix)}\.ckpt-\d+\.t-\d+\.pt")
         mine = {self.path(step).name for _, step in self.records}
         for files in self._on_disk().values():
             for file in files:

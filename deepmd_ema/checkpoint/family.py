@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import POINTER, numbered, save
+from deepmd_ema.checkpoint.files import POINTER, numbered, save, sweep
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.runtime import atomic_write
 
@@ -95,12 +95,10 @@ class Family:
 
     def sweep(self) -> None:
         """Remove half-written files that a killed process has left."""
-        pattern = re.compile(rf"^{re.escape(self.name)}(-\d+)?\.pt\.(\d+)\.part$")
-        for folder in {self.folder, self.link.parent}:
-            for path in folder.iterdir() if folder.is_dir() else ():
-                match = pattern.match(path.name)
-                if match is not None and not _is_running(int(match[2])):
-                    path.unlink(missing_ok=True)
+        sweep(self.folder, rf"{re.escape(self.name)}-\d+\.pt")
+        sweep(self.link.parent, re.escape(self.link.name))
+        if self._pointer is not None:
+            sweep(self._pointer.parent, re.escape(self._pointer.name))
 
 
 def save_together(
@@ -155,13 +153,3 @@ def _replace_link(link: Path, target: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(os.path.relpath(target, link.parent))
     os.replace(part, link)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

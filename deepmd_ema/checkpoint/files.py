@@ -197,6 +197,15 @@ def numbered(folder: Path, name: str) -> dict[int, Path]:
     return found
 
 
+def sweep(folder: Path, names: str) -> None:
+    """Remove half-written files in ``folder``, of names that match ``names``, that a killed process has left."""
+    pattern = re.compile(rf"^(?:{names})\.(?P<pid>\d+)\.part$")
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = pattern.match(path.name)
+        if match is not None and not _is_running(int(match["pid"])):
+            path.unlink(missing_ok=True)
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Read and check one file; :class:`_DamagedError` if its bytes were lost or changed."""
     try:
@@ -270,12 +279,8 @@ def _newest_in(folder: Path) -> Path:
     pointer = folder / POINTER
     if pointer.is_file():
         return _follow(pointer)
-    links = [p for p in sorted(folder.glob("*.ckpt.pt")) if p.is_symlink() and not p.name.startswith("best")]
-    training = [p for p in links if "_" not in p.name] or links
-    if len(training) == 1 and training[0].is_file():
-        return training[0]
     raise CheckpointError(
-        f"{folder}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(folder / '.')}"
+        f"{folder}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(folder / POINTER)}"
     )
 
 
@@ -351,3 +356,13 @@ def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | No
 
 def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -8,9 +8,10 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dargs import Argument, Variant
+if TYPE_CHECKING:
+    from dargs import Argument
 
 _MISSING = dataclasses.MISSING
 
@@ -148,6 +149,8 @@ def _is_union(hint: Any) -> bool:
 
 
 def _argument(option: Option) -> Argument:
+    from dargs import Argument, Variant  # a third of the time that `--help` may take
+
     extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}
     null = [type(None)] if option.nullable else []
     common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}

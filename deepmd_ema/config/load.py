@@ -71,4 +71,4 @@ def _build(values: Any, source: str, lines: Mapping[ConfigPath, int], environ: M
         problems += launch_problems(config, environ, walk)
     if problems:
         raise ConfigError(render(problems, source, modern.lines))
-    return replace(config, given=frozenset(walk.given), notes=tuple(modern.notes))
+    return replace(config, given=frozenset(walk.given), notes=(*modern.notes, *walk.notes))

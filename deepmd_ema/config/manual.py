@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepmd_ema.config.fields import Option, options, plain, type_names, wants
-from deepmd_ema.config.messages import show, unknown_choice
+from deepmd_ema.config.messages import close_names, show
 from deepmd_ema.config.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
@@ -38,20 +38,20 @@ class Entry:
 
 
 def manual(topic: str | None = None) -> str:
-    """Return the manual of all options, or of those at and under the dotted path ``topic``.
+    """Return the manual of all options, or of those at and under the dotted path ``topic``, or with that name.
 
     Raises:
-        ConfigError: if no option has this path; the message names those that look like it.
+        ConfigError: if there is no such option; the message names those that look like it.
     """
     entries = list(_entries(RunConfig, ""))
-    if topic:
-        chosen = [e for e in entries if _is_under(e.path, topic)]
-        if not chosen:
-            paths = [_without_types(e.path) for e in entries]
-            known = [p for p in paths if p.split(".")[-1] == topic.split(".")[-1]] or [p for p in paths if "." not in p]
-            raise ConfigError("dp-ema doc" + unknown_choice(topic, list(dict.fromkeys(known))))
-        entries = chosen
-    text = "\n\n".join(_entry_text(e) for e in entries)
+    chosen = [e for e in entries if _is_under(e.path, topic)] if topic else entries
+    if topic and not chosen:
+        chosen = [e for e in entries if e.option is not None and topic.split(".")[-1] in e.option.keys]
+    if topic and not chosen:
+        names = {key: None for e in entries if e.option is not None for key in e.option.keys}
+        close = close_names(topic.split(".")[-1], list(names)) or ["model", "training", "or no name at all"]
+        raise ConfigError(f"dp-ema doc {topic}: no such option. Try {', '.join(close)}.")
+    text = "\n\n".join(_entry_text(e) for e in chosen)
     return text if topic else f"{_INTRO}\n{text}"
 
 

@@ -93,6 +93,16 @@ class SeE2A:
         False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
     )
 
+    @property
+    def sel_numbers(self) -> list[int] | None:
+        """``sel`` as numbers, or None while it is left to the data."""
+        return None if isinstance(self.sel, str) else list(self.sel)
+
+    @property
+    def sel_margin(self) -> float:
+        """How many slots more than the neighbors found ``auto`` takes, as a factor: ``auto:1.2``; ``auto`` is 1.1."""
+        return float(str(self.sel).partition(":")[2] or 1.1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnerFitting:

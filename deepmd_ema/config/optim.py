@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from deepmd_ema import keys
 from deepmd_ema.config.fields import (
     Check,
     fraction,
@@ -155,3 +156,16 @@ class EnerLoss:
     intensive_ener_virial: bool = option(
         False, doc="Whether squared errors of energy and virial are divided by the squared number of atoms."
     )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels that the active terms compare with; a term is active if either of its weights is not zero."""
+        wanted = {
+            "e": (keys.ENERGY,),
+            "f": (keys.FORCE,),
+            "v": (keys.VIRIAL,),
+            "ae": (keys.ATOM_ENERGY,),
+            "pf": (keys.FORCE, keys.ATOM_PREF),
+        }
+        active = [k for k in wanted if getattr(self, f"start_pref_{k}") or getattr(self, f"limit_pref_{k}")]
+        return tuple(dict.fromkeys(label for term in active for label in wanted[term]))

@@ -23,7 +23,7 @@ _LARGEST = 50_000_000  # bytes; an input has a few thousand, a data file given b
 class ConfigText:
     """Values of a config file and the line, from 1, of each key and list item."""
 
-    values: dict[str, Any]
+    values: Any
     lines: dict[ConfigPath, int]
 
 
@@ -65,6 +65,8 @@ def parse_json(text: str, source: str) -> ConfigText:
     except _NotANumberError as error:
         line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){error}", t)), 1)
         raise ConfigError(f"{source}:{line}: {error} is no JSON number. Write a finite number, or null.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{source}: {error}.") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply to be an input.") from None
     scanner = _Scanner(text)

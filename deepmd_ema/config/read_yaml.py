@@ -63,7 +63,7 @@ def parse_yaml(text: str, source: str) -> ConfigText:
             f"{source}:{line}: {dotted(path)}: given twice, first on line {first}. Remove one of the two."
             for path, first, line in marks.twice
         )
-    return ConfigText(values or {}, marks.lines)
+    return ConfigText(values, marks.lines)
 
 
 class _LoopError(Exception):

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from dargs.dargs import ArgumentTypeError, ArgumentValueError
-
 from deepmd_ema.config.fields import Option, argument, keys_of, options, section_by_type, type_names
 from deepmd_ema.config.messages import (
     NOT_AVAILABLE,
@@ -38,6 +36,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
 _EDITOR_KEY = "$schema"
+_LARGEST = 10**18  # whole numbers fit 64 bits wherever they go
 
 
 @dataclass
@@ -49,12 +48,14 @@ class Walk:
         broken: canonical paths whose value could not be used; a default stands in, and no rule judges it.
         given: canonical dotted paths that the input names.
         spelled: canonical path to the path as the input spells it.
+        notes: what was left out because it does nothing.
     """
 
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
     spelled: dict[Path, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def note(self, path: Path, text: str, *, broken: Path | None = None) -> None:
         """Note a mistake at ``path`` (as spelled in the file); ``broken`` is the canonical path it spoils."""
@@ -104,6 +105,8 @@ class Walk:
         known = unavailable_key(_name(path), key)
         if known is None:
             self.note((*spelled, key), unknown_key(key, keys_of(kind), _places(key), missed))
+        elif known.harmless is None and value:
+            self.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
         elif not is_harmless(known, value):
             instead = f" {known.instead}" if known.instead else " Remove it."
             self.note((*spelled, key), f" = {show(value)}: {NOT_AVAILABLE}.{instead}")
@@ -152,8 +155,12 @@ class Walk:
 
 def _leaf_problem(kind: type, option: Option, value: Any, path: Path) -> str | None:
     """Return what is wrong with a plain value, or None; dargs judges the type and the check of the declaration."""
+    from dargs.dargs import ArgumentTypeError, ArgumentValueError
+
     if is_unavailable_value(dotted(path), value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
+    if any(isinstance(v, int) and abs(v) >= _LARGEST for v in _leaves(value)):
+        return bad_value(value, "a number of at most 18 digits")
     if _has_stray_bool(option, value):
         return wrong_type(option, value)
     try:

@@ -86,6 +86,11 @@ class Loader:
         """Return batch ``n``, made here and now; ``position`` stays."""
         return self._make(n)
 
+    def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
+        """Return where the frames of batch ``n`` come from: (system, frame number)."""
+        system, frames = self.sampler.batch(n)
+        return tuple((self.systems[system].name, k) for k in frames)
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from tqdm import tqdm
 
 from deepmd_ema import keys
 from deepmd_ema.config import load_config
-from deepmd_ema.data.loader import PairCache, sequential_batches
+from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
@@ -190,10 +191,11 @@ def measure(
         rglob_patterns,
         fitting.default_fparam,
     )
-    chosen = [_FirstFrames(system, num_frames) for system in opened] if num_frames > 0 else opened
+    chosen = cast("list[System]", [_FirstFrames(s, num_frames) for s in opened]) if num_frames > 0 else opened
     network = loaded.model.to(where)
-    batches = sequential_batches(chosen, network.layout, PairCache(network.layout.rcut))
-    total = evaluate(network, batches, where, collect=True)
+    batches = sequential_batches(chosen, network.layout, labels=labels)
+    with tqdm(total=sum(s.num_frames for s in chosen), unit=" frames", disable=None, leave=False) as bar:
+        total = evaluate(network, batches, where, progress=bar.update, collect=True)
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     return ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})

@@ -140,7 +140,7 @@ def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, 
 
 def _load_frozen(path: Path) -> LoadedModel:
     config, model, found = interchange.read_dp(path)
-    ours = found.get("dp_ema") or {}
+    ours = found[interchange.EXTRA]
     info = Provenance(
         path,
         "frozen",

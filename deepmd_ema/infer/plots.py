@@ -228,7 +228,7 @@ def _log_axis(axis: Any) -> None:
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
     """Put one legend above all panels: a line means the same in each."""
-    entries = {}
+    entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}

@@ -171,7 +171,9 @@ def _is_tanh_net(net: Network) -> bool:
 def _portions(per_atom: Tensor) -> list[slice]:
     """Return slices over the atoms: portions that stay in the cache of a CPU, all at once on a GPU."""
     num_atoms, num_slots = per_atom.shape[:2]
+    if not num_atoms * num_slots:
+        return []
     step = num_atoms
     if per_atom.device.type == "cpu":
-        step = max(1, ROWS_IN_CACHE * torch.get_num_threads() // max(num_slots, 1))
-    return [slice(start, start + step) for start in range(0, num_atoms, max(step, 1))]
+        step = max(1, ROWS_IN_CACHE * torch.get_num_threads() // num_slots)
+    return [slice(start, start + step) for start in range(0, num_atoms, step)]

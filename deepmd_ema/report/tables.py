@@ -166,7 +166,7 @@ class ValidationLog(_Table):
 
     def write_best(self, file: str | Path, metric: str, value: float) -> None:
         """Note that ``file`` was written as one of the best, here and in the log."""
-        shown = show_metric(metric, value)
+        metric, shown = metric.upper(), show_metric(metric, value)
         self._add(f"# saved best checkpoint: {file} ({metric} = {shown})\n")
         logger.info("Saved best model to %s with %s = %s", file, metric, shown)
 

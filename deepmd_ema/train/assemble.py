@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import ignored_options, load_config, to_dict
+from deepmd_ema.config import config_warnings, ignored_options, load_config, to_dict
 from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.loss import build_loss
@@ -21,7 +21,7 @@ from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
 from deepmd_ema.runtime import atomic_write, make_runtime, seed_for
 from deepmd_ema.train import banner
-from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused, window_warning
+from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused
 from deepmd_ema.train.display import Display
 from deepmd_ema.train.parallel import make_strategy
 from deepmd_ema.train.prepare import prepare
@@ -77,7 +77,7 @@ def run_training(
     if origin.kind == "restart":
         check_continuity(config, origin, allow_config_change)
     _check_folders(config, output)
-    for line in (*config.notes, *(f"no effect in this run: {name}" for name in ignored_options(config))):
+    for line in (*config.notes, *ignored_options(config)):
         logger.warning("%s", line)
     prepared = prepare(config, origin, skip_neighbor_stat)
     with atomic_write(output) as part:
@@ -93,8 +93,8 @@ def assemble(prepared: Prepared, origin: Origin, runtime: Runtime) -> Trainer:
     config = prepared.config
     training = config.training
     model = prepared.model.to(runtime.device)
-    sampler = _sampler(prepared.train, training.training_data, training.seed, "frames", runtime)
-    num_steps = training.numb_steps or sampler.steps_for_epochs(training.numb_epoch)
+    sampler = _sampler(prepared.train, training.training_data, prepared.seed, "frames", runtime)
+    num_steps = training.numb_steps or sampler.steps_for_epochs(training.numb_epoch or 0)
     loss = build_loss(config.loss, config.learning_rate.start_lr)
     task = _make_task(prepared, loss, sampler, runtime)
     optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()), runtime.device)
@@ -106,7 +106,7 @@ def assemble(prepared: Prepared, origin: Origin, runtime: Runtime) -> Trainer:
     start = origin.payload["step"] if origin.kind == "restart" else 0
     validator = _make_validator(prepared, bank, runtime, num_steps)
     trainer = Trainer(
-        tasks=TaskMixture([task], seed=training.seed),
+        tasks=TaskMixture([task], seed=prepared.seed),
         take_step=take_step,
         bank=bank,
         validator=validator,
@@ -117,9 +117,8 @@ def assemble(prepared: Prepared, origin: Origin, runtime: Runtime) -> Trainer:
     )
     for line in banner.start_lines(config, runtime, model, prepared.train, sampler, num_steps, profiles):
         logger.info("%s", line)
-    for warning in (window_warning(profile.decay, num_steps) for profile in profiles):
-        if warning:
-            logger.warning("%s", warning)
+    for warning in config_warnings(config, num_steps):
+        logger.warning("%s", warning)
     if origin.kind == "restart":
         _continue(trainer, origin)
     model.train()
@@ -167,7 +166,7 @@ def _make_task(prepared: Prepared, loss: EnerLoss, sampler: Sampler, runtime: Ru
     frames = Loader(prepared.train, sampler, model.layout, cache=prepared.cache, pin=pin)
     if training.validation_data is None or not training.disp_training:
         return Task("", model, loss, frames)
-    order = _sampler(prepared.valid, training.validation_data, training.seed, "display frames", runtime)
+    order = _sampler(prepared.valid, training.validation_data, prepared.seed, "display frames", runtime)
     shown = Loader(prepared.valid, order, model.layout, cache=prepared.cache, pin=pin)
     return Task("", model, loss, frames, shown, training.validation_data.numb_btch)
 

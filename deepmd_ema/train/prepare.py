@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deepmd_ema.data.check import check_systems, open_run
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.loader import PairCache
+from deepmd_ema.data.run import check_run, open_run
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import auto_sel
@@ -40,6 +40,7 @@ class Prepared:
         cache: neighbors found so far, of training and validation frames.
         model: with its first weights and its statistics, on the host.
         min_nbor_dist: nearest pair, angstrom, or None when it was not looked for.
+        seed: of every random stream of the run.
     """
 
     config: RunConfig
@@ -48,6 +49,7 @@ class Prepared:
     cache: PairCache
     model: EnergyModel
     min_nbor_dist: float | None
+    seed: int
 
 
 def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False) -> Prepared:
@@ -59,39 +61,39 @@ def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False)
         DataError: with every problem of the data at once.
     """
     started = time.perf_counter()
+    seed = config.training.seed
+    assert seed is not None, "a run without a seed draws one before this"
     train, valid = open_run(config)
-    report = check_systems(config, train, valid)
+    report = check_run(config, train, valid)
     for line in report.warnings:
         logger.warning("%s", line)
-    report.raise_if_wrong()
+    report.raise_problems()
+    neighbors = report.neighbors
+    assert neighbors is not None, "data without problems have neighbors"
     descriptor = config.model.descriptor
     if isinstance(descriptor.sel, str):
         if skip_neighbor_stat:
             raise DataError(f'--skip-neighbor-stat with model.descriptor.sel = "{descriptor.sel}": give sel as numbers.')
-        sel = list(auto_sel(report.neighbors.max_neighbors, _ratio(descriptor.sel)))
+        sel = list(auto_sel(neighbors.max_neighbors, descriptor.sel_margin))
         config = replace(config, model=replace(config.model, descriptor=replace(descriptor, sel=sel)))
-    nearest = origin.min_nbor_dist if origin.path is not None else report.neighbors.min_distance
+    nearest = origin.min_nbor_dist if origin.path is not None else neighbors.min_distance
     checked = time.perf_counter()
-    model = build_model(config.model, seed_for("weights", config.training.seed))
+    model = build_model(config.model, seed_for("weights", seed))
     model.min_nbor_dist = nearest
     cache = PairCache(model.layout)
     if origin.path is not None:
         load_weights(model, origin)
     else:
-        statistics = _statistics(config, train, cache)
+        statistics = _statistics(config, train, cache, seed)
         model.apply_statistics(statistics)
         for line in statistics.lines():
             logger.info("%s", line)
     logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
-    return Prepared(config, train, valid, cache, model, nearest)
+    return Prepared(config, train, valid, cache, model, nearest, seed)
 
 
-def _ratio(sel: str) -> float:
-    """Return the margin of ``auto:1.2``; ``auto`` has 1.1."""
-    return float(sel.partition(":")[2] or 1.1)
 
-
-def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache) -> Statistics:
+def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of every system."""
     path = config.training.stat_file
     if path is not None:
@@ -104,17 +106,19 @@ def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache) 
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
                 '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
             )
-    found = collect_statistics(config.model, _statistics_batches(config, systems, cache))
+    found = collect_statistics(config.model, _statistics_batches(config, systems, cache, seed))
     if path is not None:
         write_stat_file(path, config.model, found)
     return found
 
 
-def _statistics_batches(config: RunConfig, systems: Sequence[System], cache: PairCache) -> Iterator[Batch]:
+def _statistics_batches(
+    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int
+) -> Iterator[Batch]:
     data = config.training.training_data
     sizes, _ = batch_sizes(data.batch_size, [system.natoms for system in systems])
     for number, (system, size) in enumerate(zip(systems, sizes)):
-        order = permutation(system.num_frames, seed_for("statistics", config.training.seed, number))
+        order = permutation(system.num_frames, seed_for("statistics", seed, number))
         chosen = [int(k) for k in order[: config.model.data_stat_nbatch * max(1, size)]]
         for begin in range(0, len(chosen), 8):
             yield collate([cache.get(system, k) for k in chosen[begin : begin + 8]], cache.layout)

@@ -41,7 +41,7 @@ class Payloads:
         head = self._head(kind, name, step)
         if name == LIVE or self.bank is None:
             return checkpoint.snapshot({**head, "model": dict(self.model.state_dict())})
-        info = self.bank.info(name)
+        info = {"profile": name, **self.bank.info(name)}
         return checkpoint.snapshot({**head, "average": info, "model": dict(self.bank.weights(name))})
 
     def _head(self, kind: str, weights: str, step: int) -> dict[str, Any]:

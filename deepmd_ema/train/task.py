@@ -44,8 +44,7 @@ class Task:
 
     def batch_at(self, position: int) -> tuple[tuple[str, int], ...]:
         """Return where the frames of the batch at ``position`` come from."""
-        system, frames = self.frames.sampler.batch(position)
-        return tuple((self.frames.systems[system].name, frame) for frame in frames)
+        return self.frames.frames_at(position)
 
     def state_dict(self) -> dict[str, int]:
         """Return how many batches were consumed; the order itself is a function of the seed."""

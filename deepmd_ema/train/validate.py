@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.metrics import evaluate
@@ -82,12 +83,11 @@ class FullValidation:
         """
         results = {row.weights: self._errors(row.weights) for row in self.rows}
         for row in self.rows:
-            errors = results[row.weights]
-            row.log.write(step, errors)
-            if row.best is not None and row.best.submit(
-                errors.metric(self.metric), step, lambda row=row: payload(row.weights)
-            ):
-                row.log.write_best(row.best.path(step).name, self.metric, errors.metric(self.metric))
+            row.log.write(step, results[row.weights])
+            if row.best is not None:
+                value = results[row.weights].metric(self.metric)
+                if row.best.submit(value, step, partial(payload, row.weights)):
+                    row.log.write_best(row.best.path(step), self.metric, value)
         return results
 
     def _errors(self, weights: str) -> Errors:

@@ -53,6 +53,7 @@ class Average:
             mine.copy_(slot.live)
         self.set_counts(0 if step >= self.profile.start_step else -1, 0.0)
 
+    @torch.no_grad()
     def update(self, ok: Tensor | None) -> None:
         """Take the live weights in; ``ok`` (not on the host) decides on the device whether anything changes."""
         if ok is None and self._device_counts is None:
@@ -154,10 +155,13 @@ class Group:
     flat: Tensor
     views: list[Tensor]
     live: list[Tensor]
+    same_precision: bool
 
     def widened(self) -> list[Tensor]:
         """Return the live tensors in the precision of the averages."""
-        return [t if t.dtype == self.flat.dtype else t.to(self.flat.dtype) for t in self.live]
+        if self.same_precision:
+            return self.live
+        return [t.to(self.flat.dtype) for t in self.live]
 
     def gather(self) -> Tensor:
         """Return a copy of the live tensors, laid out as ``flat``."""
@@ -176,7 +180,7 @@ def _allocate(slots: Sequence[Slot]) -> tuple[list[Group], list[Tensor]]:
     for (device, dtype), chosen in members.items():
         live = [slots[i].live for i in chosen]
         flat = torch.zeros(sum(_room(t) for t in live), dtype=dtype, device=device)
-        groups.append(Group(flat, _views(flat, live), live))
+        groups.append(Group(flat, _views(flat, live), live, all(t.dtype == dtype for t in live)))
         tensors |= dict(zip(chosen, groups[-1].views))
     return groups, [tensors[i] for i in range(len(slots))]
 

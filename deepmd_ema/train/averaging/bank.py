@@ -18,7 +18,7 @@ from deepmd_ema.train.averaging.average import Average
 from deepmd_ema.train.averaging.slots import Slot, canonical, find_slots, prefix_of, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from deepmd_ema.train.averaging.profile import AverageProfile
 
@@ -97,13 +97,13 @@ class AverageBank:
             raise RuntimeError(f"average {name!r} cannot be swapped in: {self._active.profile.name!r} is already")
         try:
             with _signals_wait():
-                self._reshard()
+                _reshard(self._modules.values())
                 self._active = average
                 average.swap_in()
             yield
         finally:
             with _signals_wait():
-                self._reshard()
+                _reshard(self._modules.values())
                 average.swap_out()
                 self._active = None
 
@@ -191,7 +191,8 @@ class AverageBank:
                 logger.info("the checkpoint has no average %s: it starts from the loaded weights", name)
                 continue
             _warn_changes(average.profile, saved)
-            found = self._known(state, saved["weights"], name)
+            found = {n: t for n, t in saved["weights"].items() if n not in self._frozen}
+            _check_names(self._slots, self._modules, state, found, name)
             for i, slot in enumerate(self._slots):
                 known = next((n for n in slot.names if n in found), None)
                 average.tensors[i].copy_(slot.part(found[known]) if known else slot.live)
@@ -227,12 +228,8 @@ class AverageBank:
         places = [next((before[n] for n in s.names if n in before), None) for s in self._slots]
         self._averages = {p.name: Average(p, self._slots, self._averages.get(p.name), places) for p in self._profiles}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"modules": self._modules, "profiles": self._profiles, "state": self.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["modules"], state["profiles"])  # type: ignore[misc]
-        self.load_state_dict(state["state"])
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._modules, self._profiles, self.state_dict())
 
     @torch.no_grad()
     def _state(self, average: Average | None, copy: bool) -> dict[str, Tensor]:
@@ -250,34 +247,6 @@ class AverageBank:
         if average is not None and average.started:
             return average.averaged(i)
         return self._active.raw(i) if self._active is not None else self._slots[i].whole(self._slots[i].live)
-
-    def _known(self, state: Mapping[str, Any], weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-        """Return the tensors of ``weights`` that this run has, after checking that the rest has a good reason."""
-        new_tasks, old_tasks = set(self._modules) - set(state["tasks"]), set(state["tasks"]) - set(self._modules)
-        expected: dict[str, tuple[int, ...]] = {}
-        seeded = []
-        for slot in self._slots:
-            if any(n in weights for n in slot.names):
-                expected |= {n: slot.shape for n in slot.names if n in weights}
-            elif any(n in state["frozen"] or _of_task(n, new_tasks) for n in slot.names):
-                seeded.append(slot.names[0])
-            else:
-                expected[slot.names[0]] = slot.shape
-        found = {n: t for n, t in weights.items() if n not in self._frozen and not _of_task(n, old_tasks)}
-        check_weights(expected, found, f"average {name!r} of the checkpoint")
-        if seeded:
-            logger.info(
-                "average %s: %s was not averaged before and starts from its live value", name, ", ".join(seeded)
-            )
-        return found
-
-    def _reshard(self) -> None:
-        # weights that stay gathered after a forward would hide what is copied into the shards
-        for module in self._modules.values():
-            for part in module.modules():
-                reshard = getattr(part, "reshard", None)  # an FSDPModule
-                if callable(reshard):
-                    reshard()
 
 
 def note_unused(state: Mapping[str, Any] | None) -> None:
@@ -297,6 +266,43 @@ def _warn_changes(profile: AverageProfile, saved: Mapping[str, Any]) -> None:
             logger.warning(
                 "average %s: %s was %s in the checkpoint and is %s from now on", profile.name, key, before, now
             )
+
+
+def _rebuild(
+    modules: dict[str, nn.Module], profiles: tuple[AverageProfile, ...], state: Mapping[str, Any]
+) -> AverageBank:
+    bank = AverageBank(modules, profiles)
+    bank.load_state_dict(state)
+    return bank
+
+
+def _check_names(
+    slots: Sequence[Slot], tasks: Iterable[str], state: Mapping[str, Any], weights: Mapping[str, Tensor], name: str
+) -> None:
+    """Check that every tensor of the average ``name`` has its place in this run, or a good reason to have none."""
+    new_tasks, old_tasks = set(tasks) - set(state["tasks"]), set(state["tasks"]) - set(tasks)
+    expected: dict[str, tuple[int, ...]] = {}
+    seeded = []
+    for slot in slots:
+        if any(n in weights for n in slot.names):
+            expected |= {n: slot.shape for n in slot.names if n in weights}
+        elif any(n in state["frozen"] or _of_task(n, new_tasks) for n in slot.names):
+            seeded.append(slot.names[0])
+        else:
+            expected[slot.names[0]] = slot.shape
+    found = {n: t for n, t in weights.items() if not _of_task(n, old_tasks)}
+    check_weights(expected, found, f"average {name!r} of the checkpoint")
+    if seeded:
+        logger.info("average %s: %s was not averaged before and starts from its live value", name, ", ".join(seeded))
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    # weights that stay gathered after a forward would hide what is copied into the shards
+    for module in modules:
+        for part in module.modules():
+            reshard = getattr(part, "reshard", None)  # an FSDPModule
+            if callable(reshard):
+                reshard()
 
 
 def _of_task(name: str, tasks: set[str]) -> bool:

@@ -1,0 +1,89 @@
+"""The data of a run, as its config names them: opened, checked, and told about on one screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepmd_ema import keys
+from deepmd_ema.data.check import DataReport, check_systems
+from deepmd_ema.data.npy import System, open_systems
+from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.errors import DataError
+from deepmd_ema.geometry import auto_sel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepmd_ema.config import RunConfig, TrainingData, ValidationData
+
+REPORTED = (keys.ENERGY, keys.FORCE, keys.VIRIAL)  # read where present, whatever the loss weighs
+
+
+def open_run(config: RunConfig) -> tuple[list[System], list[System]]:
+    """Return the training and the validation systems; none of the latter without ``validation_data``.
+
+    Raises:
+        DataError: with the problems of both at once.
+    """
+    training = config.training
+    problems: list[str] = []
+    found: list[list[System]] = []
+    for name, data in (("training_data", training.training_data), ("validation_data", training.validation_data)):
+        try:
+            found.append(_open(config, data, f"training.{name}.systems") if data is not None else [])
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    return found[0], found[1]
+
+
+def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
+    """Return what stands in the data of a run: problems, warnings, a summary."""
+    bound = config.training.training_data.min_pair_dist
+    return check_systems(
+        train,
+        valid,
+        config.model.type_map,
+        config.model.descriptor.rcut,
+        labels=config.loss.labels,
+        min_distance=bound if bound > 0 else None,
+        sel=config.model.descriptor.sel_numbers,
+    )
+
+
+def length_lines(config: RunConfig, train: Sequence[System], report: DataReport) -> list[str]:
+    """Return how long the run is and about how much memory it wants, one line each."""
+    data, model = config.training.training_data, config.model
+    sampler = Sampler(
+        [system.num_frames for system in train],
+        [system.natoms for system in train],
+        data.batch_size,
+        data.auto_prob,
+        data.sys_probs,
+    )
+    steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
+    epochs = steps / sampler.batches_per_epoch
+    lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
+    if report.neighbors is not None:
+        sel = model.descriptor.sel_numbers or auto_sel(report.neighbors.max_neighbors)
+        atoms = max(size * system.natoms for size, system in zip(sampler.batch_size, train))
+        # of each pair: the embedding's layers, forward and backward, and a few vectors
+        per_pair = 3 * sum(model.descriptor.neuron) + 30
+        wanted = 8 * atoms * sum(sel) * per_pair
+        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {list(sel)})")
+    return lines
+
+
+def _open(config: RunConfig, data: TrainingData | ValidationData, where: str) -> list[System]:
+    fitting = config.model.fitting_net
+    return open_systems(
+        data.systems,
+        config.model.type_map,
+        tuple(dict.fromkeys((*REPORTED, *config.loss.labels))),
+        fitting.numb_fparam,
+        fitting.numb_aparam,
+        data.rglob_patterns,
+        fitting.default_fparam,
+        where,
+    )

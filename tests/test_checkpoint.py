@@ -1,0 +1,242 @@
+"""One checkpoint file: written whole, read with every way it can be wrong named."""
+
+import errno
+import os
+import shutil
+import zipfile
+
+import pytest
+import torch
+
+from deepmd_ema import checkpoint
+from deepmd_ema.checkpoint import files
+from deepmd_ema.errors import CheckpointError
+
+
+def payload(step=3, kind="training", weights="live", **more):
+    model = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.zeros(2, dtype=torch.float64)}
+    head = {"format": checkpoint.FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
+    return {**head, "config": {"model": {}}, "model": model, **more}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def spoil(path, how):
+    """Damage a file as disks and interrupted copies do."""
+    data = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "tail":
+        path.write_bytes(data[:-30])
+    elif how == "flipped":
+        with zipfile.ZipFile(path) as archive:
+            info = next(i for i in archive.infolist() if i.filename.endswith("data/0"))
+        place = data.index(torch.arange(6.0).numpy().tobytes(), info.header_offset)
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+
+
+def test_a_payload_comes_back_as_it_was_and_loads_without_running_code(here):
+    given = payload(best={"records": [[0.5, 2]], "metric": "E:MAE"}, min_nbor_dist=None)
+    checkpoint.save("m.pt", given)
+    back = checkpoint.load("m.pt")
+    assert torch.load("m.pt", weights_only=True).keys() == given.keys()
+    assert torch.equal(back["model"]["a.weight"], given["model"]["a.weight"])
+    assert back["model"]["a.bias"].dtype == torch.float64
+    assert back["best"] == given["best"]
+    assert [p.name for p in here.iterdir()] == ["m.pt"]
+
+
+def test_the_same_payload_gives_the_same_bytes_whatever_the_file_is_called(here):
+    checkpoint.save("one.pt", payload())
+    checkpoint.save("two.pt", payload())
+    assert (here / "one.pt").read_bytes() == (here / "two.pt").read_bytes()
+
+
+def test_a_snapshot_shares_no_memory_and_keeps_aliases():
+    big = torch.arange(100.0)
+    tree = {"view": big[:3], "again": big[:3], "list": [big[10:12]], "tuple": (1, "x"), "empty": torch.zeros(0)}
+    copy = checkpoint.snapshot(tree)
+    big.zero_()
+    assert copy["view"].tolist() == [0, 1, 2]
+    assert copy["list"][0].tolist() == [10, 11]
+    assert copy["again"] is copy["view"]
+    assert copy["view"].untyped_storage().nbytes() == 12
+    assert copy["tuple"] == (1, "x")
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "tail", "flipped"])
+def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how):
+    for step in (1, 2, 3, 4):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+    spoil(here / "model.ckpt-3.pt", how)
+    spoil(here / "model.ckpt-2.pt", "cut")
+    with pytest.raises(CheckpointError, match=r"model.ckpt-3.pt: damaged, .*\bmodel.ckpt-1.pt: go on from that one"):
+        checkpoint.load("model.ckpt-3.pt")
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(here / "model.ckpt-2.pt")
+
+
+def test_a_damaged_file_without_an_older_one_says_so(here):
+    checkpoint.save("model.ckpt-3.pt", payload(3))
+    spoil(here / "model.ckpt-3.pt", "cut")
+    with pytest.raises(CheckpointError, match="No older intact checkpoint stands beside it"):
+        checkpoint.load("model.ckpt-3.pt")
+
+
+def test_names_without_ending_links_folders_and_pointers_are_found(here):
+    family = checkpoint.Family("out/mm.ckpt", save_dir="ck/sub")
+    checkpoint.save_together(5, [(family, payload(5))])
+    real = (here / "ck/sub/mm.ckpt-5.pt").resolve()
+    for way in ("out/mm.ckpt.pt", "out/mm.ckpt", "ck/sub/mm.ckpt-5", "ck/sub/mm.ckpt-5.pt", ".", "checkpoint", here):
+        assert checkpoint.resolve(way).resolve() == real
+        assert checkpoint.load(way)["step"] == 5
+
+
+def test_a_missing_file_lists_what_is_there(here):
+    with pytest.raises(CheckpointError, match=r"model.ckpt.pt: no such file. There is no checkpoint in"):
+        checkpoint.load("model.ckpt.pt")
+    for step in (2, 10):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+    with pytest.raises(CheckpointError, match=r"Available in .: model.ckpt-10.pt, model.ckpt-2.pt"):
+        checkpoint.load("modle.ckpt.pt")
+    with pytest.raises(CheckpointError, match="no file 'checkpoint' here that names the newest"):
+        checkpoint.resolve(here)
+    (here / "model.ckpt.pt").symlink_to("model.ckpt-9.pt")
+    with pytest.raises(CheckpointError, match=r"links to model.ckpt-9.pt, which is missing. Available"):
+        checkpoint.load("model.ckpt.pt")
+    (here / "checkpoint").write_text("model.ckpt-9.pt")
+    with pytest.raises(CheckpointError, match=r"names model.ckpt-9.pt, which is missing"):
+        checkpoint.load(".")
+
+
+def test_files_of_other_programs_are_recognised(here):
+    torch.save({"model": {"_extra_state": {"model_params": {}}, "model.Default.x": torch.zeros(1)}}, "dp.pt")
+    torch.save({"weight": torch.zeros(1)}, "plain.pt")
+    torch.save({"x": pytest.MonkeyPatch}, "code.pt")
+    (here / "text.pt").write_text("hello")
+    (here / "model.dp").write_bytes(b"\x89HDF\r\n\x1a\n" + b"0" * 50)
+    with zipfile.ZipFile("script.pth", "w") as archive:
+        archive.writestr("model/constants.pkl", b"")
+    newer = payload() | {"format": checkpoint.FORMAT + 1, "version": "9.0"}
+    checkpoint.save("newer.pt", newer)
+    expected = {
+        "dp.pt": "a checkpoint of DeePMD-kit.*convert-backend",
+        "plain.pt": "not a checkpoint of dp-ema",
+        "code.pt": "objects other than tensors",
+        "text.pt": "not a checkpoint",
+        "model.dp": "a model file",
+        "script.pth": "TorchScript",
+        "newer.pt": r"written by dp-ema 9.0 in format 2.*Update dp-ema",
+    }
+    for name, said in expected.items():
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(name)
+
+
+def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
+    families = [checkpoint.Family("model.ckpt"), checkpoint.Family("model.ckpt", "_ema")]
+    average = payload(7, "average", "ema")
+    checkpoint.save_together(7, [(families[0], payload(7)), (families[1], average)])
+    checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
+    with pytest.raises(CheckpointError, match=r"the average 'ema' of step 7.*--restart model.ckpt-7.pt.*--init-model"):
+        checkpoint.require_training(average, "model_ema.ckpt.pt")
+    for weights in ("live", "ema"):
+        best = payload(4, "best", weights)
+        name = "best.ckpt-4.t-1.pt" if weights == "live" else "best_ema.ckpt-4.t-1.pt"
+        checkpoint.save(name, best)
+        with pytest.raises(CheckpointError, match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt"):
+            checkpoint.require_training(best, name)
+    os.remove("model.ckpt-7.pt")
+    with pytest.raises(CheckpointError, match=r"Use a training checkpoint \(model.ckpt-\*.pt\)"):
+        checkpoint.require_training(average, "model_ema.ckpt-7.pt")
+
+
+def test_weights_of_another_model_are_listed_in_one_message():
+    expected = {"kept": (2,), "lost": (3,), "net.layers.0.weight": (1, 4), "wide": (5, 5)}
+    found = {"kept": (2,), "net.layers.0.matrix": torch.zeros(1, 4), "wide": torch.zeros(5, 6), "odd": torch.zeros(7)}
+    checkpoint.check_weights({"kept": [2]}, {"kept": torch.zeros(2)}, "x.pt")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_weights(expected, found, "x.pt")
+    text = str(caught.value)
+    assert text.startswith("x.pt: its weights do not fit")
+    assert "missing: lost (3,)" in text
+    assert "not of this model: odd (7,)" in text
+    assert "renamed: net.layers.0.weight is called net.layers.0.matrix there" in text
+    assert "of another shape: wide is (5, 6) there, (5, 5) here" in text
+    many = {f"layer{i}": (i,) for i in range(1000)}
+    with pytest.raises(CheckpointError, match="and 990 more"):
+        checkpoint.check_weights(many, {}, "x.pt")
+
+
+class FullDisk:
+    """A file on a disk that has room for some bytes only."""
+
+    def __init__(self, file, room=100):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def flush(self):
+        self.file.flush()
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, monkeypatch):
+    family, write = checkpoint.Family("model.ckpt"), torch.save
+    checkpoint.save_together(1, [(family, payload(1))])
+    kept = (here / "model.ckpt-1.pt").read_bytes()
+    monkeypatch.setattr(torch, "save", lambda content, file: write(content, FullDisk(file)))
+    said = r"model.ckpt-2.pt: .*could not be written. The disk is full.*model.ckpt-1.pt is whole and still usable"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.save_together(2, [(family, payload(2))])
+    assert (here / "model.ckpt-1.pt").read_bytes() == kept
+    assert sorted(p.name for p in here.iterdir()) == ["checkpoint", "model.ckpt-1.pt", "model.ckpt.pt"]
+    assert checkpoint.load(".")["step"] == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_device_without_room_is_reported_as_a_full_disk(here, monkeypatch):
+    class Full:
+        def __init__(self, path):
+            self.part = here / "x.part"
+
+        def __enter__(self):
+            self.part.symlink_to("/dev/full")
+            return self.part
+
+        def __exit__(self, *error):
+            self.part.unlink()
+
+    monkeypatch.setattr(files, "atomic_write", Full)
+    with pytest.raises(CheckpointError, match="The disk is full"):
+        checkpoint.save("m.pt", payload())
+
+
+def test_a_folder_that_cannot_be_written_is_reported_before_training(here):
+    checkpoint.ensure_writable(here / "new" / "deep")
+    assert list((here / "new" / "deep").iterdir()) == []
+    (here / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"file/deep: cannot write here \(Not a directory\)"):
+        checkpoint.ensure_writable(here / "file" / "deep")
+    with pytest.raises(CheckpointError, match=r"could not be written. Reason: File exists"):
+        checkpoint.save(here / "file" / "m.pt", payload())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_reported(here):
+    folder = here / "closed"
+    folder.mkdir(mode=0o500)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            checkpoint.ensure_writable(folder)
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,330 @@
+"""Families of checkpoints and best files: names, rotation, links, crashes at every write."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepmd_ema import checkpoint
+from deepmd_ema.checkpoint import BestFiles, Family, keep_count, save_together
+from deepmd_ema.errors import CheckpointError
+
+
+def payload(step, kind="training", weights="live", value=0.0):
+    head = {"format": checkpoint.FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
+    return {**head, "config": {}, "model": {"w": torch.full((50,), float(step) + value)}}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(folder, pattern="*"):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob(pattern) if p.is_file() or p.is_symlink())
+
+
+def save_pair(step, live, average, bests=()):
+    return save_together(step, [(live, payload(step)), (average, payload(step, "average", "ema", 0.5))], bests)
+
+
+def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
+    # what `dp --pt train` of DeePMD-kit 3.2.0 leaves behind with these options
+    live = Family("out/mm.ckpt", save_dir="ck/sub", keep=2, start=0)
+    average = Family("out/mm.ckpt", "_ema", save_dir="ck/sub", keep=1, start=0)
+    for step in (5, 10, 12):
+        save_pair(step, live, average)
+    assert names(here) == [
+        "checkpoint",
+        "ck/sub/mm.ckpt-10.pt",
+        "ck/sub/mm.ckpt-12.pt",
+        "ck/sub/mm_ema.ckpt-12.pt",
+        "out/mm.ckpt.pt",
+        "out/mm_ema.ckpt.pt",
+    ]
+    assert os.readlink("out/mm.ckpt.pt") == "../ck/sub/mm.ckpt-12.pt"
+    assert os.readlink("out/mm_ema.ckpt.pt") == "../ck/sub/mm_ema.ckpt-12.pt"
+    assert (here / "checkpoint").read_text() == "ck/sub/mm.ckpt-12.pt"
+
+
+def test_a_prefix_without_a_dot_gets_its_suffix_at_the_end(here):
+    assert Family("model", "_ema").file(3).name == "model_ema-3.pt"
+    assert Family("a.b.ckpt", "_ema").file(3).name == "a.b_ema.ckpt-3.pt"
+
+
+def test_families_do_not_see_each_others_files(here):
+    live, average = Family("model.ckpt", start=0), Family("model.ckpt", "_ema", start=0)
+    save_pair(1, live, average)
+    checkpoint.save("model.ckpt-extra-2.pt", payload(2))
+    assert live.steps() == average.steps() == [1]
+
+
+def test_A14_rotation_goes_by_the_step_and_not_by_time(here):
+    live = Family("model.ckpt", keep=2, start=0)
+    for step in (1, 9, 10, 100):
+        save_together(step, [(live, payload(step))])
+        os.utime(live.file(step), (1e9 - step, 1e9 - step))
+    assert live.steps() == [10, 100]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a_keep_below_one_keeps_everything(here, keep):
+    live = Family("model.ckpt", keep=keep, start=0)
+    for step in range(1, 9):
+        save_together(step, [(live, payload(step))])
+    assert live.steps() == list(range(1, 9))
+
+
+def test_A14_files_of_a_longer_earlier_run_do_not_push_out_new_ones(here, caplog):
+    caplog.set_level(logging.INFO)
+    for step in (100, 1000, 1100, 1200):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+    live = Family("model.ckpt", keep=2, start=0)
+    for step in (50, 150, 250):
+        save_together(step, [(live, payload(step))])
+    assert live.steps() == [150, 250, 1000, 1100, 1200]
+    assert caplog.text.count("of an earlier run") == 1
+    save_together(1150, [(live, payload(1150))])
+    assert live.steps() == [250, 1150, 1200]
+
+
+def test_a_restart_leaves_its_own_files_and_drops_the_branch_that_it_leaves(here):
+    for step in (10, 20, 30, 35):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+    live = Family("model.ckpt", keep=5, start=20)
+    save_together(30, [(live, payload(30, value=0.25))])
+    assert live.steps() == [10, 20, 30, 35]
+    assert checkpoint.load("model.ckpt-30.pt")["model"]["w"][0] == 30.25
+    save_together(40, [(live, payload(40))])
+    assert live.steps() == [10, 20, 30, 40]
+
+
+def test_a_family_that_does_not_know_its_start_removes_nothing_of_others(here):
+    for step in (10, 20, 30):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+    live = Family("model.ckpt", keep=5)
+    save_together(40, [(live, payload(40))])
+    assert live.steps() == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ((5, None, 100, 10), 5),
+        ((5, 0.25, 100, 10), 3),
+        ((5, 0.01, 100, 10), 1),
+        ((5, 0.5, 95, 10), 5),
+        ((5, 0.5, 100, 0), 1),
+    ],
+)
+def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(arguments, kept):
+    assert keep_count(*arguments) == kept
+
+
+def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_ones_stay(here):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = ["model.ckpt-3.pt", "model.ckpt.pt", "checkpoint"]
+    for name in left:
+        (here / f"{name}.{dead.pid}.part").write_text("x")
+    (here / f"model.ckpt-3.pt.{os.getppid()}.part").write_text("x")
+    (here / f"other.{dead.pid}.part").write_text("x")
+    save_together(4, [(Family("model.ckpt", start=0), payload(4))])
+    assert names(here, "*.part") == sorted([f"model.ckpt-3.pt.{os.getppid()}.part", f"other.{dead.pid}.part"])
+
+
+def test_a_link_that_cannot_be_moved_says_that_the_file_is_whole(here):
+    (here / "model.ckpt.pt").mkdir()
+    with pytest.raises(CheckpointError, match=r"could not be moved.*model.ckpt-4.pt is whole and usable"):
+        save_together(4, [(Family("model.ckpt", start=0), payload(4))])
+
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from deepmd_ema import checkpoint
+from deepmd_ema.checkpoint import BestFiles, Family, save_together
+
+at, count = int(sys.argv[1]), 0
+
+def dying(call):
+    def wrapped(*arguments, **options):
+        global count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+    return wrapped
+
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint_family import payload
+
+live, average = Family("model.ckpt", keep=2, start=10), Family("model.ckpt", "_ema", keep=1, start=10)
+best = BestFiles("best", ".", 1, "E:MAE")
+best.load_state_dict(checkpoint.load("model.ckpt.pt")["best"])
+for name in ("replace", "fsync", "unlink"):
+    setattr(os, name, dying(getattr(os, name)))
+torch.save = dying(torch.save)
+Path.symlink_to = dying(Path.symlink_to)
+best.submit(0.5, 20, lambda: payload(20, "best"))
+content = payload(20) | {"best": best.state_dict()}
+save_together(20, [(live, content), (average, payload(20, "average", "ema"))], [best])
+print("end", count)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
+    here = os.path.dirname(__file__)
+    for at in range(1, 60):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        live, average = Family("model.ckpt", keep=2, start=0), Family("model.ckpt", "_ema", keep=1, start=0)
+        best = BestFiles("best", ".", 1, "E:MAE")
+        for step in (5, 10):
+            best.submit(10 / step, step, lambda step=step: payload(step, "best"))
+            content = payload(step) | {"best": best.state_dict()}
+            save_together(step, [(live, content), (average, payload(step, "average", "ema"))], [best])
+        pid = os.fork()
+        if pid == 0:  # as a fork: starting torch anew for each write would take a second each
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            sys.argv = ["crash.py", str(at), here]
+            exec(compile(CRASH, "crash.py", "exec"), {"__name__": "crash"})
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        newest = checkpoint.load("model.ckpt.pt")
+        pair = checkpoint.load("model_ema.ckpt.pt")
+        step = newest["step"]
+        assert step in (10, 20)
+        assert checkpoint.load(f"model_ema.ckpt-{step}.pt")["step"] == step
+        assert pair["step"] in (step, 20)
+        assert checkpoint.load(".")["step"] in (10, step)
+        again = BestFiles("best", ".", 1, "E:MAE")
+        again.load_state_dict(newest["best"])
+        assert len(again.records) == 1
+        assert checkpoint.load(again.path(again.records[0][1]))["step"] == step
+        again.submit(0.5, 20, lambda: payload(20, "best"))
+        save_together(20, [(live, payload(20)), (average, payload(20, "average", "ema"))], [again])
+        expected = ["best.ckpt-20.t-1.pt", "checkpoint", "model.ckpt-10.pt", "model.ckpt-20.pt", "model.ckpt.pt"]
+        assert names(folder) == [*expected, "model_ema.ckpt-20.pt", "model_ema.ckpt.pt"]
+        if os.WIFEXITED(status):
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert at > 15
+
+
+# best files
+
+
+@pytest.fixture
+def best(here):
+    return BestFiles("best", ".", 2, "E:MAE")
+
+
+def submit(best, value, step):
+    return best.submit(value, step, lambda: payload(step, "best"))
+
+
+def test_best_files_carry_their_rank_as_those_of_deepmd_kit(here, best):
+    assert [submit(best, v, s) for v, s in [(5.0, 4), (3.0, 8), (4.0, 12), (9.0, 16)]] == [True, True, True, False]
+    best.settle()
+    assert names(here) == ["best.ckpt-12.t-2.pt", "best.ckpt-8.t-1.pt"]
+    assert best.path(8).name == "best.ckpt-8.t-1.pt"
+    assert checkpoint.load(best.path(12))["step"] == 12
+
+
+def test_of_equal_values_the_earlier_one_stays_ahead_and_nan_is_never_kept(here, best):
+    assert submit(best, 1.0, 1)
+    assert not submit(best, float("nan"), 2)
+    assert not submit(best, float("inf"), 3)
+    assert submit(best, 1.0, 4)
+    assert not submit(best, 1.0, 5)
+    assert best.records == [(1.0, 1), (1.0, 4)]
+
+
+def test_no_payload_is_made_for_a_value_that_is_not_kept(best):
+    submit(best, 1.0, 1)
+    submit(best, 2.0, 2)
+    assert not best.submit(3.0, 3, lambda: pytest.fail("made in vain"))
+
+
+def test_what_was_pushed_out_stays_until_a_checkpoint_knows(here):
+    best = BestFiles("best", ".", 1, "E:MAE")
+    submit(best, 2.0, 4)
+    best.settle()
+    known = best.state_dict()
+    submit(best, 1.0, 8)
+    assert names(here) == ["best.ckpt-4.t-2.pt", "best.ckpt-8.t-1.pt"]
+    restarted = BestFiles("best", ".", 1, "E:MAE")
+    restarted.load_state_dict(known)
+    assert restarted.records == [(2.0, 4)]
+    assert restarted.path(4).is_file()
+    submit(restarted, 1.5, 8)
+    restarted.settle()
+    assert names(here) == ["best.ckpt-8.t-1.pt"]
+
+
+def test_C2_the_best_so_far_survives_a_restart(here, best):
+    submit(best, 5.0, 4)
+    submit(best, 3.0, 8)
+    again = BestFiles("best", ".", 2, "E:MAE")
+    again.load_state_dict(best.state_dict())
+    assert not submit(again, 6.0, 12)
+    assert submit(again, 4.0, 16)
+    again.settle()
+    assert names(here) == ["best.ckpt-16.t-2.pt", "best.ckpt-8.t-1.pt"]
+
+
+def test_best_files_of_an_earlier_run_go_once_this_run_has_its_own(here, best):
+    submit(best, 0.1, 900)
+    checkpoint.save("best_ema.ckpt-900.t-1.pt", payload(900, "best", "ema"))
+    fresh = BestFiles("best", ".", 2, "E:MAE")
+    fresh.settle()
+    assert "best.ckpt-900.t-1.pt" in names(here)
+    assert submit(fresh, 7.0, 10)
+    fresh.settle()
+    assert names(here) == ["best.ckpt-10.t-1.pt", "best_ema.ckpt-900.t-1.pt"]
+
+
+def test_a_best_file_that_was_deleted_no_longer_counts(here, best, caplog):
+    submit(best, 5.0, 4)
+    submit(best, 3.0, 8)
+    os.remove("best.ckpt-8.t-1.pt")
+    again = BestFiles("best", ".", 2, "E:MAE")
+    again.load_state_dict(best.state_dict())
+    assert again.records == [(5.0, 4)]
+    assert names(here) == ["best.ckpt-4.t-1.pt"]
+    assert "best of step 8 (E:MAE 3) is gone" in caplog.text
+
+
+def test_records_of_another_metric_are_not_continued(here, best, caplog):
+    submit(best, 5.0, 4)
+    again = BestFiles("best", ".", 2, "F:RMSE")
+    again.load_state_dict(best.state_dict())
+    assert again.records == []
+    assert "F:RMSE now, by E:MAE before" in caplog.text
+
+
+def test_fewer_best_files_after_a_restart_keep_the_best(here, best):
+    submit(best, 5.0, 4)
+    submit(best, 3.0, 8)
+    again = BestFiles("best", ".", 1, "E:MAE")
+    again.load_state_dict(best.state_dict())
+    again.settle()
+    assert names(here) == ["best.ckpt-8.t-1.pt"]
+
+
+def test_best_files_are_never_rotated(here):
+    best, live = BestFiles("best", ".", 1, "E:MAE"), Family("model.ckpt", keep=1, start=0)
+    submit(best, 1.0, 1)
+    for step in range(2, 9):
+        save_together(step, [(live, payload(step))], [best])
+    assert names(here, "best*") == ["best.ckpt-1.t-1.pt"]

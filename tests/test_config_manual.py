@@ -1,0 +1,147 @@
+"""The manual and the JSON Schema follow from the declarations."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from config_inputs import GOOD, REMOVE, spoiled
+
+from deepmd_ema.config.fields import arguments, options
+from deepmd_ema.config.manual import json_schema, json_schema_text, manual
+from deepmd_ema.config.run import RunConfig
+from deepmd_ema.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+
+def sections(kind=RunConfig):
+    yield kind
+    for o in options(kind):
+        for s in o.sections:
+            yield from sections(s)
+
+
+def fits(value, schema):
+    """Whether a value fits a JSON Schema of the keywords that ours has (draft-07)."""
+    known = {"type", "enum", "properties", "patternProperties", "additionalProperties", "required", "items", "anyOf",
+             "oneOf", "allOf", "description", "default", "title", "$schema"}  # fmt: skip
+    assert set(schema) <= known, schema
+    kind = schema.get("type")
+    if kind == "number" or kind == "integer":
+        if isinstance(value, bool) or not isinstance(value, int if kind == "integer" else (int, float)):
+            return False
+    elif kind is not None and not isinstance(value, KINDS[kind]):
+        return False
+    return (
+        ("enum" not in schema or value in schema["enum"])
+        and all(fits(value, s) for s in schema.get("allOf", []))
+        and ("anyOf" not in schema or any(fits(value, s) for s in schema["anyOf"]))
+        and ("oneOf" not in schema or sum(fits(value, s) for s in schema["oneOf"]) == 1)
+        and (not isinstance(value, list) or all(fits(v, schema.get("items", {})) for v in value))
+        and (not isinstance(value, dict) or keys_fit(value, schema))
+    )
+
+
+def keys_fit(value, schema):
+    if any(key not in value for key in schema.get("required", [])):
+        return False
+    for key, item in value.items():
+        found = [schema["properties"][key]] if key in schema.get("properties", {}) else []
+        found += [s for p, s in schema.get("patternProperties", {}).items() if re.search(p, key)]
+        other = schema.get("additionalProperties", True)
+        if not found and other is False:
+            return False
+        if not all(fits(item, s) for s in (found or [other if isinstance(other, dict) else {}])):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("section", list(dict.fromkeys(sections())), ids=lambda s: s.__name__)
+def test_every_option_has_a_manual_text(section):
+    assert section.__doc__
+    for option in options(section):
+        assert option.doc.strip().endswith("."), option.name
+        assert re.search(rf"(\.|^){option.name}$", manual(), re.MULTILINE) or section is RunConfig
+
+
+def test_the_manual_names_aliases_units_and_defaults():
+    text = manual("model.descriptor.rcut")
+    assert text.splitlines() == [
+        "model.descriptor.rcut",
+        "    a number > 0; angstrom; default 6.0",
+        "    Cutoff radius.",
+    ]
+    assert "also spelled stop_batch, num_step" in manual("training.numb_steps")
+    assert "learning_rate[wsd].decay_type" in manual("learning_rate.decay_type")
+    assert max(map(len, manual().splitlines())) <= 120
+
+
+def test_an_unknown_topic_of_the_manual_names_a_known_one():
+    with pytest.raises(ConfigError, match=r"dp-ema doc trainin: no such option\. Try training"):
+        manual("trainin")
+    with pytest.raises(ConfigError, match=r"no such option\. Try model, training"):
+        manual("xyz")
+
+
+def test_an_option_is_found_by_its_name_or_alias_alone():
+    assert manual("ema_decay").startswith("training.ema_decay\n")
+    assert manual("stop_batch").startswith("training.numb_steps\n")
+    assert [line for line in manual("seed").splitlines() if line.endswith("seed")] == [
+        "model.descriptor.seed",
+        "model.fitting_net.seed",
+        "training.seed",
+    ]
+
+
+def test_the_schema_is_json():
+    assert json.loads(json_schema_text()) == json_schema()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.*ml")) + sorted(CONFIGS.glob("*.json")), ids=lambda p: p.name)
+def test_ready_inputs_fit_the_schema(path):
+    text = path.read_text()
+    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(re.sub(r"\b1e-", "1.0e-", text))
+    assert fits(values, json_schema())
+
+
+@pytest.mark.parametrize(
+    ("changes", "good"),
+    [
+        ({}, True),
+        ({"_note": 3, "training._note": {"a": 1}, "$schema": "dp-ema.json"}, True),
+        ({"model.descriptor.type": "se_a", "model.descriptor.n_axis_neuron": 4}, True),
+        ({"training.training_data.systems": "data"}, True),
+        ({"training.validation_data": None}, True),
+        ({"learning_rate.type": REMOVE}, True),
+        ({"learning_rate.type": "wsd", "learning_rate.decay_type": "linear"}, True),
+        ({"model.preset_out_bias": {"energy": [None, 1.0]}}, True),
+        ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, False),
+        ({"model.descriptor.rcutt": 4}, False),
+        ({"training.numb_steps": 10.5}, False),
+        ({"training.enable_ema": "true"}, False),
+        ({"model.type_map": REMOVE}, False),
+        ({"optimizer": {"type": "LKF"}}, False),
+        ({"training.training_data": "data"}, False),
+    ],
+)
+def test_the_schema_judges_as_the_checks_do(changes, good):
+    assert fits(spoiled(changes), json_schema()) is good
+
+
+def test_dargs_reads_the_whole_input_from_the_same_declarations():
+    from dargs import Argument
+
+    whole = Argument("input", dict, arguments(RunConfig))
+    values = whole.normalize_value(
+        spoiled({"training.numb_steps": REMOVE, "training.stop_batch": 9}), trim_pattern="_*"
+    )
+    whole.check_value(values, strict=True)
+    assert values["training"]["numb_steps"] == 9
+    assert values["training"]["ema_decay"] == 0.999
+    assert values["optimizer"]["type"] == "Adam"
+    assert GOOD["training"]["numb_steps"] == 2000

@@ -1,0 +1,181 @@
+"""The loader: the same batches from any start, errors that surface, threads that end, caches that are bounded."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.data.loader import Loader, PairCache, sequential_batches
+from deepmd_ema.data.npy import open_systems
+from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.errors import DataError
+
+LAYOUT = NeighborLayout(4.0, (24, 24), 2)
+LABELS = ("energy", "force", "virial")
+
+
+@pytest.fixture
+def systems(water_like, open_like, mixed_like):
+    return open_systems([str(water_like), str(open_like), str(mixed_like)], ["O", "H"], LABELS)
+
+
+def make_sampler(systems, seed=1, **arguments):
+    return Sampler([s.num_frames for s in systems], [s.natoms for s in systems], 2, seed=seed, **arguments)
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name == "dp-ema-loader"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert not loader_threads()
+
+
+def assert_same(a, b):
+    assert a.frames == b.frames
+    assert a.slots == b.slots
+    for name in ("atom_type", "atom_frame", "atom_order", "coord", "box", "neighbor", "vector", "reverse"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0)
+    for name in a.labels:
+        torch.testing.assert_close(a.labels[name], b.labels[name], rtol=0, atol=0)
+        torch.testing.assert_close(a.found[name], b.found[name], rtol=0, atol=0)
+
+
+def test_a_loader_started_at_a_position_goes_on_as_one_that_ran_there(systems):
+    sampler = make_sampler(systems)
+    with Loader(systems, sampler, LAYOUT, labels=LABELS) as running:
+        batches = [next(running) for _ in range(60)]
+        assert running.position == 60
+    for start in (1, 17, 18, 41):
+        fresh = open_systems([s.name for s in systems], ["O", "H"], LABELS)
+        with Loader(fresh, make_sampler(fresh), LAYOUT, start=start, labels=LABELS, prefetch=1) as resumed:
+            for expected in batches[start:start + 10]:
+                assert_same(next(resumed), expected)
+            assert resumed.position == start + 10
+
+
+def test_seek_goes_back_and_forth(systems):
+    with Loader(systems, make_sampler(systems), LAYOUT) as loader:
+        batches = [next(loader) for _ in range(12)]
+        for position in (3, 0, 11):
+            loader.seek(position)
+            assert loader.position == position
+            assert_same(next(loader), batches[position])
+
+
+def test_batches_are_those_of_the_sampler(systems):
+    sampler = make_sampler(systems)
+    with Loader(systems, sampler, LAYOUT) as loader:
+        for n in range(20):
+            system, frames = sampler.batch(n)
+            assert next(loader).frames == tuple((systems[system].name, f) for f in frames)
+        assert_same(loader.make(5), loader.make(5))
+        assert loader.position == 20
+
+
+def test_every_batch_has_the_labels_asked_for(systems):
+    with Loader(systems, make_sampler(systems), LAYOUT, labels=LABELS) as loader:
+        for _ in range(30):
+            batch = next(loader)
+            periodic = batch.periodic.to(torch.float64)
+            torch.testing.assert_close(batch.found["virial"], periodic)
+
+
+class Failing:
+    """A sampler that fails at batch 3."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def batch(self, n):
+        if n == 3:
+            raise DataError("water/set.000/force.npy: has become shorter")
+        return self.sampler.batch(n)
+
+
+def test_an_exception_of_the_thread_surfaces_in_order_and_again(systems):
+    with Loader(systems, Failing(make_sampler(systems)), LAYOUT) as loader:
+        assert len([next(loader) for _ in range(3)]) == 3
+        for _ in range(2):
+            with pytest.raises(DataError, match="has become shorter"):
+                next(loader)
+        assert loader.position == 3
+
+
+def test_close_is_quick_while_the_thread_waits_and_may_be_repeated(systems):
+    loader = Loader(systems, make_sampler(systems), LAYOUT, prefetch=2)
+    next(loader)
+    time.sleep(0.1)
+    began = time.perf_counter()
+    loader.close()
+    loader.close()
+    assert time.perf_counter() - began < 0.15
+    assert loader.position == 1
+
+
+def test_a_loader_that_is_forgotten_ends_its_thread(systems):
+    loader = Loader(systems, make_sampler(systems), LAYOUT)
+    next(loader)
+    assert loader_threads()
+    del loader
+    gc.collect()
+    assert not loader_threads()
+
+
+def test_waiting_is_counted(systems):
+    class Slow(Failing):
+        def batch(self, n):
+            time.sleep(0.03)
+            return self.sampler.batch(n)
+
+    with Loader(systems, Slow(make_sampler(systems)), LAYOUT) as loader:
+        for _ in range(3):
+            next(loader)
+        assert 0.03 < loader.wait_s < 5
+
+
+def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
+    kept, none = PairCache(LAYOUT), PairCache(LAYOUT, max_bytes=0)
+    one = kept.get(systems[0], 0)
+    assert kept.get(systems[0], 0) is one
+    assert kept.get(systems[1], 0) is not one
+    assert len(kept) == 2
+    assert none.get(systems[0], 0) is not none.get(systems[0], 0)
+    assert (len(none), none.num_bytes) == (0, 0)
+    some = PairCache(LAYOUT, max_bytes=3 * one.nbytes)
+    for k in range(10):
+        some.get(systems[0], k)
+    assert 2 <= len(some) <= 3
+    assert some.num_bytes <= some.max_bytes
+    with Loader(systems, make_sampler(systems), LAYOUT, cache=some) as a, \
+            Loader(systems, make_sampler(systems), LAYOUT, cache=kept) as b:
+        for _ in range(20):
+            assert_same(next(a), next(b))
+
+
+@pytest.mark.parametrize("max_atoms", [1, 40, 10_000])
+def test_sequential_batches_have_all_frames_in_order_and_few_atoms(systems, max_atoms):
+    batches = list(sequential_batches(systems, LAYOUT, max_atoms=max_atoms, labels=LABELS))
+    frames = [f for b in batches for f in b.frames]
+    assert frames == [(s.name, k) for s in systems for k in range(s.num_frames)]
+    assert all(len(b.atom_type) <= max_atoms or b.num_frames == 1 for b in batches)
+    assert len(batches) == {1: 35, 40: 6 + 2 + 4, 10_000: 1}[max_atoms]
+    energies = np.concatenate([b.labels["energy"].numpy() for b in batches])
+    expected = [s.frame(k).labels["energy"] for s in systems for k in range(s.num_frames)]
+    np.testing.assert_array_equal(energies, expected)
+
+
+def test_ranks_share_sequential_batches(systems):
+    whole = [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30)]
+    shares = [[b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)]
+              for r in range(3)]
+    assert [shares[n % 3][n // 3] for n in range(len(whole))] == whole

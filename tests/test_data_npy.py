@@ -1,0 +1,337 @@
+"""Reading deepmd/npy, deepmd/npy/mixed and HDF5, and the messages about files that do not fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import toy_labels, write_system
+
+from deepmd_ema.data.npy import open_systems
+from deepmd_ema.errors import DataError
+
+LABELS = ("energy", "force", "virial", "atom_energy", "atom_pref")
+
+
+def problems_of(*args, **kwargs):
+    with pytest.raises(DataError) as caught:
+        open_systems(*args, **kwargs)
+    return caught.value.problems
+
+
+def only_problem(*args, **kwargs):
+    problems = problems_of(*args, **kwargs)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def to_hdf5(folder, group):
+    """Write a system's folder into an HDF5 group, as dpdata does."""
+    group["type.raw"] = np.loadtxt(folder / "type.raw", dtype=int)
+    group["type_map.raw"] = np.array((folder / "type_map.raw").read_text().split(), dtype="S")
+    if (folder / "nopbc").exists():
+        group["nopbc"] = True
+    for file in sorted(folder.glob("set.*/*.npy")):
+        group[f"{file.parent.name}/{file.name}"] = np.load(file)
+
+
+def assert_same_frame(a, b):
+    np.testing.assert_array_equal(a.coord, b.coord)
+    np.testing.assert_array_equal(a.atom_type, b.atom_type)
+    np.testing.assert_equal(a.box, b.box)
+    assert a.labels.keys() == b.labels.keys()
+    for name in a.labels:
+        np.testing.assert_array_equal(a.labels[name], b.labels[name])
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_system("water", frames=6, natoms=12, seed=1, sets=3)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dtype):
+    path = write_system(tmp_path / "w", frames=7, natoms=5, seed=2, sets=3, atom_ener=True, atom_pref=True, fparam=2,
+                        aparam=3, dtype=dtype)
+    [system] = open_systems(str(path), ["O", "H"], LABELS, numb_fparam=2, numb_aparam=3)
+    assert (system.num_frames, system.natoms, system.periodic, system.is_mixed) == (7, 5, True, False)
+    assert system.labels == LABELS
+    files = {name: np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])
+             for name in ("coord", "box", "energy", "force", "virial", "atom_ener", "atom_pref", "fparam", "aparam")}
+    for k in range(7):
+        frame = system.frame(k)
+        assert frame.source == (str(path), k)
+        assert frame.coord.dtype == np.float64
+        np.testing.assert_array_equal(frame.coord, files["coord"][k].reshape(5, 3))
+        np.testing.assert_array_equal(frame.box, files["box"][k].reshape(3, 3))
+        assert frame.labels["energy"].shape == ()
+        assert frame.labels["energy"] == files["energy"][k]
+        np.testing.assert_array_equal(frame.labels["force"], files["force"][k].reshape(5, 3))
+        np.testing.assert_array_equal(frame.labels["virial"], files["virial"][k])
+        np.testing.assert_array_equal(frame.labels["atom_energy"], files["atom_ener"][k])
+        np.testing.assert_array_equal(frame.labels["atom_pref"], files["atom_pref"][k])
+        np.testing.assert_array_equal(frame.fparam, files["fparam"][k])
+        np.testing.assert_array_equal(frame.aparam, files["aparam"][k].reshape(5, 3))
+    with pytest.raises(IndexError, match="frame 7 of 7"):
+        system.frame(7)
+
+
+def test_types_are_those_of_the_models_type_map(tmp_path):
+    path = write_system(tmp_path / "w", elements=("H", "O"), natoms=6, frames=1)
+    [system] = open_systems([str(path)], ["C", "O", "N", "H"])
+    assert system.frame(0).atom_type.tolist() == [3, 1, 3, 1, 3, 1]
+
+
+def test_types_without_a_type_map_are_used_as_they_are(tmp_path):
+    path = write_system(tmp_path / "w", natoms=4, frames=1)
+    (path / "type_map.raw").unlink()
+    assert open_systems([str(path)], ["C", "O"])[0].frame(0).atom_type.tolist() == [0, 1, 0, 1]
+
+
+def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path):
+    path = write_system(tmp_path / "m", frames=5, natoms=7, seed=3, elements=("H", "O"), mixed=True, virtual=3, sets=2)
+    [system] = open_systems([str(path)], ["O", "H"], ("energy", "force"))
+    assert system.is_mixed
+    assert system.natoms == 10
+    orders = set()
+    for k in range(5):
+        frame = system.frame(k)
+        energy, force, _, _ = toy_labels(frame.coord, 1 - frame.atom_type, frame.box)
+        assert frame.num_atoms == 7
+        assert energy == pytest.approx(frame.labels["energy"])
+        np.testing.assert_allclose(force, frame.labels["force"], atol=1e-12)
+        assert len(frame.file_index) == 7
+        orders.add(tuple(frame.atom_type))
+    assert len(orders) > 1
+
+
+def test_open_systems_have_no_box(tmp_path):
+    path = write_system(tmp_path / "o", pbc=False, frames=2)
+    [system] = open_systems([str(path)], ["O", "H"], LABELS)
+    assert not system.periodic
+    assert system.frame(0).box is None
+    assert system.labels == ("energy", "force")
+
+
+def test_a_label_missing_in_one_set_is_missing_there_only(system):
+    (system / "set.001" / "virial.npy").unlink()
+    [opened] = open_systems([str(system)], ["O", "H"], ("energy", "virial"))
+    assert ["virial" in opened.frame(k).labels for k in range(6)] == [True, True, False, False, True, True]
+
+
+def test_the_other_spelling_of_atomic_labels_is_read(system):
+    np.save(system / "set.000" / "atomic_ener.npy", np.ones((2, 12)))
+    [opened] = open_systems([str(system)], ["O", "H"], ("atom_energy",))
+    assert opened.frame(0).labels["atom_energy"].tolist() == [1.0] * 12
+
+
+def test_default_frame_parameters_stand_in_where_the_file_is_missing(system):
+    [opened] = open_systems([str(system)], ["O", "H"], numb_fparam=2, default_fparam=[1.5, 2.5])
+    assert opened.frame(0).fparam.tolist() == [1.5, 2.5]
+
+
+def test_fortran_ordered_files_are_read(system):
+    file = system / "set.000" / "coord.npy"
+    coord = np.load(file)
+    np.save(file, np.asfortranarray(coord))
+    frame = open_systems([str(system)], ["O", "H"])[0].frame(1)
+    np.testing.assert_array_equal(frame.coord, coord[1].reshape(12, 3))
+
+
+def test_arrays_with_an_axis_per_atom_are_read(system):
+    for name in ("coord", "force"):
+        file = system / "set.000" / f"{name}.npy"
+        np.save(file, np.load(file).reshape(2, 12, 3))
+    energy = system / "set.000" / "energy.npy"
+    np.save(energy, np.load(energy).reshape(2, 1))
+    frame = open_systems([str(system)], ["O", "H"], ("energy", "force"))[0].frame(1)
+    assert frame.labels["force"].shape == (12, 3)
+    assert frame.labels["energy"].shape == ()
+
+
+def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_path):
+    for name in ("b", "a/x", "a/deep/er/y", "c/z"):
+        write_system(tmp_path / name, frames=1, natoms=3)
+    (tmp_path / "a" / "loop").symlink_to(tmp_path, target_is_directory=True)
+    found = open_systems([str(tmp_path)], ["O", "H"])
+    assert [s.name for s in found] == [str(tmp_path / n) for n in ("a/deep/er/y", "a/x", "b", "c/z")]
+    some = open_systems([str(tmp_path)], ["O", "H"], rglob_patterns=["c/*", "b"])
+    assert [s.name for s in some] == [str(tmp_path / n) for n in ("b", "c/z")]
+
+
+@pytest.mark.parametrize(("address", "names"), [
+    ("#/water/one", ["/water/one"]), ("#water", ["/water/one", "/water/two"]), ("", ["/mol", "/water/one", "/water/two"]),
+])
+def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names):
+    folders = {"water/one": write_system(tmp_path / "1", frames=4, seed=1, sets=2),
+               "water/two": write_system(tmp_path / "2", frames=2, seed=2, mixed=True, virtual=1),
+               "mol": write_system(tmp_path / "3", frames=3, natoms=5, seed=3, pbc=False)}
+    file = tmp_path / "data.h5"
+    with h5py.File(file, "w") as root:
+        for name, folder in folders.items():
+            to_hdf5(folder, root.create_group(name))
+    found = open_systems([str(file) + address], ["O", "H"], LABELS)
+    assert [s.name for s in found] == [f"{file}#{n}" for n in names]
+    for system in found:
+        [plain] = open_systems([str(folders[system.name.split("#/")[1]])], ["O", "H"], LABELS)
+        assert system.num_frames == plain.num_frames
+        for k in range(plain.num_frames):
+            assert_same_frame(system.frame(k), plain.frame(k))
+
+
+def test_wrong_shape_is_told_with_file_shape_and_atoms(system):
+    file = system / "set.001" / "force.npy"
+    np.save(file, np.load(file)[:, :-3])
+    assert only_problem(["water"], ["O", "H"], LABELS) == (
+        "water/set.001/force.npy: shape (2, 33), expected (2, 36) for 12 atoms.")
+
+
+def test_frame_counts_that_differ_are_told_with_both_numbers(system):
+    file = system / "set.002" / "energy.npy"
+    np.save(file, np.load(file)[:1])
+    assert only_problem(["water"], ["O", "H"], LABELS) == (
+        "water/set.002/energy.npy: shape (1,), expected (2,): coord.npy has 2 frames.")
+
+
+def test_all_problems_of_all_systems_come_at_once(system):
+    shutil.copytree(system, "other")
+    (system / "set.000" / "box.npy").unlink()
+    np.save("other/set.001/virial.npy", np.zeros((2, 6)))
+    np.save("other/set.002/force.npy", np.zeros((2, 7)))
+    found = problems_of(["water", "other", "absent"], ["O", "H"], LABELS, where="training.training_data.systems")
+    assert len(found) == 4
+    assert found[0].startswith("training.training_data.systems[2]: absent: no such file or folder.")
+    assert found[1] == ("water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an empty "
+                        "file water/nopbc.")
+    assert found[2] == "other/set.001/virial.npy: shape (2, 6), expected (2, 9)."
+    assert "other/set.002/force.npy" in found[3]
+
+
+def test_a_truncated_npy_is_told_with_its_sizes(system):
+    file = system / "set.000" / "coord.npy"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-100])
+    assert only_problem(["water"], ["O", "H"]) == (
+        f"water/set.000/coord.npy: is truncated: {size - 100} bytes, expected {size} for shape (2, 36). Copy it again.")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x93NUMPY\x01\x00"])
+def test_a_file_that_is_not_npy_is_told(system, content):
+    (system / "set.000" / "force.npy").write_bytes(content)
+    assert "water/set.000/force.npy: is not an npy file" in only_problem(["water"], ["O", "H"], LABELS)
+
+
+def test_pickled_objects_are_refused(system):
+    np.save(system / "set.000" / "energy.npy", np.array([{}, None], dtype=object))
+    assert "energy.npy: holds pickled Python objects" in only_problem(["water"], ["O", "H"], LABELS)
+
+
+def test_text_arrays_are_refused(system):
+    np.save(system / "set.000" / "energy.npy", np.array(["1.0", "2.0"]))
+    assert "energy.npy: holds <U3, expected float64" in only_problem(["water"], ["O", "H"], LABELS)
+
+
+def test_an_unknown_element_is_told_with_a_guess(tmp_path):
+    path = write_system(tmp_path / "w", elements=("O", "h"), frames=1)
+    assert only_problem([str(path)], ["O", "H"]) == (
+        f'{path}/type_map.raw: element "h" is not in model.type_map. Did you mean H? Known: O, H.')
+
+
+def test_an_unknown_element_that_no_atom_has_is_no_problem(tmp_path):
+    path = write_system(tmp_path / "w", elements=("O", "H", "Xe"), num_types=2, frames=1)
+    assert len(open_systems([str(path)], ["O", "H"])) == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_type_beyond_the_type_map_is_told(tmp_path, mixed):
+    path = write_system(tmp_path / "w", elements=("O", "H"), num_types=3, frames=1, mixed=mixed)
+    assert "type 2, but type_map.raw has only 2 elements" in only_problem([str(path)], ["O", "H"])
+
+
+def test_mixed_and_plain_sets_of_one_folder_are_refused(tmp_path):
+    path = write_system(tmp_path / "m", frames=4, mixed=True, sets=2)
+    (path / "set.001" / "real_atom_types.npy").unlink()
+    assert only_problem([str(path)], ["O", "H"]) == (
+        f"{path}: mixed and plain sets in one folder: set.000 with real_atom_types.npy, set.001 without. Put them into "
+        "two systems.")
+
+
+def test_a_mixed_system_needs_its_type_map(tmp_path):
+    path = write_system(tmp_path / "m", frames=2, mixed=True)
+    (path / "type_map.raw").unlink()
+    assert "type_map.raw: missing. A mixed system" in only_problem([str(path)], ["O", "H"])
+
+
+def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
+    path = write_system(tmp_path / "m", frames=2, natoms=3, mixed=True)
+    types = np.load(path / "set.000" / "real_atom_types.npy")
+    types[1] = -1
+    np.save(path / "set.000" / "real_atom_types.npy", types)
+    assert "frame 1 has only virtual atoms" in only_problem([str(path)], ["O", "H"])
+
+
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
+    (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
+    (lambda p: (p / "type.raw").write_text("0 1 x"), "type.raw: 'x' is not a type"),
+    (lambda p: (p / "type.raw").write_text(""), "type.raw: is empty"),
+    (lambda p: (p / "set.000" / "coord.npy").unlink(), "set.000/coord.npy: missing. Every set needs it."),
+    (lambda p: [np.save(f, np.load(f)[:0]) for f in p.glob("set.000/*.npy")], "no frames: the arrays of set.000 have no"),
+    (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
+])
+def test_a_system_that_lacks_something_says_what(tmp_path, break_it, message):
+    path = write_system(tmp_path / "w", frames=2)
+    break_it(path)
+    assert message in only_problem([str(path)], ["O", "H"])
+
+
+def test_missing_parameters_name_the_option(system):
+    found = problems_of(["water"], ["O", "H"], numb_fparam=1, numb_aparam=2)
+    assert "water/set.000/fparam.npy: missing. numb_fparam = 1 needs it, unless default_fparam is given." in found
+    assert "water/set.002/aparam.npy: missing. numb_aparam = 2 needs it." in found
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
+    ("zzz/water", "systems[0]: zzz/water: no such file or folder. "),
+    ("empty", "systems[0]: empty: no system in it or below it."),
+    ("water/type.raw", "is a file. Expected a folder with type.raw"),
+    ("some.lmdb", "LMDB data sets are not supported yet"),
+    ("broken.h5", "cannot be read as HDF5"),
+    ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
+])
+def test_a_path_without_a_system_says_what_is_there(system, path, message):
+    (system.parent / "empty").mkdir()
+    (system.parent / "broken.h5").write_text("no")
+    with h5py.File("good.h5", "w") as root:
+        root.create_group("w")
+    assert message in only_problem([path], ["O", "H"])
+
+
+def test_a_file_that_shrinks_while_it_is_in_use_is_told(system):
+    [opened] = open_systems(["water"], ["O", "H"])
+    file = system / "set.000" / "coord.npy"
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(DataError, match=r"coord.npy: has become shorter while it was in use"):
+        opened.frame(1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
+def test_many_systems_are_read_without_open_files(tmp_path):
+    """Memory maps hold a file each: data sets of many small systems would meet the limit of open files."""
+    import resource
+
+    for k in range(60):
+        write_system(tmp_path / f"s{k:03d}", frames=1, natoms=2)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        systems = open_systems([str(tmp_path)], ["O", "H"], LABELS)
+        assert sum(s.frame(0).num_atoms for s in systems) == 120
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -1,0 +1,170 @@
+"""Freeze: what is in the file, that it is the same model, and that nothing is lost when it fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import toy_frame
+from infer_models import write_run
+
+from deepmd_ema import cli, export, interchange
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.export import freeze
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def arrays(path):
+    import h5py
+
+    with h5py.File(path) as file:
+        return {name: file[name][()] for name in file}
+
+
+def predict(path):
+    coord, types, box = toy_frame(np.random.default_rng(4), 12)
+    found = Potential(path, device="cpu").evaluate(coord, types, box)
+    return np.concatenate([found.energy, found.force.ravel(), found.virial.ravel()])
+
+
+@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
+@pytest.mark.parametrize("use_average", [False, True])
+def test_a_frozen_file_computes_what_the_checkpoint_computes(run, tmp_path, suffix, use_average):
+    frozen = freeze(load_model(run[0], use_average=use_average), tmp_path / f"m{suffix}")
+    assert max(frozen.difference.values()) == 0
+    np.testing.assert_array_equal(predict(frozen.path), predict(run[1] if use_average else run[0]))
+
+
+def test_freezing_the_average_of_a_checkpoint_is_freezing_the_averaged_file(run, tmp_path):
+    one = freeze(load_model(run[0], use_average=True), tmp_path / "one.dp").path
+    two = freeze(load_model(run[1]), tmp_path / "two.dp").path
+    live = freeze(load_model(run[0]), tmp_path / "live.dp").path
+    a, b, c = arrays(one), arrays(two), arrays(live)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], strict=True)
+    assert any((np.asarray(a[name]) != c[name]).any() for name in a)
+
+
+def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):
+    averaged = load_model(freeze(load_model(run[0], use_average=True), tmp_path / "a.dp").path).info
+    live = load_model(freeze(load_model(run[0]), tmp_path / "b.dp").path).info
+    assert averaged.in_words() == "averaged weights (ema) of step 7: decay 0.99, updates 7, mean age 4.5"
+    assert (averaged.average["profile"], averaged.min_nbor_dist) == ("ema", 0.9)
+    assert live.in_words() == "live weights of step 7"
+    assert live.config["training"]["seed"] == 10
+    assert load_model(tmp_path / "a.dp", use_average=True).info.weights == "ema"
+    with pytest.raises(CheckpointError, match=r"b.dp: holds live weights \(frozen\), no average"):
+        load_model(tmp_path / "b.dp", use_average=True)
+
+
+def test_a_frozen_file_can_be_frozen_again(run, tmp_path):
+    first = freeze(load_model(run[0], use_average=True), tmp_path / "a.dp").path
+    second = freeze(load_model(first), tmp_path / "b.yaml").path
+    third = freeze(load_model(second), tmp_path / "c.dp").path
+    assert load_model(third).info.average == load_model(first).info.average
+    one, three = arrays(first), arrays(third)
+    for name in one:
+        np.testing.assert_array_equal(one[name], three[name])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__fitting_net__numb_fparam": 2, "model__fitting_net__numb_aparam": 1},
+        {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"},
+        {"model__pair_exclude_types": [[0, 1]], "model__atom_exclude_types": [1]},
+        {"model__descriptor__type_one_side": True, "model__descriptor__exclude_types": [[0, 0]]},
+        {"type_map": ["O"]},
+        {"type_map": ["O", "H", "C", "N", "S", "P", "F", "Cl", "Na"]},
+    ],
+)
+def test_every_kind_of_model_survives(tmp_path, changes):
+    loaded = load_model(write_run(tmp_path, **changes)[0])
+    assert max(freeze(loaded, tmp_path / "m.dp").difference.values()) == 0
+
+
+def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(run[0].parent)
+    assert cli.main(["freeze", "-o", str(tmp_path / "live")]) == 0
+    assert cli.main(["freeze", "--use-ema", "-o", str(tmp_path / "ema.dp")]) == 0
+    assert cli.main(["freeze", "--profile", "ema", "-c", "model.ckpt", "-o", str(tmp_path / "profile.dp")]) == 0
+    out = capsys.readouterr().out
+    assert "live.dp: live weights of step 7, from model.ckpt-7.pt" in out
+    assert "averaged weights (ema) of step 7: decay 0.99" in out
+    assert "largest difference 0.0e+00 (energy 0.0e+00, " in out
+    assert "dp convert-backend" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ema.dp", "live.dp", "profile.dp"]
+
+
+def test_freezing_an_average_that_is_not_there_is_an_error(tmp_path, capsys):
+    live, _ = write_run(tmp_path / "run", averages=False)
+    assert cli.main(["freeze", "-c", str(live), "--use-ema", "-o", str(tmp_path / "m.dp")]) == 2
+    assert "training.enable_ema" in capsys.readouterr().err
+    assert not (tmp_path / "m.dp").exists()
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
+    assert cli.main(["freeze", "-c", str(tmp_path), "-o", str(tmp_path / "m.dp")]) == 2
+    assert "checkpoint" in capsys.readouterr().err
+
+
+def test_a_file_that_came_out_wrong_is_not_kept(run, tmp_path, monkeypatch):
+    old = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    before = old.read_bytes()
+
+    def bent(path):
+        config, model, info = true(path)
+        model.out_bias += 1e-3
+        return config, model, info
+
+    true = interchange.read_dp
+    monkeypatch.setattr(interchange, "read_dp", bent)
+    with pytest.raises(CheckpointError, match=r"differs from the checkpoint by 8.0e-03 in energy.*was not kept"):
+        freeze(load_model(run[1]), old)
+    assert old.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.dp"]
+
+
+def test_a_difference_that_is_no_number_is_refused(run, tmp_path, monkeypatch):
+    def bent(path):
+        config, model, info = true(path)
+        model.out_bias *= float("nan")
+        return config, model, info
+
+    true = interchange.read_dp
+    monkeypatch.setattr(interchange, "read_dp", bent)
+    with pytest.raises(CheckpointError, match="differs from the checkpoint by nan"):
+        freeze(load_model(run[0]), tmp_path / "m.dp")
+
+
+def test_a_place_that_cannot_be_written_is_an_error(run, tmp_path):
+    (tmp_path / "m.dp").mkdir()
+    with pytest.raises(CheckpointError, match=r"m.dp: cannot be written: Is a directory. Choose another -o"):
+        freeze(load_model(run[0]), tmp_path / "m.dp")
+
+
+def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
+    old = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    before = old.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export.os, "replace", full)
+    with pytest.raises(CheckpointError, match=r"m\.dp.*cannot be written.*No space left"):
+        freeze(load_model(run[1]), old)
+    assert old.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.dp"]
+
+
+def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
+    with pytest.raises(CheckpointError, match=r"the folder .*nowhere is not there"):
+        freeze(load_model(run[0]), tmp_path / "nowhere" / "m.dp")
+    with pytest.raises(UserError, match=r"Freeze to .*m.dp, then `dp convert-backend .*m.dp .*m.pth`"):
+        freeze(load_model(run[0]), tmp_path / "m.pth")

@@ -1,0 +1,109 @@
+"""The ASE calculator against central differences and a short NVE run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import toy_frame
+from infer_models import write_run
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.infer.potential import Potential
+
+ase = pytest.importorskip("ase")
+units = pytest.importorskip("ase.units")
+numerical = pytest.importorskip("ase.calculators.fd")
+verlet = pytest.importorskip("ase.md.verlet")
+DP = pytest.importorskip("deepmd_ema.calculator").DP
+NATOMS = 12
+
+
+@pytest.fixture(scope="module")
+def potential(tmp_path_factory):
+    return Potential(write_run(tmp_path_factory.mktemp("run"))[0], device="cpu")
+
+
+@pytest.fixture
+def atoms(potential):
+    coord, types, box = toy_frame(np.random.default_rng(5), NATOMS)
+    return ase.Atoms(["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=DP(potential))
+
+
+def test_results_are_those_of_the_python_interface(atoms, potential):
+    found = potential.evaluate(atoms.positions, atoms.get_chemical_symbols(), atoms.cell.array)
+    assert atoms.get_potential_energy() == found.energy[0]
+    assert atoms.get_potential_energy(force_consistent=True) == found.energy[0]
+    np.testing.assert_array_equal(atoms.get_forces(), found.force[0])
+    np.testing.assert_array_equal(atoms.get_potential_energies(), found.atom_energy[0])
+    stress = -found.virial[0].reshape(3, 3) / atoms.get_volume()
+    np.testing.assert_allclose(atoms.get_stress(voigt=False), stress, atol=1e-12)
+
+
+def test_forces_and_stress_are_derivatives(atoms):
+    np.testing.assert_allclose(atoms.get_forces(), numerical.calculate_numerical_forces(atoms, eps=1e-4), atol=1e-6)
+    np.testing.assert_allclose(atoms.get_stress(), numerical.calculate_numerical_stress(atoms, eps=1e-5), atol=1e-7)
+
+
+def test_energy_is_kept_in_nve_dynamics(atoms):
+    """Half the time step must give a quarter of the drift: only exact forces do."""
+    drifts = []
+    for step in (1.0, 0.5):
+        copy = atoms.copy()
+        copy.calc = DP(atoms.calc.potential)
+        speed = np.sqrt(300 * units.kB / copy.get_masses())[:, None]
+        copy.set_velocities(speed * np.random.default_rng(0).normal(size=(NATOMS, 3)))
+        dynamics = verlet.VelocityVerlet(copy, step * units.fs)
+        energies = [copy.get_total_energy()]
+        for _ in range(int(40 / step)):
+            dynamics.run(1)
+            energies.append(copy.get_total_energy())
+        drifts.append(np.ptp(energies))
+    assert copy.get_kinetic_energy() > 0.1
+    assert drifts[0] < 1e-2
+    assert drifts[1] < 0.35 * drifts[0]
+
+
+def test_nothing_is_computed_twice(atoms, monkeypatch):
+    atoms.get_potential_energy()
+    monkeypatch.setattr(Potential, "evaluate", lambda *_, **__: pytest.fail("computed again"))
+    atoms.get_forces()
+    atoms.get_stress()
+
+
+def test_an_open_system_has_no_stress(atoms, potential):
+    atoms.pbc = False
+    found = potential.evaluate(atoms.positions, atoms.get_chemical_symbols())
+    assert atoms.get_potential_energy() == found.energy[0]
+    with pytest.raises(NotImplementedError, match="stress"):
+        atoms.get_stress()
+
+
+def test_a_cell_that_is_periodic_in_some_directions_is_refused(atoms):
+    atoms.pbc = (True, True, False)
+    with pytest.raises(UserError, match=r"periodic in some directions only.*vacuum of more than 4 angstrom"):
+        atoms.get_potential_energy()
+
+
+def test_an_element_that_the_model_does_not_know_is_named(atoms):
+    atoms.symbols[0] = "Na"
+    with pytest.raises(UserError, match=r"the element Na of the atoms is not in the model. Known: O, H"):
+        atoms.get_potential_energy()
+
+
+def test_parameters_may_be_changed(tmp_path, atoms):
+    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1)
+    atoms.calc = DP(path, fparam=[0.3])
+    first = atoms.get_potential_energy()
+    atoms.calc.set(fparam=[0.6])
+    assert abs(atoms.get_potential_energy() - first) > 1e-6
+    atoms.calc.set(fparam=[0.3])
+    assert atoms.get_potential_energy() == first
+
+
+def test_without_ase_the_import_says_what_to_install():
+    code = "import sys; sys.modules['ase'] = None; import deepmd_ema.calculator"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stderr.splitlines()[-1].endswith("deepmd_ema.calculator needs ASE: pip install 'dp-ema[ase]'")

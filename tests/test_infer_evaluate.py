@@ -1,0 +1,192 @@
+"""`dp-ema test`: the numbers, what is printed, what is written."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_input, write_system
+from infer_models import write_run
+
+from deepmd_ema import cli
+from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.npy import open_systems
+from deepmd_ema.errors import ConfigError, UserError
+from deepmd_ema.infer.evaluate import measure, run_test, systems_to_test
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+from deepmd_ema.keys import ENERGY, FORCE, VIRIAL
+from deepmd_ema.metrics import evaluate
+
+SAME_MATH = 1e-10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """One periodic system of 4 frames in two sets, one open of 3 frames without virials, one mixed of 3."""
+    root = tmp_path_factory.mktemp("labelled")
+    write_system(root / "cell", frames=4, natoms=8, seed=1, sets=2, atom_ener=True)
+    write_system(root / "open", frames=3, natoms=5, seed=2, pbc=False, atom_ener=True)
+    write_system(root / "mixed", frames=3, natoms=6, seed=3, mixed=True, virtual=2, atom_ener=True)
+    return root
+
+
+def read(root, name, array):
+    return np.concatenate([np.load(f) for f in sorted((root / name).glob(f"set.*/{array}.npy"))])
+
+
+def test_the_errors_are_those_of_the_python_interface(run, labelled):
+    report = measure(run[0], [labelled / "cell"])
+    coord, box = read(labelled, "cell", "coord"), read(labelled, "cell", "box")
+    found = Potential(run[0]).evaluate(coord, np.loadtxt(labelled / "cell" / "type.raw", dtype=int), box)
+    force = found.force.reshape(4, -1) - read(labelled, "cell", "force")
+    energy = found.energy - read(labelled, "cell", "energy")
+    stress = (found.virial - read(labelled, "cell", "virial")) / abs(np.linalg.det(box.reshape(-1, 3, 3)))[:, None]
+    summary = report.total.summary()
+    assert summary["rmse_f"] == pytest.approx(np.sqrt(np.mean(force**2)), rel=SAME_MATH)
+    assert summary["mae_e"] == pytest.approx(np.mean(abs(energy)), rel=SAME_MATH)
+    assert summary["rmse_e_peratom"] == pytest.approx(np.sqrt(np.mean((energy / 8) ** 2)), rel=SAME_MATH)
+    assert summary["mae_s"] == pytest.approx(np.mean(abs(stress)), rel=SAME_MATH)
+    assert math.isnan(summary["mae_ae"])
+
+
+def test_the_errors_are_those_of_full_validation_to_the_last_bit(run, labelled):
+    loaded = load_model(run[1])
+    systems = open_systems([str(labelled)], loaded.config.type_map, (ENERGY, FORCE, VIRIAL))
+    device = torch.device("cpu")
+    expected = evaluate(loaded.model, sequential_batches(systems, loaded.model.layout), device).summary()
+    found = measure(run[0], [labelled], use_average=True).total.summary()
+    assert str(found) == str(expected)
+
+
+def test_the_lines_are_those_of_the_peer(run, labelled):
+    text = measure(run[0], [labelled / "cell", labelled / "open"], atomic=True).text()
+    lines = text.splitlines()
+    assert lines[0].endswith("model.ckpt-7.pt: live weights of step 7")
+    assert f"# testing system : {labelled / 'cell'}" in lines
+    assert "# number of test data : 4 " in lines
+    start = lines.index("# ----------weighted average of errors----------- ")
+    assert lines[start + 1] == "# number of systems : 2"
+    titles = [line.partition(" : ")[0] for line in lines[start + 2 : start + 18]]
+    assert titles == [
+        "Energy MAE        ", "Energy RMSE       ", "Energy MAE/Natoms ", "Energy RMSE/Natoms",
+        "Force  MAE        ", "Force  RMSE       ", "Virial MAE        ", "Virial RMSE       ",
+        "Virial MAE/Natoms ", "Virial RMSE/Natoms", "Stress MAE        ", "Stress RMSE       ",
+        "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# forces by element",
+    ]  # fmt: skip
+    assert sum(line.startswith("Virial MAE  ") for line in lines) == 2  # the open system has none
+    assert lines[start + 2].endswith(" eV")
+    assert float(lines[start + 6].split()[3]) > 0
+
+
+def test_forces_by_element_and_worst_frames_are_listed(run, labelled):
+    text = measure(run[0], [labelled]).text()
+    assert "# O               34 " in text  # 4 * 4 + 3 * 3 + 3 * 3 atoms
+    assert "# H               31 " in text  # 4 * 4 + 3 * 2 + 3 * 3
+    worst = text.split("# the 10 frames of largest force error")[1].splitlines()[2:12]
+    sizes = [float(line.split()[1]) for line in worst]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any(f"{labelled / 'cell'}/set.001 frame 1" in line for line in worst)
+
+
+def test_the_first_frames_of_each_system_are_taken(run, labelled):
+    report = measure(run[0], [labelled], num_frames=2)
+    assert [f.source for f in report.frames][:2] == [(str(labelled / "cell"), 0), (str(labelled / "cell"), 1)]
+    assert report.total.summary()["num_frames"] == 6
+
+
+def test_detail_files_hold_labels_beside_predictions(run, labelled, tmp_path):
+    report = measure(run[0], [labelled], atomic=True)
+    written = report.write_details(tmp_path / "detail")
+    names = [f"detail.{e}.out" for e in ("e", "e_peratom", "f", "v", "v_peratom", "s", "ae")]
+    assert [p.name for p in written] == names
+    tables = {path.name.split(".")[1]: np.loadtxt(path, encoding="utf-8") for path in written}
+    assert tables["f"].shape == (4 * 8 + 3 * 5 + 3 * 6, 6)
+    order = ("cell", "mixed", "open")
+    np.testing.assert_array_equal(tables["e"][:, 0], np.concatenate([read(labelled, n, "energy") for n in order]))
+    np.testing.assert_array_equal(tables["f"][:32, :3], read(labelled, "cell", "force").reshape(-1, 3))
+    assert tables["v"].shape == (10, 18)
+    assert tables["s"].shape == (7, 18)
+    assert np.isnan(tables["v"][-3:, :9]).all()
+    assert np.isfinite(tables["v"][:, 9:]).all()
+    errors = tables["e_peratom"][:, 1] - tables["e_peratom"][:, 0]
+    assert abs(errors).mean() == pytest.approx(report.total.metric("E:MAE"), rel=SAME_MATH)
+    stress = tables["s"][:, 9:] - tables["s"][:, :9]
+    assert np.sqrt((stress**2).mean()) == pytest.approx(report.total.metric("S:RMSE"), rel=SAME_MATH)
+    first = written[0].read_text().splitlines()
+    assert first[0] == f"# {labelled / 'cell'}: data_e pred_e"
+    assert first[5] == f"# {labelled / 'mixed'}: data_e pred_e"
+
+
+def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere/x.e.out: cannot be written: No such file or directory"):
+        measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")
+
+
+def test_systems_are_named_in_three_ways(tmp_path, labelled):
+    assert systems_to_test(None, None, None) == (["."], None)
+    assert systems_to_test(["a", "b"], None, None) == (["a", "b"], None)
+    listed = tmp_path / "list"
+    listed.write_text("# mine\na\n\n  b \n")
+    assert systems_to_test(None, str(listed), None) == (["a", "b"], None)
+    listed.write_text("\n")
+    with pytest.raises(UserError, match="list: names no system"):
+        systems_to_test(None, str(listed), None)
+    with pytest.raises(UserError, match="nowhere: cannot be read"):
+        systems_to_test(None, str(tmp_path / "nowhere"), None)
+    config = tmp_path / "input.json"
+    config.write_text(json.dumps(tiny_input(["train"], ["valid"])))
+    assert systems_to_test(None, None, str(config))[0] == ["valid"]
+    config.write_text(json.dumps(tiny_input(["train"])))
+    with pytest.raises(ConfigError, match=r"input.json: training.validation_data is not there. Give .* with -s"):
+        systems_to_test(None, None, str(config))
+
+
+def test_frames_without_labels_are_refused(run, tmp_path):
+    path = write_system(tmp_path / "bare", frames=2, natoms=4, energy=False, force=False, virial=False)
+    with pytest.raises(UserError, match=r"no frame of .*bare has an energy, a force or a virial"):
+        measure(run[0], [path])
+
+
+def test_one_frame_of_energies_only_is_tested(run, tmp_path):
+    path = write_system(tmp_path / "one", frames=1, natoms=4, force=False, virial=False)
+    report = measure(run[0], [path])
+    assert "Force" not in report.text()
+    assert report.plot(tmp_path / "p.png").is_file()
+
+
+def test_frame_parameters_are_read_from_the_data(tmp_path):
+    model = write_run(tmp_path / "run", model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2)
+    path = write_system(tmp_path / "data", frames=3, natoms=4, fparam=1, aparam=2)
+    report = measure(model[0], [path])
+    fparam, aparam = read(tmp_path, "data", "fparam"), read(tmp_path, "data", "aparam")
+    found = Potential(model[0]).evaluate(
+        read(tmp_path, "data", "coord"), [0, 1, 0, 1], read(tmp_path, "data", "box"), fparam, aparam
+    )
+    np.testing.assert_allclose([f.prediction["energy"] for f in report.frames], found.energy, rtol=SAME_MATH)
+
+
+def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["test", "-m", str(run[0]), "-s", str(labelled / "cell"), str(labelled / "open"), "-n", "2", "-d", "det"]
+    assert cli.main([*words, "--plot", "--use-ema", "-a", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "averaged weights (ema) of step 7" in out
+    assert "Atomic ener MAE    : " in out
+    assert "wrote det.e.out, det.e_peratom.out, det.f.out" in out
+    assert "wrote parity.png" in out
+    assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_report_is_said_line_by_line(run, labelled):
+    said = []
+    report = run_test(run[0], [labelled / "open"], say=said.append)
+    assert said == [report.text()]

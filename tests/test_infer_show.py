@@ -1,0 +1,78 @@
+"""`dp-ema show`: what it says of every kind of file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from infer_models import write_run
+
+from deepmd_ema import checkpoint, cli
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.export import freeze
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.show import describe
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def row(text, name):
+    return next(line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"  {name}"))
+
+
+def test_a_training_checkpoint_is_described(run):
+    text = describe(run[0])
+    assert text.splitlines()[0].startswith(f"{run[0]}: training checkpoint of dp-ema 0")
+    assert row(text, "weights") == "live, step 7"
+    assert row(text, "average ") == "ema: decay 0.99, 7 updates, mean age 4.5 steps (freeze it with --use-ema)"
+    assert row(text, "elements") == "O H"
+    assert row(text, "descriptor") == "se_e2_a, rcut 4.0, rcut_smth 1.0, sel [24, 24], neuron [4, 8], axis_neuron 4"
+    assert row(text, "fitting") == "ener, neuron [8, 8]"
+    assert "float64" in row(text, "sizes")
+    assert row(text, "nearest") == "pair   0.9000 angstrom in the training data"
+    assert row(text, "best") == "live E:MAE 12.3 meV/atom at step 5"
+    assert row(text, "restart").startswith("possible")
+    assert "20 steps" in row(text, "run")
+
+
+def test_an_averaged_file_is_described(run):
+    text = describe(run[1])
+    assert text.splitlines()[0].startswith(f"{run[1]}: averaged weights of dp-ema 0")
+    assert row(text, "weights") == "average ema: decay 0.99, 7 updates, mean age 4.5 steps, step 7"
+    assert "restart" not in text
+
+
+def test_a_frozen_file_is_described(run, tmp_path):
+    text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
+    assert "frozen model of dp-ema 0" in text
+    assert row(text, "weights") == "averaged weights (ema) of step 7: decay 0.99, updates 7, mean age 4.5"
+    assert row(text, "sizes") == row(describe(run[0]), "sizes")
+
+
+def test_the_whole_config_is_json_that_describes_the_run(run, capsys):
+    assert cli.main(["show", str(run[0]), "--config"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert config_from_dict(values).training.numb_steps == 20
+
+
+def test_a_config_of_another_version_does_not_hide_the_rest(run, tmp_path):
+    payload = checkpoint.load(run[0])
+    payload["config"]["training"]["option_of_the_future"] = 1
+    checkpoint.save(tmp_path / "model.ckpt-7.pt", payload)
+    assert "elements       O H" in describe(tmp_path / "model.ckpt-7.pt")
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path, run, capsys):
+    for name, content in (("x.pt", b""), ("y.pt", b"hello"), ("z.dp", b"hello"), ("w.yaml", b"a: 1\n")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=name):
+            describe(tmp_path / name)
+    assert cli.main(["show", str(tmp_path / "nowhere.pt")]) == 2
+    assert "nowhere.pt: no such file" in capsys.readouterr().err
+    (tmp_path / "t.pt").write_bytes(run[0].read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match=r"t.pt: damaged"):
+        describe(tmp_path / "t.pt")

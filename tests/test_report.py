@@ -1,0 +1,361 @@
+"""What a run writes for people: tables byte for byte, restarts, the bar, the split of the time, log messages."""
+
+import errno
+import io
+import logging
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.report import (
+    IntervalTimes,
+    LcurveFile,
+    Progress,
+    ValidationLog,
+    open_board,
+    set_up_logging,
+    show_metric,
+)
+
+TABLES = Path(__file__).parent / "golden" / "tables"
+# written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
+LCURVE = (TABLES / "lcurve.txt").read_text(encoding="utf-8")
+LCURVE_WITHOUT_VALIDATION = (TABLES / "lcurve_without_validation.txt").read_text(encoding="utf-8")
+VAL_LOG = (TABLES / "val.txt").read_text(encoding="utf-8")
+VAL_LOG_OPEN = (TABLES / "val_wide_and_missing.txt").read_text(encoding="utf-8")
+VAL_LOG_VIRIAL = (TABLES / "val_virial.txt").read_text(encoding="utf-8")
+NAMES = ["rmse_f", "rmse", "rmse_v", "rmse_e"]
+
+
+class Given:
+    """Errors as a validation would give them."""
+
+    def __init__(self, cells, last="S"):
+        keys = [f"{q}:{k}" for q in ("E", "F", last) for k in ("MAE", "RMSE")]
+        self.values = {key: float(cell) / 1000 for key, cell in zip(keys, cells)}
+
+    def metric(self, name):
+        return self.values.get(name, math.nan)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def fresh_logging():
+    yield
+    logger = logging.getLogger("deepmd_ema")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+
+
+def write_lcurve(file, text, steps=()):
+    """Write rows of ``text`` through ``file``, those of ``steps`` or all."""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        cells = line.split()
+        if steps and int(cells[0]) not in steps:
+            continue
+        values = [float(c) for c in cells[1:-1]]
+        names = sorted(NAMES)
+        if len(values) == 8:
+            file.write(int(cells[0]), float(cells[-1]), dict(zip(names, values[1::2])), dict(zip(names, values[::2])))
+        else:
+            file.write(int(cells[0]), float(cells[-1]), dict(zip(names, values)))
+
+
+def write_validation(log, text, steps=()):
+    for line in text.splitlines():
+        if line.startswith("# saved") and (not steps or int(line.split("ckpt-")[1].split(".")[0]) in steps):
+            metric, value = line.split("(")[1].split()[0], float(line.split("= ")[1].split()[0])
+            log.write_best(line.split()[4], metric, value / 1000)
+        elif not line.startswith("#"):
+            cells = line.split()
+            if not steps or int(cells[0]) in steps:
+                log.write(int(cells[0]), Given(cells[1:], "V" if "V_MAE" in text else "S"))
+
+
+@pytest.mark.parametrize("text", [LCURVE, LCURVE_WITHOUT_VALIDATION])
+def test_lcurve_has_the_bytes_of_deepmd_kit(here, text):
+    file = LcurveFile("lcurve.out", NAMES, validation="_val" in text)
+    write_lcurve(file, text)
+    assert (here / "lcurve.out").read_text() == text  # before close: every row is flushed
+    file.close()
+
+
+@pytest.mark.parametrize("text", [VAL_LOG, VAL_LOG_OPEN, VAL_LOG_VIRIAL])
+def test_val_log_has_the_bytes_of_deepmd_kit(here, text):
+    log = ValidationLog("val.log", 12, "V:RMSE" if "V_MAE" in text else "E:MAE")
+    write_validation(log, text)
+    assert (here / "val.log").read_text(encoding="utf-8") == text
+    log.close()
+
+
+def test_a_long_run_widens_the_step_column_of_val_log(here):
+    log = ValidationLog("val.log", 1000000)
+    log.write(5000, Given([1, 1, 1, 1, 1, 1]))
+    log.close()
+    lines = (here / "val.log").read_text().splitlines()
+    assert lines[0].startswith("#  step   E_MAE")
+    assert lines[2].startswith("   5000  ")
+
+
+def test_lcurve_names_the_tasks_when_there_are_tasks(here):
+    file = LcurveFile("lcurve.out", {"water": ["rmse", "rmse_e"], "ice": ["rmse"]}, validation=True)
+    file.write(7, 1e-3, {"water": {"rmse": 1.0, "rmse_e": 2.0}, "ice": {"rmse": 3.0}}, {"ice": {"rmse": 4.0}})
+    file.close()
+    header, _, row = (here / "lcurve.out").read_text().splitlines()
+    assert header.split()[2:] == [
+        *("rmse_val_water", "rmse_trn_water", "rmse_e_val_water", "rmse_e_trn_water"),
+        *("rmse_val_ice", "rmse_trn_ice", "lr"),
+    ]
+    assert row.split() == ["7", "nan", "1.00e+00", "nan", "2.00e+00", "4.00e+00", "3.00e+00", "1.0e-03"]
+
+
+def test_a_run_that_starts_anew_starts_its_files_anew(here):
+    for _ in range(2):
+        file = LcurveFile("lcurve.out", NAMES, validation=True)
+        write_lcurve(file, LCURVE, steps=(1, 4))
+        file.close()
+    assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
+
+
+def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header(here):
+    for torn in ("", "     16      5.0", "# step     "):
+        (here / "lcurve.out").write_text(LCURVE + torn)
+        file = LcurveFile("lcurve.out", NAMES, validation=True)
+        file.cut_after(5)
+        assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
+        write_lcurve(file, LCURVE, steps=(8, 12))
+        file.close()
+        assert (here / "lcurve.out").read_text() == LCURVE
+
+
+def test_best_lines_of_later_steps_are_cut_from_val_log(here):
+    for torn in ("", "# saved best checkpoint: best.ck"):
+        (here / "val.log").write_text(VAL_LOG + torn)
+        log = ValidationLog("val.log", 12)
+        log.cut_after(8)
+        assert (here / "val.log").read_text() == "".join(VAL_LOG.splitlines(keepends=True)[:6])
+        write_validation(log, VAL_LOG, steps=(12,))
+        log.close()
+        assert (here / "val.log").read_text() == VAL_LOG
+
+
+@pytest.mark.parametrize("before", [None, "", "# st", LCURVE.splitlines(keepends=True)[0]])
+def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
+    if before is not None:
+        (here / "lcurve.out").write_text(before)
+    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file.cut_after(3)
+    write_lcurve(file, LCURVE, steps=(4,))
+    file.close()
+    lines = LCURVE.splitlines(keepends=True)
+    assert (here / "lcurve.out").read_text() == lines[0] + lines[1] + lines[3]
+
+
+def test_a_second_header_that_deepmd_kit_wrote_at_a_restart_is_removed(here):
+    lines = LCURVE.splitlines(keepends=True)
+    (here / "lcurve.out").write_text("".join(lines[:4] + lines[:2] + lines[4:]))
+    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file.cut_after(100)
+    file.close()
+    assert (here / "lcurve.out").read_text() == LCURVE
+
+
+def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
+    (here / "lcurve.out").write_text(LCURVE)
+    file = LcurveFile("lcurve.out", NAMES, validation=False)
+    file.cut_after(1)
+    write_lcurve(file, LCURVE_WITHOUT_VALIDATION, steps=(4,))
+    file.close()
+    new = LCURVE_WITHOUT_VALIDATION.splitlines(keepends=True)
+    old = LCURVE.splitlines(keepends=True)
+    assert (here / "lcurve.out").read_text() == "".join([*old[:3], new[0], new[1], new[3]])
+    assert "the columns have changed" in caplog.text
+
+
+def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypatch):
+    (here / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
+        write_lcurve(LcurveFile("file/lcurve.out", NAMES, validation=True), LCURVE)
+    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    write_lcurve(file, LCURVE, steps=(1,))
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file.close()
+    monkeypatch.setattr(file, "_file", Full())
+    with pytest.raises(CheckpointError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
+        write_lcurve(file, LCURVE, steps=(4,))
+
+
+def test_a_closed_table_can_be_continued(here):
+    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    write_lcurve(file, LCURVE, steps=(1, 4))
+    file.close()
+    write_lcurve(file, LCURVE, steps=(8, 12))
+    file.close()
+    assert (here / "lcurve.out").read_text() == LCURVE
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0943634, "94.363"), (1.10301, "1103.0"), (999.999, "1000000"), (0.0, "0.0000"), (1e-9, "0.0000010000"),
+     (float("nan"), "nan"), (float("inf"), "inf"), (9.99996e-3, "10.000")],
+)  # fmt: skip
+def test_errors_are_shown_with_five_significant_digits(value, shown):
+    assert show_metric("E:MAE", value) == f"{shown} meV/atom"
+    assert show_metric("f:rmse", value).endswith("meV/Å")
+
+
+# progress, times, messages
+
+
+def show(progress, step):
+    progress.show(step, 1e-3, {"rmse_e": 0.2, "rmse": 41.9}, {"rmse": 35.0}, 0.05, "data 2 % | step 95 %")
+
+
+def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog):
+    caplog.set_level(logging.INFO)
+    progress = Progress(100, interactive=False)
+    progress.start_at(40)
+    for step in range(41, 51):
+        progress.advance(step)
+    show(progress, 50)
+    progress.close()
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines[0] == "Batch      50: trn: rmse = 4.19e+01, rmse_e = 2.00e-01, lr = 1.00e-03"
+    assert lines[1] == "Batch      50: val: rmse = 3.50e+01"
+    assert lines[2].startswith(
+        "Batch      50: total wall time = 0.50 s (20.0 steps/s; data 2 % | step 95 %), eta = 0:00:02 at 20"
+    )
+
+
+def test_live_and_averaged_errors_stand_one_above_the_other(caplog):
+    caplog.set_level(logging.INFO)
+    results = {"live": Given([94.363, 115.17, 896.33, 1103, "nan", "nan"]), "ema": Given([1, 2, 3, 4, 5, 6])}
+    Progress(10, interactive=False).show_validation(4, results)
+    first, second = (r.getMessage() for r in caplog.records)
+    assert first.endswith("live: E 94.363 / 115.17 meV/atom, F 896.33 / 1103.0 meV/Å")
+    assert second.endswith("ema : E 1.0000 / 2.0000 meV/atom, F 3.0000 / 4.0000 meV/Å, S 5.0000 / 6.0000 meV/Å³")
+
+
+def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging("INFO")
+    progress = Progress(20, interactive=True)
+    for step in range(1, 21):
+        progress.advance(step)
+        if step % 10 == 0:
+            show(progress, step)
+            progress.say("saved model.ckpt-10.pt")
+    progress.close()
+    text = stream.getvalue()
+    assert "20/20" in text
+    assert "rmse 4.19e+01, lr 1.0e-03" in text
+    for line in text.replace("\r", "\n").splitlines():
+        assert not ("saved" in line and "step/s" in line)
+        assert not ("Batch" in line and "|" in line.split("data")[0])
+
+
+def test_a_restarted_bar_begins_at_its_step(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = Progress(20, interactive=True)
+    progress.start_at(15)
+    progress.advance(16)
+    progress.close()
+    assert "16/20" in stream.getvalue()
+
+
+def test_no_bar_is_drawn_when_stderr_is_not_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = Progress(5)
+    progress.advance(1)
+    progress.close()
+    assert stream.getvalue() == ""
+
+
+def test_the_time_of_an_interval_is_split_by_category(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    times = IntervalTimes()
+    for _ in range(2):
+        for category, seconds in {"data": 2, "step": 95, "validation": 2, "checkpoint": 1}.items():
+            with times.of(category):
+                clock[0] += seconds
+        assert times.split() == "data 2 % | step 95 % | validation 2 % | checkpoint 1 %"
+    assert not caplog.records
+    for _ in range(2):
+        with times.of("data"):
+            clock[0] += 30
+        clock[0] += 70
+        assert times.split() == "data 30 % | step 0 % | validation 0 % | checkpoint 0 %"
+    assert caplog.text.count("30 % of the time was spent waiting for data") == 1
+
+
+def test_time_is_counted_also_when_the_body_fails(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    times = IntervalTimes()
+
+    def fail():
+        clock[0] += 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), times.of("step"):
+        fail()
+    assert times.shares()["step"] == 1
+
+
+def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch, fresh_logging):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging("DEBUG", here / "logs" / "train.log")
+    set_up_logging("INFO", here / "logs" / "train.log")  # again, without doubling the messages
+    logger = logging.getLogger("deepmd_ema.some.room")
+    logger.debug("hidden")
+    logger.info("plain")
+    logger.warning("careful")
+    for text in (stream.getvalue(), (here / "logs" / "train.log").read_text()):
+        first, second = text.splitlines()
+        assert first.endswith("] plain")
+        assert second.endswith("] WARNING: careful")
+
+
+def test_only_the_chief_speaks(here, monkeypatch, fresh_logging):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging("INFO", here / "train.log", chief=False)
+    logging.getLogger("deepmd_ema").warning("not me")
+    assert stream.getvalue() == ""
+    assert not (here / "train.log").exists()
+
+
+def test_a_log_file_that_cannot_be_written_is_an_error(here, fresh_logging):
+    (here / "file").write_text("x")
+    with pytest.raises(UserError, match=r"--log-path file/train.log: cannot be written"):
+        set_up_logging("INFO", "file/train.log")
+
+
+def test_a_missing_tensorboard_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"pip install dp-ema\[tensorboard\]"):
+        open_board("log")

@@ -1,0 +1,90 @@
+"""Small models and batches for the tests of the model rooms."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepmd_ema import keys
+from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.model.build import build_model
+
+TYPES = ["O", "H", "Na"]
+# one small section per registered descriptor; a new descriptor is tested as soon as it has a line here
+SECTIONS = {
+    "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
+                "axis_neuron": 4},
+}  # fmt: skip
+
+
+def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
+    """Return the dict of a section ``model``."""
+    return {
+        "type_map": TYPES,
+        "descriptor": {**SECTIONS[descriptor], **(descriptor_changes or {})},
+        "fitting_net": {"neuron": [12, 12], **(fitting_changes or {})},
+        **changes,
+    }
+
+
+def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes):
+    """Return (config, model) with statistics and biases that a wrong formula cannot hide behind."""
+    config = model_config_from_dict(model_section(descriptor, descriptor_changes, fitting_changes, **changes))
+    model = build_model(config, seed).eval()
+    disturb(model)
+    return config, model
+
+
+@torch.no_grad()
+def disturb(model, seed=5):
+    """Fill the buffers with numbers of the size that data give."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(like):
+        return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+    for name, buffer in model.named_buffers():
+        leaf = name.rpartition(".")[2]
+        if leaf == "mean":
+            buffer[..., 0] = 0.1 + 0.05 * draw(buffer[:, :1, 0])
+        elif leaf == "stddev":
+            buffer.copy_(0.15 + 0.1 * draw(buffer[:, :1, :1]))
+        elif leaf == "out_bias":
+            buffer.copy_(3 * draw(buffer) - 4)
+        elif leaf in ("bias_atom_e", "fparam_avg", "aparam_avg"):
+            buffer.copy_(draw(buffer))
+        elif leaf in ("fparam_inv_std", "aparam_inv_std"):
+            buffer.copy_(1 + draw(buffer))
+
+
+def toy_atoms(seed=0, natoms=11, num_types=3, spread=3.2):
+    """Return coord (N, 3) with atoms at least 0.9 angstrom apart and types (N,)."""
+    rng = np.random.default_rng(seed)
+    coord = np.empty((0, 3))
+    while len(coord) < natoms:
+        site = rng.uniform(0, spread, (1, 3))
+        if not len(coord) or np.linalg.norm(coord - site, axis=1).min() > 0.9:
+            coord = np.concatenate([coord, site])
+    return coord, rng.permutation(np.arange(natoms) % num_types)
+
+
+TRICLINIC = np.array([[4.4, 0.0, 0.0], [0.7, 4.6, 0.0], [-0.5, 0.9, 4.3]])
+
+
+def batch_of(model, *atoms, **kwargs):
+    """Return a batch of frames given as (coord, types, box or None)."""
+    frames = [Frame(np.asarray(c, float), np.asarray(t, np.int64), b, source=("toy", k), **kwargs)
+              for k, (c, t, b) in enumerate(atoms)]  # fmt: skip
+    return collate(frames, model.layout)
+
+
+def evaluate(model, *atoms, **kwargs):
+    """Return the outputs as numpy arrays, per-atom ones in the order of the files."""
+    batch = batch_of(model, *atoms, **kwargs)
+    out = model(batch)
+    return {
+        name: (batch.in_file_order(value) if name in keys.PER_ATOM else value).detach().numpy()
+        for name, value in out.items()
+    }
