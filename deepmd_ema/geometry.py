@@ -185,8 +185,8 @@ def _nearest_per_type(type_i: Array, type_j: Array, distance: Array, num_types: 
     kind = type_i * num_types + type_j
     for one in np.flatnonzero(np.bincount(kind)):
         nearest[one] = distance[kind == one].min()
-    nearest = nearest.reshape(num_types, num_types)
-    return np.minimum(nearest, nearest.T)
+    by_types = nearest.reshape(num_types, num_types)
+    return np.minimum(by_types, by_types.T)
 
 
 def _search(coord: Array, box: Array | None, rcut: float, quantities: str,

@@ -34,3 +34,13 @@ def mixed_like(tmp_path_factory):
     return write_system(
         tmp_path_factory.mktemp("data") / "mixed_like", frames=10, natoms=10, seed=4, mixed=True, virtual=2, sets=2
     )
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked ``gpu`` need a CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused, window_warning
+from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused
 
 PLAIN = AverageProfile("ema", 0.9, warmup=False)
 WARM = AverageProfile("ema", 0.99)
@@ -670,15 +670,6 @@ def test_a_bank_can_be_pickled_and_goes_on(net):
 def test_a_profile_out_of_range_is_an_error(settings, said):
     with pytest.raises(ConfigError, match=said):
         AverageProfile("ema", **settings)
-
-
-def test_a_window_longer_than_a_fifth_of_the_run_is_warned_of_with_a_better_value():
-    assert window_warning(0.99, 2000) is None
-    text = window_warning(0.999, 2000)
-    assert text is not None
-    assert "1000 steps" in text
-    assert "0.995 or less" in text
-    assert window_warning(0.999, 5) is not None
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -168,7 +168,7 @@ def test_sequential_batches_have_all_frames_in_order_and_few_atoms(systems, max_
     frames = [f for b in batches for f in b.frames]
     assert frames == [(s.name, k) for s in systems for k in range(s.num_frames)]
     assert all(len(b.atom_type) <= max_atoms or b.num_frames == 1 for b in batches)
-    assert len(batches) == {1: 35, 40: 6 + 2 + 4, 10_000: 1}[max_atoms]
+    assert len(batches) == {1: 35, 40: 5 + 1 + 1 + 4, 10_000: 1}[max_atoms]
     energies = np.concatenate([b.labels["energy"].numpy() for b in batches])
     expected = [s.frame(k).labels["energy"] for s in systems for k in range(s.num_frames)]
     np.testing.assert_array_equal(energies, expected)

@@ -183,7 +183,7 @@ def test_C1_the_best_file_gives_its_logged_metric_again(start, water_like_valid)
     rows = [r for r in (folder / "val_ema.log").read_text().splitlines() if "best_ema.ckpt-" in r]
     best = next(folder.glob("best_ema.ckpt-*.t-1.pt"))
     logged = next(r for r in reversed(rows) if best.name in r)
-    errors = run_test(str(best), [str(water_like_valid)], say=lambda line: None)
+    errors = run_test(str(best), [str(water_like_valid)], say=lambda line: None).total
     assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
 
 
@@ -231,7 +231,7 @@ def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplo
 
 def test_several_processes_are_refused_by_name(start, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="process"):
+    with pytest.raises(UserError, match="ranks"):
         start("run", 5)
 
 

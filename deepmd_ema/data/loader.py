@@ -67,6 +67,8 @@ class Loader:
         labels: names that every batch has, even if none of its frames does.
 
     Attributes:
+        systems: as given.
+        sampler: as given.
         position: number of the batch that ``next`` returns; all that must be saved to go on.
         wait_s: seconds that ``next`` has waited for batches in all.
     """
@@ -76,6 +78,7 @@ class Loader:
                  labels: Sequence[str] = ()) -> None:
         cache = cache if cache is not None else PairCache(layout)
         assert cache.layout == layout, "a cache of another layout"
+        self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
         self._make = partial(_make_batch, systems, sampler, cache, tuple(labels), pin)

@@ -43,7 +43,8 @@ def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[Syst
             twice.append(f"{place} is {first_place[digest]}")
         first_place.setdefault(digest, place)
     if twice:
-        warnings.append(f"{len(twice):,} training frames stand there more than once (first: {twice[0]}).")
+        copies = "1 training frame is a copy" if len(twice) == 1 else f"{len(twice):,} training frames are copies"
+        warnings.append(f"{copies} of another (first: {twice[0]}).")
     frames = list(_places(validation))
     shared = [f"{place} is {first_place[digest]}" for place, digest in frames if digest in first_place]
     if shared:
@@ -71,7 +72,8 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     if not found:
         return []
     worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MOST_NAMED])
-    return [f"{len(found):,} frames have energies far from the others (after subtraction of energies per element; half "
+    what = "1 frame has an energy" if len(found) == 1 else f"{len(found):,} frames have energies"
+    return [f"{what} far from the others (after subtraction of energies per element; half "
             f"of all lie within {spread / 1.4826:.4f} eV/atom): {worst}. Have they converged?"]
 
 
@@ -106,7 +108,8 @@ def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:
             worst, place = float(known[frame]), f"{scan.system.name} frame {frame}"
     if not total:
         return []
-    return [f"the forces of {total:,} frames do not add up to zero (worst: {worst:.3g} eV/angstrom in {place}): no "
+    frames = "1 frame" if total == 1 else f"{total:,} frames"
+    return [f"the forces of {frames} do not add up to zero (worst: {worst:.3g} eV/angstrom in {place}): no "
             "model can learn this part. Without an outer field it points to unconverged forces."]
 
 

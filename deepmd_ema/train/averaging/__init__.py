@@ -5,6 +5,6 @@ nobody. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does
 """
 
 from deepmd_ema.train.averaging.bank import AverageBank, note_unused
-from deepmd_ema.train.averaging.profile import AverageProfile, window_warning
+from deepmd_ema.train.averaging.profile import AverageProfile
 
-__all__ = ["AverageBank", "AverageProfile", "note_unused", "window_warning"]
+__all__ = ["AverageBank", "AverageProfile", "note_unused"]

@@ -39,15 +39,3 @@ class AverageProfile:
     def is_due(self, step: int) -> bool:
         """Whether the average is updated after optimizer step ``step``."""
         return step >= self.start_step and (step - self.start_step) % self.update_every == 0
-
-
-def window_warning(decay: float, num_steps: int) -> str | None:
-    """Return a warning if the window ``1 / (1 - decay)`` of an average is longer than a fifth of the run."""
-    window = 1 / (1 - decay)
-    if window <= num_steps / 5:
-        return None
-    better = max(0.0, 1 - 10 / num_steps)
-    return (
-        f"training.ema_decay {decay:g} averages over about {window:.0f} steps, more than a fifth of the {num_steps} "
-        f"steps of this run: the average will lag behind the weights. Use {better:.4g} or less, or train longer."
-    )

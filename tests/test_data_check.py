@@ -1,0 +1,279 @@
+"""Checks of the data: each fault is told with file and frame, and sound data raise no suspicion."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from helpers import toy_frame, toy_labels, write_system
+
+from deepmd_ema.data.check import check_systems
+from deepmd_ema.data.npy import open_systems
+from deepmd_ema.errors import DataError
+from deepmd_ema.geometry import find_pairs
+
+ELEMENTS = ["O", "H"]
+LABELS = ("energy", "force", "virial")
+
+
+def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, **arguments):
+    opened = [open_systems([str(p) for p in paths], type_map, labels) if paths else []
+              for paths in (training, validation)]
+    return check_systems(*opened, type_map, 4.0, labels, **arguments)
+
+
+@pytest.fixture
+def water(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_system("water", frames=12, natoms=12, seed=1, sets=3)
+
+
+def edit(path, change):
+    array = np.load(path)
+    change(array)
+    np.save(path, array)
+
+
+def put(index, value):
+    def change(array):
+        array[index] = value
+    return change
+
+
+def trajectory(path, frames=30, energy_unit=1.0, force_unit=1.0, step=0.02):
+    """Frames that drift slowly, so that energies and forces can be held against each other."""
+    write_system(path, frames=frames, natoms=8, seed=3)
+    rng = np.random.default_rng(0)
+    coord, types, _ = toy_frame(rng, 8)
+    velocity = rng.normal(size=coord.shape) * step
+    coords, energies, forces = [], [], []
+    for k in range(frames):
+        velocity += rng.normal(size=coord.shape) * step * 0.3
+        coord = coord + velocity
+        shown = coord % 4.6 if k % 2 else coord  # wrapped now and then: images must not look like motion
+        energy, force, _, _ = toy_labels(coord, types, np.eye(3) * 4.6)
+        coords.append(shown.ravel())
+        energies.append(energy * energy_unit)
+        forces.append(force.ravel() * force_unit)
+    folder = path / "set.000"
+    np.save(folder / "coord.npy", coords)
+    np.save(folder / "box.npy", np.tile(np.eye(3).ravel() * 4.6, (frames, 1)))
+    np.save(folder / "energy.npy", energies)
+    np.save(folder / "force.npy", forces)
+    return path
+
+
+def test_sound_data_have_neither_problems_nor_warnings(water_like, water_like_valid, mixed_like):
+    report = check([water_like, mixed_like], [water_like_valid], sel=[30, 30])
+    assert report.problems == []
+    assert report.warnings == []
+    report.raise_problems()
+
+
+def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(water, tmp_path):
+    write_system("open", frames=5, natoms=7, seed=2, pbc=False)
+    report = check(["water", "open"], ["open"])
+    text = "\n".join(report.lines())
+    assert "Training data: 2 systems, 17 frames, 179 atoms (O 92, H 87)" in text
+    assert "Validation data: 1 system, 5 frames, 35 atoms (O 20, H 15)" in text
+    assert "water      12 frames    12 atoms  periodic  energy, force, virial" in text
+    assert "open        5 frames     7 atoms  open      energy, force" in text
+    force = np.concatenate([np.load(f).ravel() for f in sorted(tmp_path.glob("*/set.*/force.npy"))])
+    assert f"force  {force.min():.6g} to {force.max():.6g} eV/angstrom, RMS {np.sqrt((force**2).mean()):.4g}" in text
+    nearest, most = np.inf, 0
+    for system in open_systems(["water", "open"], ELEMENTS):
+        for k in range(system.num_frames):
+            frame = system.frame(k)
+            pairs = find_pairs(frame.coord, frame.box, 4.0)
+            oxygens = (frame.atom_type[pairs.i] == 0) & (frame.atom_type[pairs.j] == 0)
+            distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
+            nearest = min(nearest, distance[oxygens].min())
+            most = max(most, np.bincount(pairs.i).max())
+    assert f"O-O {nearest:.3f}, " in text
+    assert f"{most} together" in text
+
+
+@pytest.mark.parametrize(("file", "index", "value", "message"), [
+    ("force", (2, 16), np.nan,
+     "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite numbers; remove the frame or "
+     "compute it again."),
+    ("energy", 3, np.inf, "water/set.001/energy.npy: frame 3 (of 4, from 0): inf. Expected finite numbers"),
+    ("coord", (0, 0), np.nan, "water/set.001/coord.npy: frame 0 (of 4, from 0): nan at atom 0. Expected"),
+    ("virial", (1, 8), -np.inf, "water/set.001/virial.npy: frame 1 (of 4, from 0): -inf. Expected"),
+    ("box", (1, 4), np.nan, "water/set.001/box.npy: frame 1 (of 4, from 0): nan. Expected"),
+    ("box", (1, slice(0, 3)), 0.0, "water/set.001/box.npy: frame 1 (of 4, from 0): the cell has no volume (0 0 0 "),
+])
+def test_broken_numbers_are_told_with_file_and_frame(water, file, index, value, message):
+    edit(water / "set.001" / f"{file}.npy", put(index, value))
+    report = check(["water"])
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith(message)
+    with pytest.raises(DataError, match=r"set\.001"):
+        report.raise_problems()
+
+
+def test_many_broken_frames_of_one_file_are_one_message(water):
+    edit(water / "set.000" / "force.npy", put(slice(1, 4), np.nan))
+    edit(water / "set.002" / "energy.npy", put(0, np.nan))
+    problems = check(["water"]).problems
+    assert problems[0].startswith("water/set.000/force.npy: frame 1 and 2 more frames (of 4, from 0): nan at atom 0.")
+    assert problems[1].startswith("water/set.002/energy.npy: frame 0 (of 4")
+    assert len(problems) == 2
+
+
+def test_numbers_of_virtual_atoms_may_be_anything(tmp_path):
+    path = write_system(tmp_path / "m", frames=4, natoms=5, mixed=True, virtual=2, seed=1)
+    types = np.load(path / "set.000" / "real_atom_types.npy")
+    for name in ("coord", "force"):
+        edit(path / "set.000" / f"{name}.npy", lambda a: a.reshape(4, 7, 3).__setitem__(types < 0, np.nan))
+    assert check([path]).problems == []
+
+
+@pytest.mark.parametrize("virtual", [0, 2])
+def test_atoms_that_are_too_close_are_told_with_their_places_in_the_file(tmp_path, virtual):
+    path = write_system(tmp_path / "w", frames=4, natoms=6, mixed=bool(virtual), virtual=virtual, seed=1)
+    file = path / "set.000" / "coord.npy"
+    types = np.load(path / "set.000" / "real_atom_types.npy") if virtual else np.tile([0, 1] * 3, (4, 1))
+    a, b = np.flatnonzero(types[2] >= 0)[[1, 4]]
+    edit(file, lambda c: c.__setitem__((2, slice(3 * b, 3 * b + 3)), c[2, 3 * a:3 * a + 3] + [0.1, 0, 0]))
+    [problem] = check([path]).problems
+    atoms = " and ".join(f"{k} ({ELEMENTS[types[2, k]]})" for k in (a, b))
+    other = " and ".join(f"{k} ({ELEMENTS[types[2, k]]})" for k in (b, a))
+    expected = "{}: frame 2 (of 4, from 0): atoms {} are 0.100 angstrom apart, expected at least 0.3 (min_pair_dist)."
+    assert problem in (expected.format(file, atoms), expected.format(file, other))
+    assert check([path], min_distance=0.05).problems == []
+    assert len(check([path], min_distance=2.5).problems) == 4
+
+
+def test_the_number_of_messages_about_close_atoms_is_bounded(water):
+    problems = check(["water"], min_distance=5.0).problems
+    assert len(problems) == 6
+    assert problems[-1] == "water: 7 more frames have atoms closer than 5 angstrom"
+
+
+def test_a_missing_virial_with_a_prefactor_is_a_warning(water):
+    for part in water.glob("set.*"):
+        (part / "virial.npy").unlink()
+    report = check(["water"])
+    assert report.problems == []
+    assert report.warnings == ["no virial in the training data, but the loss has a prefactor for it: this term of the "
+                               "loss is left out. Add set.*/virial.npy or set the prefactor to 0."]
+
+
+def test_a_label_that_some_systems_lack_is_a_warning_with_numbers(water):
+    write_system("other", frames=5, seed=7, force=False)
+    (water / "set.001" / "virial.npy").unlink()
+    assert check(["water", "other"]).warnings == [
+        "no force in 5 training frames of 1 of 2 systems (first: other): they do not count in this term of the loss.",
+        "no virial in 4 training frames of 1 of 2 systems (first: water): they do not count in this term of the loss."]
+
+
+def test_open_systems_need_no_virial(water):
+    write_system("open", frames=5, natoms=7, seed=2, pbc=False)
+    assert check(["water", "open"]).warnings == []
+
+
+def test_data_without_any_label_cannot_be_trained_on(tmp_path):
+    path = write_system(tmp_path / "w", energy=False, force=False, virial=False)
+    assert check([path]).problems == ["training data: no label of the loss is present in any system (energy.npy, "
+                                      "force.npy, virial.npy): there is nothing to learn."]
+
+
+def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
+    found = check(["water"]).neighbors
+    a, b = found.max_neighbors
+    assert check(["water"], sel=[a, b]).warnings == []
+    assert check(["water"], sel=[found.max_total]).warnings == []
+    assert check(["water"], sel=[a - 2, b + 4]).warnings == [
+        f"sel = [{a - 2}, {b + 4}] is too small: an atom has up to [{a}, {b}] neighbors within 4 angstrom, and the "
+        f"farthest are dropped, which makes the energy jump. Use sel [{a}, {b + 4}] or more, or auto."]
+    [warning] = check(["water"], sel=[5]).warnings
+    assert f"up to [{found.max_total}] neighbors" in warning
+
+
+def test_elements_that_no_training_frame_has_are_a_warning(water):
+    write_system("more", frames=5, seed=7, elements=("O", "C"))
+    warnings = check(["water"], ["more"], type_map=["O", "H", "C", "Xe"]).warnings
+    assert warnings[0] == "type_map has C, Xe, but no training frame does: their networks stay untrained."
+    assert warnings[1] == "validation frames have C, but no training frame does."
+
+
+def test_validation_frames_that_are_training_frames_are_counted_even_in_another_precision(water):
+    shutil.copytree("water", "valid")
+    shutil.rmtree("valid/set.000")
+    write_system("fresh", frames=3, seed=9)
+    for file in water.parent.glob("valid/set.*/*.npy"):
+        np.save(file, np.load(file).astype(np.float32))
+    report = check(["water"], ["fresh", "valid"])
+    assert report.warnings == ["8 of 11 validation frames are also training frames (first: valid frame 0 is water "
+                               "frame 4): validation errors will look too good."]
+
+
+def test_training_frames_that_stand_twice_are_counted(water):
+    for file in water.glob("set.*/*.npy"):
+        edit(file, lambda a: a.__setitem__(3, a[1]))
+    assert check(["water"]).warnings == [
+        "3 training frames are copies of another (first: water frame 3 is water frame 1)."]
+
+
+def test_an_energy_outlier_is_named(tmp_path):
+    path = write_system(tmp_path / "w", frames=40, seed=1)
+    other = write_system(tmp_path / "o", frames=20, seed=2, elements=("H", "O"), natoms=7)
+    assert check([path, other]).warnings == []
+    edit(path / "set.000" / "energy.npy", lambda e: e.__setitem__(17, e[17] + 40))
+    [warning] = check([path, other]).warnings
+    assert warning.startswith("1 frame has an energy far from the others")
+    assert f"{path} frame 17 (+3." in warning
+
+
+@pytest.mark.parametrize(("energy_unit", "force_unit", "meaning"), [
+    (1, 1, None),
+    (1 / 27.211386, 1, "the energies look like Hartree:"),
+    (23.0605, 1, "the energies look like kcal/mol:"),
+    (1, 0.52917721 / 27.211386, "the forces look like Hartree/bohr:"),
+    (1 / 27.211386, 0.52917721 / 27.211386, "energies and forces look like Hartree and Hartree/bohr"),
+    (1, -1, "the forces have the wrong sign"),
+    (1, 23.0605, "the forces look like kcal/mol/angstrom"),
+    (1, 4.0, "the energy changes by 0.251 times the work"),
+])
+def test_units_that_do_not_fit_are_told_where_close_frames_show_them(tmp_path, energy_unit, force_unit, meaning):
+    path = trajectory(tmp_path / "md", energy_unit=energy_unit, force_unit=force_unit)
+    warnings = [w for w in check([path], labels=("energy", "force")).warnings if "work of the forces" in w]
+    if meaning is None:
+        assert warnings == []
+    else:
+        [warning] = warnings
+        assert meaning in warning
+        assert "Expected eV and eV/angstrom" in warning
+
+
+def test_unrelated_frames_raise_no_suspicion_about_units(tmp_path):
+    path = trajectory(tmp_path / "md", energy_unit=27.2, step=0.5)
+    assert not [w for w in check([path], labels=("energy", "force")).warnings if "work" in w]
+
+
+def test_forces_as_large_as_in_kcal_are_a_warning(water):
+    for file in water.glob("set.*/force.npy"):
+        edit(file, lambda f: f.__imul__(60))
+    assert any("are they in kcal/mol/angstrom?" in w for w in check(["water"]).warnings)
+
+
+def test_forces_that_do_not_add_up_to_zero_are_a_warning(water):
+    edit(water / "set.001" / "force.npy", lambda f: f.__setitem__((2, 0), f[2, 0] + 3))
+    [warning] = check(["water"]).warnings
+    assert warning.startswith("the forces of 1 frame do not add up to zero (worst: 3 eV/angstrom in water frame 6)")
+
+
+def test_neighbors_of_large_sets_are_searched_in_some_frames_only(water):
+    report = check(["water"], max_searched=5)
+    assert report.num_searched == 5
+    assert any("(in 5 frames, evenly taken)" in line for line in report.lines())
+
+
+def test_long_tables_are_cut(tmp_path):
+    for k in range(25):
+        write_system(tmp_path / f"s{k:02d}", frames=1, natoms=3, seed=k)
+    lines = check([tmp_path]).lines()
+    assert "  ... and 5 more systems" in lines
+    assert len(lines) < 30

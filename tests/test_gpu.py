@@ -1,0 +1,80 @@
+"""The same runs on a CUDA device: exact restarts, numbers of the CPU, no wait inside a step."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_input
+from test_train import WITH_AVERAGES, assert_same, load, stop_after
+
+from deepmd_ema.errors import DivergedError, Interrupted
+from deepmd_ema.train.assemble import run_training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
+    """Return a function that trains on the GPU in a folder of its own."""
+
+    def run(name, num_steps=20, options=None, device="cuda", **how):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        config = tiny_input(
+            [water_like, mixed_like], [water_like_valid], num_steps=num_steps, **{**WITH_AVERAGES, **(options or {})}
+        )
+        (folder / "input.json").write_text(json.dumps(config))
+        run_training("input.json", device=device, **how)
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, monkeypatch, precision):
+    options = {"model__descriptor__precision": precision, "model__fitting_net__precision": precision}
+    whole = start("whole", 20, options)
+    undo = stop_after(monkeypatch, 7)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        start("parts", 20, options)
+    undo()
+    parts = start("parts", 20, options, restart="model.ckpt.pt")
+    assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
+    for name in ("lcurve.out", "val.log", "val_ema.log"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+
+
+def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
+    gpu, cpu = start("gpu", 20), start("cpu", 20, device="cpu")
+    a, b = load(gpu / "model.ckpt-20.pt"), load(cpu / "model.ckpt-20.pt")
+    for name, tensor in a["model"].items():
+        assert torch.allclose(tensor, b["model"][name], rtol=1e-7, atol=1e-9), name
+    averages = load(gpu / "model_ema.ckpt-20.pt")["model"], load(cpu / "model_ema.ckpt-20.pt")["model"]
+    assert all(torch.allclose(averages[0][n], averages[1][n], rtol=1e-7, atol=1e-9) for n in averages[0])
+    rows = [np.genfromtxt(folder / "lcurve.out", names=True)["rmse_f_val"] for folder in (gpu, cpu)]
+    assert np.allclose(*rows, rtol=1e-2)
+
+
+def test_a_step_does_not_wait_for_the_gpu(start, monkeypatch):
+    from deepmd_ema.train import trainer
+
+    advance = trainer.Trainer._advance
+
+    def watched(self):
+        due = self.display.is_due(self.step + 1) or (self.step + 1) % 10 == 0
+        torch.cuda.set_sync_debug_mode("default" if due or self.step < 2 else "error")
+        try:
+            advance(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(trainer.Trainer, "_advance", watched)
+    start("run", 20, {"validating__validation_freq": 10})
+
+
+def test_a_non_finite_loss_on_a_gpu_leaves_the_last_good_weights(start):
+    options = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 4}
+    with pytest.raises(DivergedError, match=r"step \d+: .* frame \d+"):
+        start("run", 60, options)

@@ -1,0 +1,239 @@
+"""Files of DeePMD-kit: what is written comes back to the bit, what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import yaml
+from toy_models import TRICLINIC, TYPES, evaluate, toy_atoms, toy_model
+
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.interchange import read_dp, write_dp
+
+GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
+PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
+SAME_MATH = 1e-10
+VARIANTS = {
+    "plain": {},
+    "one_side": {"descriptor_changes": {"type_one_side": True, "activation_function": "gelu"}},
+    "timesteps": {"descriptor_changes": {"resnet_dt": True, "neuron": [2, 4, 4]},
+                  "fitting_changes": {"neuron": [6, 6, 12], "activation_function": "silu"}},
+    "excluded": {"descriptor_changes": {"exclude_types": [[0, 1]], "env_protection": 0.05},
+                 "pair_exclude_types": [[0, 2]], "atom_exclude_types": [1]},
+    "parameters": {"fitting_changes": {"numb_fparam": 2, "numb_aparam": 1, "default_fparam": [0.1, -0.2]}},
+    "vacuum": {"descriptor_changes": {"set_davg_zero": True},
+               "fitting_changes": {"atom_ener": [-1.5, None, -0.5], "numb_fparam": 1, "resnet_dt": False}},
+    "single": {"descriptor_changes": {"precision": "float32"}, "fitting_changes": {"precision": "float32"}},
+    "mixed_precision": {"descriptor_changes": {"precision": "float32"}},
+}  # fmt: skip
+
+
+def same_bits(one, other):
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype
+        assert torch.equal(value, theirs[name]), name
+
+
+def precision_in_words(config):
+    """Return the config with the precision that `default` stands for, as files have it."""
+    parts = {name: getattr(config, name) for name in ("descriptor", "fitting_net")}
+    return replace(config, **{name: replace(part, precision="float64") for name, part in parts.items()
+                              if part.precision == "default"})  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_a_model_comes_back_to_the_bit(variant, suffix, tmp_path):
+    config, model = toy_model(**VARIANTS[variant])
+    path = tmp_path / f"model{suffix}"
+    write_dp(path, model, config, min_nbor_dist=0.87, extra={"weights": "live", "step": 12})
+    again, loaded, info = read_dp(path)
+    same_bits(loaded, model)
+    assert again == precision_in_words(config)
+    assert info["min_nbor_dist"] == loaded.min_nbor_dist == 0.87
+    assert info["dp_ema"] == {"weights": "live", "step": 12}
+    assert info["software"] == "dp-ema"
+    assert not loaded.training
+
+
+def test_the_section_may_be_a_dictionary_and_equal_models_give_equal_files(tmp_path):
+    from deepmd_ema.config import to_dict
+
+    config, model = toy_model()
+    write_dp(tmp_path / "a.dp", model, config)
+    write_dp(tmp_path / "b.dp", model, to_dict(config))
+    assert (tmp_path / "a.dp").read_bytes() == (tmp_path / "b.dp").read_bytes()
+    assert read_dp(tmp_path / "a.dp")[2]["min_nbor_dist"] is None
+
+
+@pytest.mark.parametrize("name", ["se_e2_a", "se_e2_a_two_side", "se_e2_a_excluded"])
+def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_path):
+    """Every key of the peer's tree is in ours, with the same value to the bit."""
+    config, model, info = read_dp(GOLDEN / f"{name}.dp")
+    assert info["dp_ema"] == {}
+    write_dp(tmp_path / "ours.dp", model, config)
+    theirs, ours = (tree_of(path) for path in (GOLDEN / f"{name}.dp", tmp_path / "ours.dp"))
+    assert missing_or_other(theirs["model"], ours["model"]) == ["/fitting/atom_ener"]  # null there, an empty list here
+    assert set(theirs) - {"time"} <= set(ours)
+
+
+def tree_of(path):
+    with h5py.File(path) as file:
+        def resolved(value):
+            if isinstance(value, dict):
+                return {k: resolved(v) for k, v in value.items()}
+            if isinstance(value, list):
+                return [resolved(v) for v in value]
+            return file[value][()] if isinstance(value, str) and value.startswith("/variable_") else value
+
+        return resolved(json.loads(file.attrs["json"]))
+
+
+def missing_or_other(theirs, ours, path=""):
+    if isinstance(theirs, dict):
+        return [p for k, v in theirs.items() for p in
+                ([f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}"))]  # fmt: skip
+    if isinstance(theirs, list) and theirs and isinstance(theirs[0], dict):
+        return [p for k, (a, b) in enumerate(zip(theirs, ours, strict=True)) for p in missing_or_other(a, b, f"{path}/{k}")]
+    if isinstance(theirs, np.ndarray):
+        return [] if theirs.dtype == ours.dtype and np.array_equal(theirs, ours) else [path]
+    return [] if theirs == ours else [path]
+
+
+def edited(tmp_path, change):
+    """Return a .yaml model file in which ``change`` edited the tree."""
+    config, model = toy_model(descriptor_changes={"sel": [4, 4, 4], "neuron": [2], "axis_neuron": 1},
+                              fitting_changes={"neuron": [2]})  # fmt: skip
+    path = tmp_path / "model.yaml"
+    write_dp(path, model, config)
+    tree = yaml.safe_load(path.read_text())
+    change(tree)
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def drop_bias(tree):
+    del tree["model"]["fitting"]["nets"]["networks"][0]["layers"][0]["@variables"]["b"]
+
+
+def shorten_davg(tree):
+    tree["model"]["descriptor"]["@variables"]["davg"]["value"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["model"]["descriptor"].update(type="dpa3"),
+         r"model.yaml: descriptor 'dpa3' is not available here\. Known: se_e2_a\."),
+        (lambda t: t["model"]["fitting"].update(type="dipole"), r"fitting 'dipole' is not available here\. Known: ener"),
+        (lambda t: t["model"].update(type="linear"), "a model of type 'linear'; only standard models"),
+        (lambda t: t["model"]["descriptor"].update({"@version": 3}), r"version 3 \(compressed\), which is not available"),
+        (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}), "uses spin, which is not available"),
+        (lambda t: t["model"]["descriptor"]["env_mat"].update(use_exp_switch=True), "uses an exponential switch"),
+        (lambda t: t["model"]["fitting"].update(mixed_types=True), "uses one fitting net for all types"),
+        (drop_bias, r"nets\[0\]\.layers\[0\]: b is missing"),
+        (shorten_davg, r"davg: shape \(2, 12, 4\), expected \(3, 12, 4\)"),
+        (lambda t: t["model"]["descriptor"]["embeddings"]["networks"].pop(), "embeddings: 8 networks, expected 9"),
+        (lambda t: t["model"].pop("type_map"), "an entry of the model is missing or of another kind: KeyError"),
+        (lambda t: t["model"]["descriptor"].update(rcut=-1.0), "the model does not fit together: .*rcut"),
+        (lambda t: t.pop("model"), "no model inside"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        read_dp(edited(tmp_path, change))
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    config, model = toy_model()
+    write_dp(tmp_path / "whole.dp", model, config)
+    whole = (tmp_path / "whole.dp").read_bytes()
+    (tmp_path / "cut.dp").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.yaml").write_text("model: [1, 2")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with h5py.File(tmp_path / "other.dp", "w") as file:
+        file["x"] = 1
+    for name, message in (
+        ("absent.dp", "absent.dp: no such file"),
+        ("cut.dp", "cut.dp: truncated or not an HDF5 model file"),
+        ("other.dp", "other.dp: HDF5, but no model inside"),
+        ("text.yaml", "text.yaml: not a YAML model file"),
+        ("list.yaml", "list.yaml: holds list, expected the dictionary of a model"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_dp(tmp_path / name)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    config, model = toy_model()
+    path = tmp_path / "model.dp"
+    write_dp(path, model, config)
+    old = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("deepmd_ema.interchange.files._write_hdf5", full)
+    with pytest.raises(CheckpointError, match=r"model.dp: cannot be written \(No space left on device\)"):
+        write_dp(path, model, config)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+PEER_SCRIPT = """
+import sys, numpy as np
+from pathlib import Path
+from deepmd.infer import DeepPot
+from deepmd.entrypoints.convert_backend import convert_backend
+
+for path in sorted(Path(sys.argv[1]).glob("*.dp")):
+    convert_backend(INPUT=str(path), OUTPUT=str(path.with_suffix(".pth")))
+    potential = DeepPot(str(path.with_suffix(".pth")))
+    data = np.load(path.with_suffix(".npz"))
+    more = {k: data[k] for k in ("fparam", "aparam") if k in data}
+    out = potential.eval(data["coord"].reshape(1, -1), data["box"].reshape(1, 9), data["types"], atomic=True, **more)
+    np.savez(path.with_suffix(".out.npz"), energy=out[0], force=out[1], virial=out[2], atom_energy=out[3])
+"""
+
+
+@pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
+@pytest.mark.timeout(600)
+def test_deepmd_kit_computes_the_same_with_our_files(tmp_path):
+    coord, types = toy_atoms()
+    rng, expected = np.random.default_rng(0), {}
+    for name, variant in VARIANTS.items():
+        config, model = toy_model(**variant)
+        fitting, more = config.fitting_net, {}
+        if fitting.numb_fparam:
+            more["fparam"] = rng.normal(size=fitting.numb_fparam)
+        if fitting.numb_aparam:
+            more["aparam"] = rng.normal(size=(len(types), fitting.numb_aparam))
+        write_dp(tmp_path / f"{name}.dp", model, config, min_nbor_dist=0.9, extra={"weights": "average"})
+        np.savez(tmp_path / f"{name}.npz", coord=coord, box=TRICLINIC, types=types, **more)
+        expected[name] = evaluate(model, (coord, types, TRICLINIC), **more)
+    script = tmp_path / "peer.py"
+    script.write_text(PEER_SCRIPT)
+    subprocess.run([Path(PEER) / "bin" / "python", script, tmp_path], check=True, timeout=590, stdout=sys.stderr)
+    for name, ours in expected.items():
+        theirs = np.load(tmp_path / f"{name}.out.npz")
+        tol = 1e-5 if "single" in name or "mixed" in name else SAME_MATH
+        for key in ("energy", "force", "virial", "atom_energy"):
+            reference = theirs[key].reshape(ours[key].shape)
+            assert np.abs(ours[key] - reference).max() <= tol * np.abs(reference).max(), (name, key)
+
+
+def test_types_are_those_of_the_file(tmp_path):
+    config, model = toy_model()
+    write_dp(tmp_path / "model.dp", model, config)
+    assert read_dp(tmp_path / "model.dp")[1].type_map == TYPES

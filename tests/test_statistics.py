@@ -1,0 +1,229 @@
+"""What a model learns from data before training."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import write_system
+
+from deepmd_ema import keys
+from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.errors import DataError
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
+from deepmd_ema.model.statistics import Statistics, collect_statistics
+
+GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
+sys.path.insert(0, str(GOLDEN))
+from make_statistics import CASES, SYSTEMS, section  # noqa: E402
+
+SAME_MATH = 1e-10
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: write_system(tmp_path_factory.mktemp("stat") / name, **about) for name, about in SYSTEMS.items()}
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN / "statistics.npz") as stored:
+        return dict(stored)
+
+
+def frames_of(folder):
+    types = np.loadtxt(folder / "type.raw", dtype=int)
+    for part in sorted(folder.glob("set.*")):
+        stored = {file.stem: np.load(file) for file in part.glob("*.npy")}
+        for k, coord in enumerate(stored["coord"]):
+            yield Frame(
+                coord.reshape(-1, 3),
+                types,
+                stored["box"][k].reshape(3, 3) if "box" in stored else None,
+                {keys.ENERGY: stored["energy"][k]},
+                stored["fparam"][k] if "fparam" in stored else None,
+                stored["aparam"][k].reshape(len(types), -1) if "aparam" in stored else None,
+            )
+
+
+def case(name, folders, frames_per_batch=3):
+    """Return the config of a case and its statistics."""
+    systems, *changes = CASES[name]
+    config = model_config_from_dict(section(*changes))
+    layout = build_model(config).layout
+    batches = []
+    for system in systems:
+        frames = list(frames_of(folders[system]))
+        batches += [collate(frames[k : k + frames_per_batch], layout) for k in range(0, len(frames), frames_per_batch)]
+    return config, collect_statistics(config, batches)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=SAME_MATH, atol=SAME_MATH)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_statistics_are_those_of_deepmd_kit(name, folders, golden):
+    config, found = case(name, folders)
+    for t in range(len(config.type_map)):
+        close(found.radial[t], golden[f"{name}/r_{t}"])
+        close(found.angular[t], golden[f"{name}/a_{t}"])
+    close(found.bias, golden[f"{name}/bias_atom_energy"].ravel())
+    close(found.bias_std, golden[f"{name}/std_atom_energy"].ravel())
+    for kind in ("fparam", "aparam"):
+        if f"{name}/{kind}" in golden:
+            close(getattr(found, kind), golden[f"{name}/{kind}"])
+    assert found.observed == ("H", "O")
+
+
+def test_statistics_do_not_depend_on_how_frames_are_batched(folders):
+    one, many = case("plain", folders, 1)[1], case("plain", folders, 100)[1]
+    for name, value in one.to_dict().items():
+        if isinstance(value, np.ndarray):
+            close(getattr(many, name), value)
+
+
+def test_means_spreads_and_biases_reach_the_buffers(folders):
+    config, found = case("parameters", folders)
+    model = build_model(config)
+    model.apply_statistics(found)
+    mean, spread = model.descriptor.mean, model.descriptor.stddev
+    for t in range(2):
+        count, total, squares = found.radial[t]
+        close(mean[t, :, 0].numpy(), total / count)
+        close(spread[t, :, 0].numpy(), np.sqrt(squares / count - (total / count) ** 2))
+        count, total, squares = found.angular[t]
+        close(spread[t, :, 1:].numpy(), np.sqrt(squares / count - (total / count) ** 2))
+    assert mean[..., 1:].abs().max() == 0
+    close(model.out_bias.numpy().ravel(), found.bias)
+    count, total, squares = found.fparam.T
+    close(model.fitting.fparam_avg.numpy(), total / count)
+    close(model.fitting.fparam_inv_std.numpy(), 1 / np.sqrt(squares / count - (total / count) ** 2))
+
+
+def test_set_davg_zero_keeps_the_mean_at_zero_and_the_spread(folders):
+    _, found = case("preset", folders)
+    mean, spread = found.environment()
+    plain_mean, plain_spread = case("plain", folders)[1].environment()
+    assert abs(mean).max() == 0
+    assert plain_mean[:, 0].min() > 0.01
+    close(spread, plain_spread)
+
+
+def test_a_type_that_the_data_do_not_hold_gets_a_neutral_environment(folders):
+    config = model_config_from_dict(section({"type_map": ["O", "H", "Na"]}, {"sel": [20, 18, 4]}, {}))
+    layout = build_model(config).layout
+    found = collect_statistics(config, [collate(list(frames_of(folders["a"])), layout)])
+    mean, spread = found.environment()
+    assert mean[2].tolist() == [0] * 4
+    assert spread[2].tolist() == [0.1] * 4
+    assert found.bias[2] == 0
+    assert found.observed == ("H", "O")
+
+
+def test_labels_of_atomic_energies_give_the_bias_where_there_are_any(folders):
+    config = model_config_from_dict(section({}, {}, {}))
+    frames = list(frames_of(folders["a"]))
+    energies = np.where(frames[0].atom_type == 0, -3.0, -8.0)
+    labelled = [replace(f, labels={**f.labels, keys.ATOM_ENERGY: energies}) for f in frames[:2]]
+    batch = collate([*labelled, *frames[2:]], build_model(config).layout)
+    close(collect_statistics(config, [batch]).bias, [-3.0, -8.0])
+
+
+def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
+    config = model_config_from_dict(section({}, {"set_davg_zero": True}, {"atom_ener": [-3.2, None]}))
+    frames = list(frames_of(folders["a"]))
+    found = collect_statistics(config, [collate(frames, build_model(config).layout)])
+    assert found.bias[0] == -3.2
+    left = np.mean([f.labels[keys.ENERGY] + 3.2 * (f.atom_type == 0).sum() for f in frames])
+    close(found.bias[1], left / (frames[0].atom_type == 1).sum())
+
+
+def test_elements_that_the_compositions_do_not_tell_apart_are_named(folders):
+    _, apart = case("plain", folders)
+    _, together = case("parameters", folders)  # one composition only
+    assert apart.undetermined == ()
+    assert together.undetermined == ("O", "H")
+    assert "O, H apart" in together.lines()[-1]
+    assert f"{apart.rmse_per_atom:.4g} eV/atom" in apart.lines()[1]
+    assert f"O {apart.bias[0]:.6g} eV" in apart.lines()[0]
+
+
+def test_frames_without_energies_leave_the_bias_at_zero(folders):
+    config = model_config_from_dict(section({}, {}, {}))
+    frames = [replace(f, labels={}) for f in frames_of(folders["a"])]
+    found = collect_statistics(config, [collate(frames, build_model(config).layout, labels=[keys.ENERGY])])
+    assert found.bias.tolist() == [0, 0]
+    assert found.rmse_per_atom is None
+
+
+@pytest.mark.parametrize("file", ["stat", "stat.h5", "more/stat.hdf5"])
+@pytest.mark.parametrize("name", ["plain", "parameters"])
+def test_a_stat_file_gives_back_what_was_written(name, file, folders, tmp_path):
+    config, found = case(name, folders)
+    assert read_stat_file(tmp_path / file, config) is None
+    write_stat_file(tmp_path / file, config, found)
+    write_stat_file(tmp_path / file, config, found)  # over an older one
+    back = read_stat_file(tmp_path / file, config)
+    for key, value in found.buffers().items():
+        np.testing.assert_array_equal(back.buffers()[key], value)
+    assert back.observed == found.observed
+
+
+def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
+    config, found = case("plain", folders)
+    write_stat_file(tmp_path / "stat", config, found)
+    root = tmp_path / "stat" / "O H"
+    (environment,) = (path for path in root.iterdir() if path.is_dir())
+    assert environment.name == "60e96730d1720ee920fe21fdfbe81bbea79dc3aa"  # of DeePMD-kit for these options
+    for name in ("r_0", "r_1", "a_0", "a_1"):
+        with (environment / name).open("rb") as stream:
+            close(np.load(stream), golden[f"plain/{name}"])
+    with (root / "bias_atom_energy").open("rb") as stream:
+        close(np.load(stream), golden["plain/bias_atom_energy"])
+    with (root / "observed_type").open("rb") as stream:
+        assert np.load(stream).tolist() == [b"H", b"O"]
+
+
+def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
+    config, found = case("plain", folders)
+    write_stat_file(tmp_path / "stat", config, found)
+    longer = replace(config, descriptor=replace(config.descriptor, rcut=4.5))
+    excluded = replace(config, descriptor=replace(config.descriptor, exclude_types=[[0, 1]]))
+    with_fparam = replace(config, fitting_net=replace(config.fitting_net, numb_fparam=1))
+    for other in (longer, excluded, with_fparam):
+        assert read_stat_file(tmp_path / "stat", other) is None
+    assert read_stat_file(tmp_path / "stat", config) is not None
+
+
+def test_a_damaged_stat_file_is_named(folders, tmp_path):
+    config, found = case("plain", folders)
+    for name in ("stat", "stat.h5"):
+        write_stat_file(tmp_path / name, config, found)
+    (tmp_path / "stat" / "O H" / "bias_atom_energy").write_bytes(b"\x93NUMPY")
+    (tmp_path / "stat.h5").write_bytes(b"not HDF5")
+    for name in ("stat", "stat.h5"):
+        with pytest.raises(DataError, match=rf"{name}: statistics that cannot be read .* Remove it"):
+            read_stat_file(tmp_path / name, config)
+
+
+def test_statistics_go_through_a_dictionary(folders):
+    _, found = case("parameters", folders)
+    back = Statistics.from_dict(found.to_dict())
+    for key, value in found.buffers().items():
+        np.testing.assert_array_equal(back.buffers()[key], value)
+
+
+def test_statistics_in_float32_models_keep_their_precision(folders):
+    config, found = case("plain", folders)
+    model = build_model(replace(config, descriptor=replace(config.descriptor, precision="float32")))
+    model.apply_statistics(found)
+    assert model.descriptor.mean.dtype == torch.float32
+    assert model.out_bias.dtype == torch.float64
