@@ -124,6 +124,12 @@ def with_numeric_sel(config: dict) -> dict:
     return config
 
 
+def count_frames(config: dict) -> int:
+    """Return the number of training frames."""
+    type_map = config["model"]["type_map"]
+    return sum(1 for system in config["training"]["training_data"]["systems"] for _ in _frames(system, type_map))
+
+
 def write_input(folder: Path, config: dict) -> None:
     """Make ``folder`` anew with an ``input.json``."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Seconds per training step, here and with DeePMD-kit, on the same input: interleaved runs, medians of pairs.
 
-usage: python benchmarks/train_step.py --peer DIR [--pairs 5] [--output benchmarks/results/DATE-train_step.md]
+usage: python benchmarks/train_step.py --peer DIR [--pairs 3] [--output PAGE]
 
 Both programs write a row of lcurve.out every --interval steps in the same format; the time between rows is measured
 from outside, so both are timed by one clock. Validation, averages and checkpoints are off (--full leaves them on).

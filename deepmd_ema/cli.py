@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave(error: BaseException, message: str, code: int, debug: bool) -> int:
     sys.stdout.flush()
+    if os.environ.get("RANK", "0") != "0" and isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
+        return code  # the same on every rank: rank 0 has said it
     if debug:
         import traceback
 

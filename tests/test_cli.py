@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 
 import pytest
+from helpers import tiny_input
 
 from deepmd_ema import __version__, cli
 from deepmd_ema.errors import ConfigError, DataError, Interrupted, UserError
@@ -161,6 +163,14 @@ def test_another_rank_says_which_it_is(failing, monkeypatch, capsys):
     assert capsys.readouterr().err == "dp-ema (rank 3): no such file\n"
 
 
+@pytest.mark.parametrize("error", [ConfigError("a"), Interrupted("stopped", 2), KeyboardInterrupt()])
+def test_what_is_the_same_on_every_rank_is_said_once(failing, monkeypatch, capsys, error):
+    monkeypatch.setenv("RANK", "1")
+    failing(error)
+    assert cli.main(["show", "x"]) in (2, 130)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     code = "import sys; from deepmd_ema import cli; " \
            "cli.COMMANDS['show'] = (*cli.COMMANDS['show'][:2], lambda a: print('x\\n' * 200000)); " \
@@ -189,3 +199,20 @@ def test_check_without_torch_still_checks_the_options(tmp_path):
     result = run_python("-m", "deepmd_ema", "show", "x.pt", cwd=tmp_path, env=environ)
     assert result.returncode == 2
     assert result.stderr.startswith("dp-ema: this needs torch, which is not installed. pip install torch")
+
+
+def test_the_manual_and_the_schema_are_printed(capsys):
+    assert cli.main(["doc", "training.ema_decay"]) == 0
+    assert "training.ema_decay" in capsys.readouterr().out
+    assert cli.main(["doc", "--json-schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["type"] == "object"
+    assert cli.main(["doc", "training.no_such_option"]) == 2
+
+
+def test_options_are_checked_without_the_data(tmp_path, capsys):
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(tiny_input(["nowhere"])))
+    assert cli.main(["check", str(path), "--config-only"]) == 0
+    assert "the options are good" in capsys.readouterr().out
+    assert cli.main(["check", str(path)]) == 2
+    assert "nowhere: no such file or folder" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(wa
     assert "open        5 frames     7 atoms  open      energy, force" in text
     force = np.concatenate([np.load(f).ravel() for f in sorted(tmp_path.glob("*/set.*/force.npy"))])
     assert f"force  {force.min():.6g} to {force.max():.6g} eV/angstrom, RMS {np.sqrt((force**2).mean()):.4g}" in text
-    nearest, most = np.inf, 0
+    nearest, most, closest = np.inf, 0, (np.inf, "")
     for system in open_systems(["water", "open"], ELEMENTS):
         for k in range(system.num_frames):
             frame = system.frame(k)
@@ -90,8 +90,10 @@ def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(wa
             distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
             nearest = min(nearest, distance[oxygens].min())
             most = max(most, np.bincount(pairs.i).max())
+            closest = min(closest, (distance.min(), f"{system.name} frame {k}"))
     assert f"O-O {nearest:.3f}, " in text
     assert f"{most} together" in text
+    assert f"(closest: {closest[1]})" in text
 
 
 @pytest.mark.parametrize(("file", "index", "value", "message"), [

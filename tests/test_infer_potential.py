@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers import toy_frame
@@ -215,3 +217,16 @@ def test_single_precision_is_near_double(tmp_path, frames):
     one, two = (Potential(write_run(tmp_path / str(k), **c)[0]).evaluate(*frames) for k, c in enumerate(({}, single)))
     same(one, two, {"rtol": 1e-4, "atol": 1e-4})
     assert two.energy.dtype == np.float64
+
+
+@pytest.mark.parametrize("system", ["molecule", "grid"])
+@pytest.mark.parametrize("name", ["se_e2_a", "se_e2_a_two_side"])
+def test_models_of_deepmd_kit_give_its_numbers(name, system):
+    golden = Path(__file__).parent / "golden"  # made_by: see golden/README.md
+    with np.load(golden / "systems.npz") as systems, np.load(golden / f"{name}.npz") as expected:
+        coord, types, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
+        found = Potential(golden / f"{name}.dp", device="cpu").evaluate(coord, types, box if box.size else None)
+        for key in ("energy", "force", "virial", "atom_energy"):
+            reference = expected[f"{system}_{key}"]
+            tolerance = 1e-10 * abs(reference).max()
+            np.testing.assert_allclose(getattr(found, key), reference, rtol=0, atol=tolerance, err_msg=key)

@@ -130,6 +130,37 @@ def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
     assert (folder / "lcurve.out").read_bytes() == before
 
 
+def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start, monkeypatch):
+    from deepmd_ema.train import validate
+
+    whole = start("whole", 20)
+    batches = validate.FullValidation._until_stopped
+    asked = []
+
+    def asked_in_the_averaged_pass_of_step_8(self):
+        asked.append(self)
+        if len(asked) == 4:  # live and averaged of step 4, live of step 8, averaged of step 8
+            trainer.stop._note(signal.SIGTERM, None)
+        return batches(self)
+
+    run = trainer_module.Trainer.run
+
+    def keep_trainer(self):
+        nonlocal trainer
+        trainer = self
+        run(self)
+
+    trainer = None
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="after step 8 of 20"):
+        patch.setattr(validate.FullValidation, "_until_stopped", asked_in_the_averaged_pass_of_step_8)
+        patch.setattr(trainer_module.Trainer, "run", keep_trainer)
+        start("parts", 20)
+    parts = start("parts", 20, restart="model.ckpt.pt")
+    assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
+    for name in ("lcurve.out", "val.log", "val_ema.log"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+
+
 def test_B1_averaged_validation_does_not_touch_the_live_trajectory(start):
     with_averages = start("with", 12)
     without = start("without", 12, dict.fromkeys(

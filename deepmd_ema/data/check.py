@@ -35,6 +35,7 @@ class DataReport:
         validation: one pass result per validation system.
         neighbors: statistics of the neighbors over all usable frames, or of those that were looked at.
         num_searched: number of frames in ``neighbors``.
+        closest: the frame with the shortest distance of all, for messages.
     """
 
     type_map: tuple[str, ...]
@@ -45,6 +46,7 @@ class DataReport:
     validation: list[SystemScan] = field(default_factory=list)
     neighbors: NeighborStatistics | None = None
     num_searched: int = 0
+    closest: str = ""
 
     def raise_problems(self) -> None:
         """Raise DataError with all problems, if there are any."""
@@ -67,7 +69,8 @@ class DataReport:
         most = [f"{n} {name}" for n, name in zip(self.neighbors.max_neighbors, names)]
         seen = f" (in {self.num_searched:,} frames, evenly taken)" if self._is_sampled() else ""
         most.append(f"{self.neighbors.max_total} together")
-        return [f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom",
+        where = f" (closest: {self.closest})" if self.closest else ""
+        return [f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom{where}",
                 f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}"]
 
     def _is_sampled(self) -> bool:
@@ -100,6 +103,9 @@ def check_systems(training: Sequence[System], validation: Sequence[System], type
     report.num_searched = len(chosen)
     if chosen:
         report.neighbors = neighbor_statistics(_geometries(every, chosen), rcut, len(type_map))
+        if math.isfinite(report.neighbors.min_distance):
+            k, index = chosen[int(report.neighbors.frame_min.argmin())]
+            report.closest = f"{every[k].system.name} frame {index}"
         bound = MIN_DISTANCE if min_distance is None else min_distance
         report.problems += _too_close(every, chosen, report.neighbors, bound, type_map)
         report.warnings += _sel_warnings(sel, report.neighbors, rcut)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +17,22 @@ from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.npy import System
 from deepmd_ema.data.sampler import Sampler
 
-CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
+MOST_CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
 _PATIENCE_S = 0.2  # how often a waiting thread looks whether it shall stop
 
 
 class PairCache:
     """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
 
+    By default that is a quarter of the machine's memory, 4 GiB at most.
+
     Nothing is thrown out when it is full: frames are drawn in permutations, where any frame is as good as another.
     Loaders, statistics and checks of one layout share one cache. May be used by several threads.
     """
 
-    def __init__(self, layout: NeighborLayout, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, layout: NeighborLayout, max_bytes: int | None = None) -> None:
         self.layout = layout
-        self.max_bytes = max_bytes
+        self.max_bytes = _cache_bytes() if max_bytes is None else max_bytes
         self.num_bytes = 0
         self._kept: dict[tuple[System, int], PairedFrame] = {}
         self._lock = threading.Lock()
@@ -127,7 +131,8 @@ class Loader:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_worker", None) is not None:  # the thread knows only how to make batches, not this object
+        # the thread knows how to make batches, not this object: it must be told that nobody waits any more
+        if getattr(self, "_worker", None) is not None and not sys.is_finalizing():
             self.close()
 
 
@@ -150,6 +155,14 @@ def sequential_batches(systems: Sequence[System], layout: NeighborLayout, cache:
     for number, group in enumerate(_groups(systems, max_atoms)):
         if number % world_size == rank:
             yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
+
+
+def _cache_bytes() -> int:
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no such question on this system
+        return MOST_CACHE_BYTES // 4
+    return min(MOST_CACHE_BYTES, memory // 4)
 
 
 def _groups(systems: Sequence[System], max_atoms: int) -> Iterator[list[tuple[System, int]]]:

@@ -25,17 +25,12 @@ def open_run(config: RunConfig) -> tuple[list[System], list[System]]:
     Raises:
         DataError: with the problems of both at once.
     """
-    training = config.training
     problems: list[str] = []
-    found: list[list[System]] = []
-    for name, data in (("training_data", training.training_data), ("validation_data", training.validation_data)):
-        try:
-            found.append(_open(config, data, f"training.{name}.systems") if data is not None else [])
-        except DataError as error:
-            problems += error.problems
+    train = _open(config, config.training.training_data, "training.training_data.systems", problems)
+    valid = _open(config, config.training.validation_data, "training.validation_data.systems", problems)
     if problems:
         raise DataError(problems)
-    return found[0], found[1]
+    return train, valid
 
 
 def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
@@ -75,15 +70,23 @@ def length_lines(config: RunConfig, train: Sequence[System], report: DataReport)
     return lines
 
 
-def _open(config: RunConfig, data: TrainingData | ValidationData, where: str) -> list[System]:
+def _open(
+    config: RunConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
+) -> list[System]:
+    if data is None:
+        return []
     fitting = config.model.fitting_net
-    return open_systems(
-        data.systems,
-        config.model.type_map,
-        tuple(dict.fromkeys((*REPORTED, *config.loss.labels))),
-        fitting.numb_fparam,
-        fitting.numb_aparam,
-        data.rglob_patterns,
-        fitting.default_fparam,
-        where,
-    )
+    try:
+        return open_systems(
+            data.systems,
+            config.model.type_map,
+            tuple(dict.fromkeys((*REPORTED, *config.loss.labels))),
+            fitting.numb_fparam,
+            fitting.numb_aparam,
+            data.rglob_patterns,
+            fitting.default_fparam,
+            where,
+        )
+    except DataError as error:
+        problems += error.problems
+        return []

@@ -61,8 +61,9 @@ class EnergyFitting(nn.Module):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
                 self.register_buffer(f"{name}_inv_std", torch.ones(count, dtype=self.dtype))
-        default = config.default_fparam
-        self._default_fparam = None if default is None else torch.tensor(default, dtype=torch.float64)
+        default = None if config.default_fparam is None else torch.tensor(config.default_fparam, dtype=torch.float64)
+        self._default_fparam: Tensor | None
+        self.register_buffer("_default_fparam", default, persistent=False)
 
     @property
     def networks(self) -> list[Network]:
@@ -94,7 +95,7 @@ class EnergyFitting(nn.Module):
             if fparam is None:
                 if self._default_fparam is None:
                     raise DataError(f"this model needs fparam: {self.num_fparam} numbers for each frame.")
-                fparam = self._default_fparam.to(batch.coord.device).expand(batch.num_frames, -1)
+                fparam = self._default_fparam.expand(batch.num_frames, -1)
             out.append(self._normalised("fparam", fparam)[batch.atom_frame])
         if self.num_aparam:
             if batch.aparam is None:

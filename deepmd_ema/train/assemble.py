@@ -117,7 +117,7 @@ def assemble(prepared: Prepared, origin: Origin, runtime: Runtime) -> Trainer:
     )
     for line in banner.start_lines(config, runtime, model, prepared.train, sampler, num_steps, profiles):
         logger.info("%s", line)
-    for warning in config_warnings(config, num_steps):
+    for warning in (*sampler.warnings, *config_warnings(config, num_steps)):
         logger.warning("%s", warning)
     if origin.kind == "restart":
         _continue(trainer, origin)

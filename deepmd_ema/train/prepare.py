@@ -118,7 +118,8 @@ def _statistics_batches(
     data = config.training.training_data
     sizes, _ = batch_sizes(data.batch_size, [system.natoms for system in systems])
     for number, (system, size) in enumerate(zip(systems, sizes)):
+        # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = permutation(system.num_frames, seed_for("statistics", seed, number))
-        chosen = [int(k) for k in order[: config.model.data_stat_nbatch * max(1, size)]]
+        chosen = [int(k) for k in order[: config.model.data_stat_nbatch * size]]
         for begin in range(0, len(chosen), 8):
             yield collate([cache.get(system, k) for k in chosen[begin : begin + 8]], cache.layout)

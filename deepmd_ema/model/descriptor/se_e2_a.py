@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -83,7 +84,7 @@ class SeE2ADescriptor(nn.Module):
             (atoms, [Moments(env.rows[atoms, slots], net) for slots, net in zip(sections, nets, strict=True)])
             for atoms, nets in zip(self._centres(batch), self._nets_of_centres(), strict=True)
         ]
-        summed = [torch.stack([m.value for m in group]).sum(0) for _, group in groups]
+        summed = [reduce(torch.add, [m.value for m in group]) for _, group in groups]
         moments = (_cat(summed) + self._trimmed_moments(batch)) / sum(self.sel)
         features = torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
         return features, SeE2APull(env, groups, moments, self.num_axis, sum(self.sel))

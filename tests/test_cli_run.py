@@ -1,0 +1,84 @@
+"""One tiny run through the commands: train, freeze, test, show, plot; every number is the same everywhere."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from helpers import tiny_input
+
+from deepmd_ema import checkpoint, cli
+from deepmd_ema.infer.curves import read_curve
+from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, water_like, water_like_valid):
+    folder = tmp_path_factory.mktemp("run")
+    config = tiny_input(
+        [water_like],
+        [water_like_valid],
+        num_steps=STEPS,
+        training__enable_ema=True,
+        training__ema_decay=0.8,
+        training__save_freq=6,
+        validating__full_validation=True,
+        validating__ema_full_validation=True,
+        validating__validation_freq=4,
+        validating__full_val_start=0,
+        validating__validation_metric="F:RMSE",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "input.json").write_text(json.dumps(config))
+        assert cli.main(["train", "input.json", "--device", "cpu", "-v", "ERROR"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["live", "ema"])
+def test_the_best_file_gives_its_logged_metric_again_to_the_last_bit(run, water_like_valid, weights):
+    payload = checkpoint.load(run / "model.ckpt.pt")
+    value, step = payload["best"][weights]["records"][0]
+    suffix = "" if weights == "live" else "_ema"
+    found = measure(run / f"best{suffix}.ckpt-{step}.t-1.pt", [water_like_valid]).total
+    assert found.metric("F:RMSE") == value
+
+
+@pytest.mark.parametrize("use_average", [False, True])
+def test_the_log_the_test_and_the_frozen_file_say_the_same(run, water_like_valid, tmp_path, monkeypatch, use_average):
+    monkeypatch.chdir(run)
+    words = ["freeze", "-o", str(tmp_path / "m.dp"), *(["--use-ema"] if use_average else [])]
+    assert cli.main(words) == 0
+    inside = measure(run / "model.ckpt.pt", [water_like_valid], use_average=use_average).total.summary()
+    frozen = measure(tmp_path / "m.dp", [water_like_valid]).total.summary()
+    assert str(inside) == str(frozen)
+    log = read_curve(run / ("val_ema.log" if use_average else "val.log"))
+    assert log.steps[-1] == STEPS
+    np.testing.assert_allclose(log.columns["F_RMSE(meV/Å)"][-1], 1000 * inside["rmse_f"], rtol=1e-4)
+
+
+def test_the_averaged_file_is_the_average_inside_the_checkpoint(run):
+    inside, beside = load_model(run, use_average=True), load_model(run / "model_ema.ckpt.pt")
+    for name, tensor in inside.model.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), beside.model.state_dict()[name].numpy(), err_msg=name)
+    assert inside.info.in_words() == beside.info.in_words()
+    assert inside.info.in_words().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, updates {STEPS}")
+
+
+def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):
+    monkeypatch.chdir(run)
+    assert cli.main(["check", "input.json"]) == 0
+    assert cli.main(["show", "model.ckpt.pt"]) == 0
+    assert cli.main(["plot", "lcurve.out", "val.log", "val_ema.log"]) == 0
+    assert cli.main(["test", "-m", "model.ckpt", "--valid-data", "input.json"]) == 0
+    out = capsys.readouterr().out
+    assert "the options are good" in out
+    assert f"live, step {STEPS}" in out
+    assert "wrote curves.png" in out
+    assert "Force  RMSE        : " in out
+    assert Potential(run).info.step == STEPS

@@ -1,0 +1,272 @@
+"""Parts of the model, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from toy_models import TRICLINIC, TYPES, batch_of, evaluate, model_section, toy_atoms, toy_model
+
+from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.model import moments
+from deepmd_ema.model.activation import activation
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.layers import Network
+
+SAME_MATH = 1e-12
+ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",
+               "linear", "None", "ReLU")  # fmt: skip
+# activation at -3, -0.3, 0.5, 3.2 and 6.5, printed by DeePMD-kit 3.2.0 (its ActivationFn)
+VALUES = {
+    "tanh": [-0.99505475, -0.29131261, 0.46211716, 0.9966824, 0.99999548],
+    "relu6": [0.0, 0.0, 0.5, 3.2, 6.0],
+    "softplus": [0.04858735, 0.55435524, 0.97407698, 3.23995333, 6.50150231],
+    "sigmoid": [0.04742587, 0.42555748, 0.62245933, 0.96083428, 0.99849882],
+    "gelu": [-0.00363739, -0.11462908, 0.34571401, 3.19813043, 6.5],
+    "gelu_tf": [-0.00363739, -0.11462908, 0.34571401, 3.19813043, 6.5],
+    "silu": [-0.14227762, -0.12766724, 0.31122967, 3.07466969, 6.49024232],
+    "silut": [-0.14227762, -0.12766724, 0.31122967, 3.07197163, 3.85673857],
+    "silut:2": [-0.14227762, -0.12766724, 0.31122967, 2.62560139, 2.76148513],
+    "none": [-3.0, -0.3, 0.5, 3.2, 6.5],
+}
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_activation_functions_have_the_values_of_deepmd_kit(name):
+    z = torch.tensor([-3.0, -0.3, 0.5, 3.2, 6.5], dtype=torch.float64)
+    np.testing.assert_allclose(activation(name).value(z).numpy(), VALUES[name], atol=6e-9)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_slope_of_an_activation_function_is_its_derivative(name):
+    z = torch.linspace(-7, 7, 57, dtype=torch.float64) + 0.01
+    z.requires_grad_()
+    act = activation(name)
+    y = act.value(z)
+    (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+    torch.testing.assert_close(act.slope(z, y), slope, rtol=1e-12, atol=1e-12)
+    if name.lower() not in ("relu", "relu6", "none", "linear"):
+        (second,) = torch.autograd.grad(slope.sum(), z, retain_graph=True)
+        (ours,) = torch.autograd.grad(act.slope(z, act.value(z)).sum(), z)
+        torch.testing.assert_close(ours, second, rtol=1e-10, atol=1e-12)
+
+
+def test_an_unknown_activation_function_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r'"tahn" is unknown\. Did you mean tanh\? Known: tanh, relu'):
+        activation("tahn")
+
+
+@pytest.mark.parametrize("widths", [[1, 4, 8, 8], [5, 5, 10, 7], [2, 4, 4]])
+def test_value_and_gradient_of_a_network_agree_with_autograd(widths):
+    net = Network(widths, "silu", timestep=True, dtype=torch.float64, seed=1, num_out=1)
+    x = torch.randn(6, widths[0], dtype=torch.float64, requires_grad=True)
+    value, gradient = net.value_and_gradient(x)
+    torch.testing.assert_close(value, net(x)[:, 0])
+    torch.testing.assert_close(gradient, torch.autograd.grad(net(x).sum(), x)[0])
+
+
+def test_skip_connections_stand_where_widths_allow_them():
+    net = Network([3, 3, 6, 7], "tanh", timestep=True, dtype=torch.float64, seed=1, num_out=1)
+    assert [layer.copies for layer in net.stack] == [1, 2, 0, 0]
+    assert [layer.idt is not None for layer in net.stack] == [True, True, False, False]
+    x = torch.randn(4, 3, dtype=torch.float64)
+    first, second, *_ = net.stack
+    y = torch.tanh(x @ first.weight + first.bias) * first.idt + x
+    torch.testing.assert_close(first(x), y)
+    z = torch.tanh(y @ second.weight + second.bias) * second.idt + torch.cat([y, y], 1)
+    torch.testing.assert_close(second(y), z)
+
+
+def test_first_parameters_have_the_spread_of_deepmd_kit():
+    net = Network([200, 200], "tanh", timestep=True, dtype=torch.float64, seed=1)
+    (layer,) = net.stack
+    assert abs(layer.weight.std() * 400**0.5 - 1) < 0.02
+    assert abs(layer.bias.std() - 1) < 0.2
+    assert abs(layer.idt.mean() - 0.1) < 1e-3
+    assert 5e-4 < layer.idt.std() < 2e-3
+    single = Network([200, 200], "tanh", timestep=True, dtype=torch.float32, seed=1).stack[0]
+    assert torch.equal(single.weight, layer.weight.float())
+
+
+def loss_and_gradients(model, batch):
+    model.zero_grad()
+    out = model(batch, create_graph=True)
+    weights = [torch.randn(v.shape, generator=torch.Generator().manual_seed(1), dtype=v.dtype) for v in out.values()]
+    loss = sum((w.to(v) * v).sum() for w, v in zip(weights, out.values(), strict=True))
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one[0], other[0], rtol=SAME_MATH, atol=SAME_MATH)
+    for a, b in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("neuron", [[4, 8, 16], [4, 4, 5], [6], [3, 5, 10]])
+@pytest.mark.parametrize("one_side", [False, True])
+def test_the_quick_way_for_tanh_nets_equals_the_plain_way(neuron, one_side, monkeypatch):
+    _, model = toy_model(descriptor_changes={"neuron": neuron, "axis_neuron": 3, "type_one_side": one_side})
+    batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
+    quick = loss_and_gradients(model, batch)
+    monkeypatch.setattr(moments, "_is_tanh_net", lambda _: False)
+    assert_same(quick, loss_and_gradients(model, batch))
+
+
+def test_the_size_of_the_portions_does_not_matter(monkeypatch):
+    _, model = toy_model()
+    batch = batch_of(model, (*toy_atoms(), TRICLINIC))
+    quick = loss_and_gradients(model, batch)
+    monkeypatch.setattr(moments, "ROWS_IN_CACHE", 7)
+    assert_same(quick, loss_and_gradients(model, batch))
+
+
+def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
+    far, near = ([[0, 0, 0], [d, 0, 0]] for d in (3.9, 1.5))
+    _, model = toy_model(descriptor_changes={"exclude_types": [[0, 1]]})
+    for types, force in (([0, 1], False), ([1, 0], False), ([0, 0], True), ([2, 1], True)):
+        out = evaluate(model, (near, types, None))["force"]
+        assert (abs(out).max() > 1e-4) == force, types
+    # unlike pairs excluded in the whole model, they lose their place as an empty slot too
+    assert evaluate(model, (near, [0, 1], None))["energy"] == evaluate(model, (far, [0, 1], None))["energy"]
+
+
+def test_pairs_excluded_in_the_model_are_empty_slots():
+    _, model = toy_model(pair_exclude_types=[[0, 1]])
+    near, alone = ([[0, 0, 0], [1.5, 0, 0]], [0, 1], None), [([[0.0, 0, 0]], [t], None) for t in (0, 1)]
+    out = evaluate(model, near)
+    assert abs(out["force"]).max() == 0
+    np.testing.assert_allclose(out["atom_energy"], evaluate(model, *alone)["atom_energy"], rtol=1e-14)
+
+
+def test_atoms_of_an_excluded_type_have_no_energy_but_act_on_others():
+    _, model = toy_model(atom_exclude_types=[1])
+    out = evaluate(model, ([[0, 0, 0], [1.5, 0, 0]], [0, 1], None))
+    assert out["atom_energy"][1] == 0
+    assert out["atom_energy"][0] != 0
+    assert abs(out["force"][1]).max() > 1e-4
+
+
+def test_an_isolated_atom_has_the_energy_given_in_the_config():
+    _, model = toy_model(descriptor_changes={"set_davg_zero": True}, fitting_changes={"atom_ener": [-1.5, None, 0.0]})
+    model.descriptor.mean.zero_()
+    model.fitting.bias_atom_e.zero_()
+    out = evaluate(model, *(([[0.0, 0, 0]], [t], None) for t in range(3)))
+    bias = model.out_bias.numpy().ravel()
+    np.testing.assert_allclose(out["energy"][[0, 2]], bias[[0, 2]], rtol=1e-14)
+    assert abs(out["energy"][1] - bias[1]) > 1e-3
+
+
+def test_frame_and_atom_parameters_enter_normalised():
+    _, model = toy_model(fitting_changes={"numb_fparam": 1, "numb_aparam": 1})
+    coord, types = toy_atoms()
+    aparam = np.linspace(0, 1, len(types))[:, None]
+    fitting = model.fitting
+
+    def energy(f, a):
+        return evaluate(model, (coord, types, None), fparam=np.array([f]), aparam=a)["atom_energy"]
+
+    before = energy(0.3, aparam)
+    assert abs(energy(0.4, aparam) - before).min() > 1e-6
+    other = aparam.copy()
+    other[2] += 1
+    assert np.flatnonzero(energy(0.3, other) != before).tolist() == [2]
+    scale, shift = float(fitting.fparam_inv_std), float(fitting.fparam_avg)
+    fitting.fparam_inv_std.fill_(1)
+    fitting.fparam_avg.zero_()
+    np.testing.assert_allclose(energy((0.3 - shift) * scale, aparam), before, rtol=1e-12)
+
+
+def test_default_frame_parameters_stand_in_for_missing_ones():
+    _, model = toy_model(fitting_changes={"numb_fparam": 2, "default_fparam": [0.3, -1.0]})
+    atoms = (*toy_atoms(), None)
+    given = evaluate(model, atoms, fparam=np.array([0.3, -1.0]))
+    assert evaluate(model, atoms)["energy"] == given["energy"]
+
+
+def test_missing_parameters_are_named():
+    _, model = toy_model(fitting_changes={"numb_fparam": 2})
+    with pytest.raises(DataError, match="this model needs fparam: 2 numbers for each frame"):
+        evaluate(model, (*toy_atoms(), None))
+    _, model = toy_model(fitting_changes={"numb_aparam": 3})
+    with pytest.raises(DataError, match="this model needs aparam: 3 numbers for each atom"):
+        evaluate(model, (*toy_atoms(), None))
+
+
+@pytest.mark.parametrize(("part", "changes"), [
+    ("descriptor", {"descriptor_changes": {"trainable": False}}),
+    ("fitting", {"fitting_changes": {"trainable": [True, False, True]}}),
+])  # fmt: skip
+def test_a_part_that_is_not_trained_gets_no_gradients(part, changes):
+    _, model = toy_model(**changes)
+    model.train()
+    out = model(batch_of(model, (*toy_atoms(), TRICLINIC)))
+    (out["energy"].sum() + out["force"].square().sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == name.startswith(part), name
+
+
+def test_names_of_the_state_are_those_of_the_files_of_this_version():
+    _, model = toy_model(descriptor_changes={"type_one_side": True, "resnet_dt": True, "neuron": [2, 4],
+                                             "sel": [20]},
+                         fitting_changes={"neuron": [3], "numb_fparam": 1}, type_map=TYPES[:1])  # fmt: skip
+    assert sorted(model.state_dict()) == [
+        "descriptor.embeddings.0.layers.0.bias",
+        "descriptor.embeddings.0.layers.0.idt",
+        "descriptor.embeddings.0.layers.0.weight",
+        "descriptor.embeddings.0.layers.1.bias",
+        "descriptor.embeddings.0.layers.1.idt",
+        "descriptor.embeddings.0.layers.1.weight",
+        "descriptor.mean",
+        "descriptor.stddev",
+        "fitting.bias_atom_e",
+        "fitting.fparam_avg",
+        "fitting.fparam_inv_std",
+        "fitting.nets.0.layers.0.bias",
+        "fitting.nets.0.layers.0.weight",
+        "fitting.nets.0.layers.1.bias",
+        "fitting.nets.0.layers.1.weight",
+        "out_bias",
+        "out_std",
+    ]
+
+
+def test_seeds_of_the_parts_come_before_the_seed_of_the_run():
+    config = model_config_from_dict(model_section())
+    own = replace(config, descriptor=replace(config.descriptor, seed=4))
+    one, two = build_model(own, 1).state_dict(), build_model(own, 2).state_dict()
+    assert torch.equal(one["descriptor.embeddings.0.layers.0.weight"], two["descriptor.embeddings.0.layers.0.weight"])
+    assert not torch.equal(one["fitting.nets.0.layers.0.weight"], two["fitting.nets.0.layers.0.weight"])
+    nets = [one[f"descriptor.embeddings.{k}.layers.0.weight"] for k in range(9)]
+    assert not torch.equal(nets[0], nets[1])
+
+
+def test_masks_of_atoms_are_refused():
+    config = model_config_from_dict(model_section())
+    with pytest.raises(ConfigError, match="use_aparam_as_mask = true: masks of atoms are not available"):
+        build_model(replace(config, fitting_net=replace(config.fitting_net, use_aparam_as_mask=True)))
+
+
+def test_a_state_goes_from_one_model_to_another():
+    _, model = toy_model()
+    _, other = toy_model(seed=9)
+    atoms = (*toy_atoms(), TRICLINIC)
+    assert evaluate(model, atoms)["energy"] != evaluate(other, atoms)["energy"]
+    other.load_state_dict(model.state_dict())
+    assert evaluate(model, atoms)["energy"] == evaluate(other, atoms)["energy"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("changes", [{}, {"resnet_dt": True}])
+def test_a_gpu_gives_the_same_numbers_and_the_same_bits_twice(changes):
+    _, model = toy_model(descriptor_changes=changes)
+    batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
+    here = loss_and_gradients(model, batch)
+    model.cuda()
+    there, again = (loss_and_gradients(model, batch.to(torch.device("cuda"))) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(there[1], again[1], strict=True))
+    assert_same(here, (there[0].cpu(), [g.cpu() for g in there[1]]))
