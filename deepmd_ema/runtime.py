@@ -46,6 +46,11 @@ def make_runtime(device: str | None = None) -> Runtime:
         raise UserError(f"--device {device}: unknown device. Use cpu, cuda or cuda:0.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is visible to torch {torch.__version__}. Use --device cpu.")
+    try:
+        torch.zeros((), dtype=torch.float64, device=chosen).item()
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"--device {device}: cannot compute in float64 here ({reason}). Use cpu, cuda or cuda:0.") from error
     return Runtime(chosen, rank, world)
 
 

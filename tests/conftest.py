@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from helpers import write_system
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """After a test the environment is as before, no thread goes on, and no process group is open."""
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    current = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    left = dict(os.environ)
+    if current is not None:
+        os.environ["PYTEST_CURRENT_TEST"] = current
+    changed = {k for k in {*left, *environment} if left.get(k) != environment.get(k) and not k.startswith("TORCH")}
+    assert not changed, f"the test changed the environment: {changed}"
+    started = [t for t in threading.enumerate() if t not in threads and t.name.startswith("dp-ema")]
+    assert not started, f"threads go on: {started}"
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_initialized(), "a process group is open"
 
 
 @pytest.fixture(scope="session")

@@ -242,7 +242,8 @@ def test_text_arrays_are_refused(system):
 def test_an_unknown_element_is_told_with_a_guess(tmp_path):
     path = write_system(tmp_path / "w", elements=("O", "h"), frames=1)
     assert only_problem([str(path)], ["O", "H"]) == (
-        f'{path}/type_map.raw: element "h" is not in model.type_map. Did you mean H? Known: O, H.')
+        f'{path}/type_map.raw: element "h" is not in model.type_map. Did you mean H? Known: O, H. '
+        "Add it to model.type_map, or leave the system out.")
 
 
 def test_an_unknown_element_that_no_atom_has_is_no_problem(tmp_path):

@@ -142,8 +142,12 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
     raise CheckpointError("\n".join(lines))
 
 
-def ensure_writable(folder: str | Path) -> None:
+def ensure_writable(folder: str | Path, option: str = "") -> None:
     """Make ``folder`` if need be, and check that a file can be written into it.
+
+    Args:
+        folder: where files will be written.
+        option: what names the folder, for the message.
 
     Raises:
         CheckpointError: if not.
@@ -155,9 +159,11 @@ def ensure_writable(folder: str | Path) -> None:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
+        place, asked = (f"{option}: ", f", or let {option} name one") if option else ("", "")
+        reason = "a file of that name is in the way" if folder.is_file() else _reason(error)
         raise CheckpointError(
-            f"{folder}: cannot write here ({_reason(error)}). Start the run in a folder that you may write to, or set "
-            "training.save_ckpt, training.save_dir or validating.save_best_dir to one."
+            f"{place}{folder.absolute()}: cannot write here ({reason}). Start the run in a folder that you may write "
+            f"to{asked}."
         ) from error
 
 

@@ -175,7 +175,7 @@ def open_system(folder: Folder, wanted: Wanted) -> System:
     names = folder.words("type_map.raw")
     set_names = folder.set_names()
     if not set_names:
-        raise DataError(f"{folder.name}: no frames: it has type.raw but no set.* folder.")
+        raise DataError(f"{folder.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
     mixed = {name: folder.has(f"{name}/{TYPES}.npy") for name in set_names}
     if len(set(mixed.values())) > 1:
         raise DataError(f"{folder.name}: mixed and plain sets in one folder: {_named(mixed, True)} with {TYPES}.npy, "
@@ -192,7 +192,7 @@ def open_system(folder: Folder, wanted: Wanted) -> System:
             sets.append(part)
             first += part.num_frames
     if not sets and not problems:
-        problems.append(f"{folder.name}: no frames: the arrays of {', '.join(set_names)} have no rows.")
+        problems.append(f"{folder.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
     index_of = _type_table(folder, wanted, names, file_types, sets if is_mixed else None, problems)
     if problems:
         raise DataError(problems)
@@ -323,7 +323,7 @@ def _type_table(folder: Folder, wanted: Wanted, names: list[str] | None, file_ty
             table[number] = wanted.type_map.index(element)
         elif number in used:
             problems.append(f'{folder.name}/type_map.raw: element "{element}" is not in model.type_map. '
-                            f"{did_you_mean(element, wanted.type_map)}")
+                            f"{did_you_mean(element, wanted.type_map)} Add it to model.type_map, or leave the system out.")
     return table
 
 

@@ -15,7 +15,8 @@ from deepmd_ema import keys
 from deepmd_ema.config import load_config
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.npy import System, open_systems
-from deepmd_ema.errors import ConfigError, UserError
+from deepmd_ema.data.scan import scan_system
+from deepmd_ema.errors import ConfigError, DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.runtime import make_runtime
@@ -191,6 +192,9 @@ def measure(
         rglob_patterns,
         fitting.default_fparam,
     )
+    problems = [text for s in opened for text in scan_system(s, len(loaded.config.type_map)).problems]
+    if problems:
+        raise DataError(problems)
     chosen = cast("list[System]", [_FirstFrames(s, num_frames) for s in opened]) if num_frames > 0 else opened
     network = loaded.model.to(where)
     batches = sequential_batches(chosen, network.layout, labels=labels)
@@ -198,7 +202,9 @@ def measure(
         total = evaluate(network, batches, where, progress=bar.update, collect=True)
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
-    return ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
+    report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
+    _refuse_non_finite(report)
+    return report
 
 
 def run_test(
@@ -243,6 +249,20 @@ def systems_to_test(
             raise ConfigError(f"{valid_data}: training.validation_data is not there. Give the systems with -s.")
         return list(data.systems), data.rglob_patterns
     return list(systems or ["."]), None
+
+
+def _refuse_non_finite(report: ErrorReport) -> None:
+    """Raise DataError if the model gives no number for some frames, as it does for atoms in one place."""
+    problems = []
+    for frame in report.frames:
+        if not all(np.isfinite(value).all() for value in frame.prediction.values()):
+            part, index = report.systems[frame.source[0]].locate(frame.source[1])
+            problems.append(
+                f"{part.name}: frame {index} (from 0): the model gives no finite energy or force. Do atoms overlap, or "
+                "does the model hold nan? Remove the frame."
+            )
+    if problems:
+        raise DataError(problems)
 
 
 def _error_lines(errors: Errors) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
 LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
 RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+TRAIN_LEVEL = 2  # lines of training batches lie below all others
 MOST_DOTS = 20_000  # beyond it a density says more than dots
 INK = "#28323c"
 STYLE = {
@@ -88,7 +89,9 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         margin = 0.03 * (last - first) or 1
         for axis in axes:
             axis.set(xlabel="Optimizer step", xlim=(first - margin, last + margin))
-            _log_axis(axis)
+            axis.set_yscale("log")
+            _leave_out_single_batches(axis)
+            _plain_ticks(axis)
             if log_steps:
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
         _legend(figure, axes)
@@ -167,7 +170,7 @@ def _draw(axis: Any, curve: Curve, panel: Panel, runs: Mapping[Path, str]) -> No
         train = name.startswith(f"{panel.batch}_trn")
         role = TRAIN_COLOR if train else "#74aed3"
         axis.plot(curve.steps, factor * values, color=_color(curve, runs, role), lw=0.9, alpha=0.45 if train else 0.8,
-                  zorder=2 + (not train), label=f"{run}{_batch_label(name, panel, train)}")  # fmt: skip
+                  zorder=TRAIN_LEVEL + (not train), label=f"{run}{_batch_label(name, panel, train)}")  # fmt: skip
 
 
 def _batch_label(name: str, panel: Panel, train: bool) -> str:
@@ -210,31 +213,47 @@ def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) 
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
     for axis in axes[panels:]:
-        axis.remove()
+        axis.set_axis_off()
     return figure, axes[:panels]
 
 
-def _log_axis(axis: Any) -> None:
-    """Make the axis of values logarithmic, with plain numbers at its ticks where it spans a few decades only."""
+def _leave_out_single_batches(axis: Any) -> None:
+    """Fit the axis of values to the validation lines, if there are any: one lucky batch would stretch it by decades."""
+    shown = [line.get_ydata() for line in axis.lines if line.get_zorder() > TRAIN_LEVEL]
+    values = np.concatenate([np.zeros(0), *shown])
+    values = values[np.isfinite(values) & (values > 0)]
+    if len(values) > 1:
+        margin = (values.max() / values.min()) ** 0.06
+        axis.set_ylim(values.min() / margin, values.max() * margin)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Write plain numbers at the ticks of a logarithmic axis that is not about tiny ones."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axis.set_yscale("log")
     low, high = axis.get_ylim()
-    if high / low < 1000 and low > 1e-3:
+    if low > 1e-2 and high < 1e5:
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    """Put one legend above all panels: a line means the same in each."""
+    """Put one legend into a free place of the grid, or above all panels: a line means the same in each."""
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
-    if entries:
+    if not entries:
+        return
+    labels = sorted(entries, key=lambda label: -entries[label].get_linewidth())  # what matters most first
+    handles = [entries[label] for label in labels]
+    free = [axis for axis in figure.axes if axis not in axes]
+    if free and len(labels) < 9:
+        free[0].legend(handles, labels, loc="center left", fontsize=10, labelspacing=0.9)
+    else:
         columns = min(len(entries), 2 * len(axes) if len(axes) < 3 else 4)
-        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns)
 
 
 def _style() -> AbstractContextManager[None]:

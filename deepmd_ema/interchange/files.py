@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +30,9 @@ def write_tree(path: Path, tree: Tree) -> None:
         with atomic_write(path) as part:
             write(part, tree)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}).") from error
+        # HDF5 puts the whole story into the text, with the name of a part that the user has not heard of
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise CheckpointError(f"{path}: cannot be written ({reason}). Choose another -o, or make room.") from error
 
 
 def read_tree(path: Path) -> Tree:

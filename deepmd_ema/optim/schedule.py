@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
-
     from deepmd_ema.config import CosineSchedule, ExpSchedule, WsdSchedule
 
 LEAST_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr

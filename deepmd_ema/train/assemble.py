@@ -15,6 +15,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import config_warnings, ignored_options, load_config, to_dict
 from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.schedule import build_schedule
@@ -76,12 +77,11 @@ def run_training(
         config = replace(config, training=replace(config.training, seed=secrets.randbelow(2**31)))
     if origin.kind == "restart":
         check_continuity(config, origin, allow_config_change)
-    _check_folders(config, output)
+    _check_places(config, output)
     for line in (*config.notes, *ignored_options(config)):
         logger.warning("%s", line)
     prepared = prepare(config, origin, skip_neighbor_stat)
-    with atomic_write(output) as part:
-        part.write_text(json.dumps(to_dict(prepared.config), indent=4) + "\n")
+    _write_config(output, prepared.config)
     trainer = assemble(prepared, origin, runtime)
     trainer.input_file = input_file
     trainer.run()
@@ -136,15 +136,49 @@ def _continue(trainer: Trainer, origin: Origin) -> None:
         "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs go on",
         step, origin.path,
     )  # fmt: skip
+    if step >= trainer.num_steps:
+        logger.warning(
+            "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to go on.",
+            step, trainer.num_steps,
+        )  # fmt: skip
 
 
-def _check_folders(config: RunConfig, output: str) -> None:
+def _check_places(config: RunConfig, output: str) -> None:
+    """Make the folders that the run writes to; a place where it could not write is told now, not after an hour."""
     training, validating = config.training, config.validating
-    files = [output, training.disp_file, training.save_ckpt, validating.full_val_file]
-    folders = {Path(name).parent for name in files}
-    folders |= {Path(folder) for folder in (training.save_dir, validating.save_best_dir) if folder}
-    for folder in sorted(folders):
-        checkpoint.ensure_writable(folder)
+    files = {
+        "--output": output,
+        "training.disp_file": training.disp_file,
+        "training.save_ckpt": f"{training.save_ckpt}.pt",
+        "validating.full_val_file": validating.full_val_file,
+    }
+    folders = {option: Path(name).parent for option, name in files.items()}
+    more = {"training.save_dir": training.save_dir, "validating.save_best_dir": validating.save_best_dir}
+    if training.stat_file is not None and training.stat_file_mode != "read":
+        more["training.stat_file"] = str(Path(training.stat_file).parent)
+    if training.tensorboard:
+        more["training.tensorboard_log_dir"] = training.tensorboard_log_dir
+    folders |= {option: Path(folder) for option, folder in more.items() if folder is not None}
+    problems = [
+        f"{option}: {name} is a folder, and the run writes a file of that name. Move it away, or choose another name."
+        for option, name in files.items()
+        if Path(name).is_dir()
+    ]
+    for option, folder in folders.items():
+        try:
+            checkpoint.ensure_writable(folder, option)
+        except CheckpointError as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _write_config(output: str, config: RunConfig) -> None:
+    try:
+        with atomic_write(output) as part:
+            part.write_text(json.dumps(to_dict(config), indent=4) + "\n")
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}). Make room, or choose another -o.") from error
 
 
 def _sampler(systems: Sequence[System], data: Any, seed: int, stream: str, runtime: Runtime) -> Sampler:

@@ -108,7 +108,13 @@ def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, 
             )
     found = collect_statistics(config.model, _statistics_batches(config, systems, cache, seed))
     if path is not None:
-        write_stat_file(path, config.model, found)
+        try:
+            write_stat_file(path, config.model, found)
+        except OSError as error:
+            raise DataError(
+                f"training.stat_file: {path}: cannot be written ({error.strerror or error}). Remove what stands there, "
+                "name another place, or leave the option out."
+            ) from error
     return found
 
 

@@ -22,6 +22,10 @@ CONTINUITY = ("model", "learning_rate", "optimizer", "loss", "training.training_
               "training.gradient_max_norm")
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
+_ADVICE = (
+    "     A restart continues the same run. Put back what is said above, or say --allow-config-change if the change is\n"
+    "     meant, or start anew from the weights with --init-model."
+)
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,21 @@ def check_continuity(config: RunConfig, origin: Origin, allow_change: bool) -> N
         return
     lines = [f"{path}: {old!r} in the checkpoint, {new!r} in the input" for path, old, new in changed]
     if allow_change:
+        _refuse_another_optimizer(config, before)
         for line in lines:
             logger.warning("the restart goes on with a change. %s", line)
         return
-    raise ConfigError(
-        [f"{line}." for line in lines]
-        + ["A restart continues the same run. Put these back, or say --allow-config-change if the change is meant "
-           "(or start anew from the weights with --init-model)."]
-    )
+    *others, last = [f"{line}." for line in lines]
+    raise ConfigError([*others, f"{last}\n{_ADVICE}"])
+
+
+def _refuse_another_optimizer(config: RunConfig, before: Mapping[str, Any]) -> None:
+    kind = before["optimizer"]["type"]
+    if config.optimizer.type != kind:
+        raise ConfigError(
+            f'optimizer.type = "{config.optimizer.type}": the moments of the checkpoint are those of {kind}, so a restart '
+            f'cannot go on with another. Set it to "{kind}", or start anew from the weights with --init-model.'
+        )
 
 
 def load_weights(model: Any, origin: Origin) -> None:
