@@ -163,8 +163,9 @@ def make_folder(folder: Path, num_steps: int) -> Path:
     config = tiny_input(["data"], ["valid"], num_steps=num_steps, training__disp_freq=1, training__save_freq=1,
                         training__disp_avg=True, training__max_ckpt_keep=3, training__enable_ema=True,
                         training__ema_decay=0.95, training__ema_ckpt_keep=2, learning_rate__start_lr=3e-3,
-                        validating={"full_validation": True, "ema_full_validation": True, "validation_freq": 2,
-                                    "full_val_start": 0, "max_best_ckpt": 3, "validation_metric": "F:RMSE"})  # fmt: skip
+                        validating__full_validation=True, validating__ema_full_validation=True,
+                        validating__validation_freq=2, validating__full_val_start=0, validating__max_best_ckpt=3,
+                        validating__validation_metric="F:RMSE")  # fmt: skip
     (folder / "input.json").write_text(json.dumps(config, indent=2))
     return folder
 
@@ -202,7 +203,7 @@ def torment(run: Run, kills: int, moments: random.Random, start_s: float, step_s
 
 
 def differences(whole: Path, parts: Path) -> list[str]:
-    """Return in what the two runs have ended differently: files, bytes of tables, tensors and numbers of checkpoints."""
+    """Return in what two runs have ended differently: files, bytes of tables, tensors and numbers of checkpoints."""
     import torch
 
     found = []

@@ -49,8 +49,8 @@ def make_runtime(device: str | None = None) -> Runtime:
     try:
         torch.zeros((), dtype=torch.float64, device=chosen).item()
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"--device {device}: cannot compute in float64 here ({reason}). Use cpu, cuda or cuda:0.") from error
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+        raise UserError(f"--device {device}: is not usable here ({reason}). Use cpu, cuda or cuda:0.") from error
     return Runtime(chosen, rank, world)
 
 

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -89,7 +88,9 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
 
 
 def tree_of(path):
+    h5py = pytest.importorskip("h5py")
     with h5py.File(path) as file:
+
         def resolved(value):
             if isinstance(value, dict):
                 return {k: resolved(v) for k, v in value.items()}
@@ -105,7 +106,8 @@ def missing_or_other(theirs, ours, path=""):
         return [p for k, v in theirs.items() for p in
                 ([f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}"))]  # fmt: skip
     if isinstance(theirs, list) and theirs and isinstance(theirs[0], dict):
-        return [p for k, (a, b) in enumerate(zip(theirs, ours, strict=True)) for p in missing_or_other(a, b, f"{path}/{k}")]
+        both = enumerate(zip(theirs, ours, strict=True))
+        return [p for k, (a, b) in both for p in missing_or_other(a, b, f"{path}/{k}")]
     if isinstance(theirs, np.ndarray):
         return [] if theirs.dtype == ours.dtype and np.array_equal(theirs, ours) else [path]
     return [] if theirs == ours else [path]
@@ -136,10 +138,13 @@ def shorten_davg(tree):
     [
         (lambda t: t["model"]["descriptor"].update(type="dpa3"),
          r"model.yaml: descriptor 'dpa3' is not available here\. Known: se_e2_a\."),
-        (lambda t: t["model"]["fitting"].update(type="dipole"), r"fitting 'dipole' is not available here\. Known: ener"),
+        (lambda t: t["model"]["fitting"].update(type="dipole"),
+         r"fitting 'dipole' is not available here\. Known: ener"),
         (lambda t: t["model"].update(type="linear"), "a model of type 'linear'; only standard models"),
-        (lambda t: t["model"]["descriptor"].update({"@version": 3}), r"version 3 \(compressed\), which is not available"),
-        (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}), "uses spin, which is not available"),
+        (lambda t: t["model"]["descriptor"].update({"@version": 3}),
+         r"version 3 \(compressed\), which is not available"),
+        (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}),
+         "uses spin, which is not available"),
         (lambda t: t["model"]["descriptor"]["env_mat"].update(use_exp_switch=True), "uses an exponential switch"),
         (lambda t: t["model"]["fitting"].update(mixed_types=True), "uses one fitting net for all types"),
         (drop_bias, r"nets\[0\]\.layers\[0\]: b is missing"),
@@ -156,6 +161,7 @@ def test_what_cannot_be_read_is_named(change, message, tmp_path):
 
 
 def test_damaged_and_missing_files_are_named(tmp_path):
+    h5py = pytest.importorskip("h5py")
     config, model = toy_model()
     write_dp(tmp_path / "whole.dp", model, config)
     whole = (tmp_path / "whole.dp").read_bytes()

@@ -39,7 +39,8 @@ def test_every_registered_descriptor_has_a_small_section_for_these_tests():
 def test_energy_and_forces_do_not_change_under_translation(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell)
-    here, there = evaluate(model, (coord, types, box)), evaluate(model, (coord + [0.7, -31.2, 5.9], types, box))
+    here = evaluate(model, (coord, types, box))
+    there = evaluate(model, (coord + np.array([0.7, -31.2, 5.9]), types, box))
     for name in ("energy", "atom_energy", "force", "virial"):
         close(there[name], here[name], 1e-9)  # 31 angstrom away, coordinates have fewer digits
 

@@ -12,6 +12,7 @@ from deepmd_ema.checkpoint.best import BestFiles
 from deepmd_ema.checkpoint.family import Family, keep_count, save_together
 from deepmd_ema.checkpoint.files import (
     FORMAT,
+    POINTER,
     check_weights,
     ensure_writable,
     load,
@@ -23,6 +24,7 @@ from deepmd_ema.checkpoint.files import (
 
 __all__ = [
     "FORMAT",
+    "POINTER",
     "BestFiles",
     "Family",
     "check_weights",

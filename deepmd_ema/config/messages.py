@@ -20,6 +20,14 @@ NOT_AVAILABLE = "known to DeePMD-kit, not available in dp-ema 0.1"
 
 
 @dataclass(frozen=True)
+class ConfigText:
+    """Values of a config file and the line, from 1, of each key and list item."""
+
+    values: Any
+    lines: dict[Path, int]
+
+
+@dataclass(frozen=True)
 class Problem:
     """One mistake: its place in the config and the rest of the message, which begins with `` = value: `` or ``: ``."""
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from deepmd_ema.config.messages import ConfigText, dotted
 from deepmd_ema.config.messages import Path as ConfigPath
-from deepmd_ema.config.messages import dotted
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
 _LARGEST = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
-
-
-@dataclass(frozen=True)
-class ConfigText:
-    """Values of a config file and the line, from 1, of each key and list item."""
-
-    values: Any
-    lines: dict[ConfigPath, int]
 
 
 def read_config_file(path: Path) -> ConfigText:

@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
+from deepmd_ema.config.messages import ConfigText, dotted
 from deepmd_ema.config.messages import Path as ConfigPath
-from deepmd_ema.config.messages import dotted
-from deepmd_ema.config.read import ConfigText
 from deepmd_ema.errors import ConfigError
 
 

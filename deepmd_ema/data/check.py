@@ -168,8 +168,8 @@ def _too_close(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]], f
                  for a in found.frame_pair[number]]
         pair = " and ".join(f"{a} ({element})" for a, element in atoms)
         problems.append(f"{part.arrays['coord'].name}: frame {row} (of {part.num_frames}, from 0): atoms {pair} are "
-                        f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. Remove the frame, or, if it is meant, lower "
-                        "training.training_data.min_pair_dist.")
+                        f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
+                        "Remove the frame or, if it is meant, lower training.training_data.min_pair_dist.")
     more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in told.items() if count > _MOST_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 

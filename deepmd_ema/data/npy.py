@@ -323,7 +323,8 @@ def _type_table(folder: Folder, wanted: Wanted, names: list[str] | None, file_ty
             table[number] = wanted.type_map.index(element)
         elif number in used:
             problems.append(f'{folder.name}/type_map.raw: element "{element}" is not in model.type_map. '
-                            f"{did_you_mean(element, wanted.type_map)} Add it to model.type_map, or leave the system out.")
+                            f"{did_you_mean(element, wanted.type_map)} "
+                            "Add it to model.type_map, or leave the system out.")
     return table
 
 

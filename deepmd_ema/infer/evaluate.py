@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from deepmd_ema import keys
 from deepmd_ema.config import load_config
+from deepmd_ema.data.check import check_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.scan import scan_system
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 WORST = 10  # frames shown at the end
+_SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 _LINE = "# " + "-" * 47 + " "
 # title, name in Errors.summary(), unit; as DeePMD-kit prints them
 _ROWS = (
@@ -203,7 +205,7 @@ def measure(
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
-    _refuse_non_finite(report)
+    _refuse_non_finite(report, loaded.config.descriptor.rcut)
     return report
 
 
@@ -251,18 +253,19 @@ def systems_to_test(
     return list(systems or ["."]), None
 
 
-def _refuse_non_finite(report: ErrorReport) -> None:
-    """Raise DataError if the model gives no number for some frames, as it does for atoms in one place."""
-    problems = []
-    for frame in report.frames:
-        if not all(np.isfinite(value).all() for value in frame.prediction.values()):
-            part, index = report.systems[frame.source[0]].locate(frame.source[1])
-            problems.append(
-                f"{part.name}: frame {index} (from 0): the model gives no finite energy or force. Do atoms overlap, or "
-                "does the model hold nan? Remove the frame."
-            )
-    if problems:
-        raise DataError(problems)
+def _refuse_non_finite(report: ErrorReport, rcut: float) -> None:
+    """Raise DataError if the model gives no number for some frame, as it does for atoms in one place."""
+    bad = [f for f in report.frames if not all(np.isfinite(value).all() for value in f.prediction.values())]
+    if not bad:
+        return
+    # a batch fails as a whole: look for the frames that made it fail
+    systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
+    check_systems(systems, [], report.type_map, rcut, min_distance=_SAME_PLACE).raise_problems()
+    part, index = report.systems[bad[0].source[0]].locate(bad[0].source[1])
+    raise DataError(
+        f"{part.name}: frame {index} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite energies and "
+        "forces. Does it hold nan, or are these frames far from what it was trained on?"
+    )
 
 
 def _error_lines(errors: Errors) -> list[str]:

@@ -233,7 +233,8 @@ def _plain_ticks(axis: Any) -> None:
 
     low, high = axis.get_ylim()
     if low > 1e-2 and high < 1e5:
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+        parts = (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,)
+        axis.yaxis.set_major_locator(LogLocator(subs=parts))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
 

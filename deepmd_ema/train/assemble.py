@@ -151,6 +151,7 @@ def _check_places(config: RunConfig, output: str) -> None:
         "training.disp_file": training.disp_file,
         "training.save_ckpt": f"{training.save_ckpt}.pt",
         "validating.full_val_file": validating.full_val_file,
+        "name of the newest file": checkpoint.POINTER,
     }
     folders = {option: Path(name).parent for option, name in files.items()}
     more = {"training.save_dir": training.save_dir, "validating.save_best_dir": validating.save_best_dir}
@@ -164,13 +165,20 @@ def _check_places(config: RunConfig, output: str) -> None:
         for option, name in files.items()
         if Path(name).is_dir()
     ]
+    checked: set[Path] = set()
     for option, folder in folders.items():
-        try:
-            checkpoint.ensure_writable(folder, option)
-        except CheckpointError as error:
-            problems += error.problems
+        problems += _unwritable(folder, option) if folder not in checked else []
+        checked.add(folder)
     if problems:
         raise CheckpointError(problems)
+
+
+def _unwritable(folder: Path, option: str) -> list[str]:
+    try:
+        checkpoint.ensure_writable(folder, option)
+    except CheckpointError as error:
+        return error.problems
+    return []
 
 
 def _write_config(output: str, config: RunConfig) -> None:

@@ -73,7 +73,7 @@ def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False)
     descriptor = config.model.descriptor
     if isinstance(descriptor.sel, str):
         if skip_neighbor_stat:
-            raise DataError(f'--skip-neighbor-stat with model.descriptor.sel = "{descriptor.sel}": give sel as numbers.')
+            raise DataError(f'--skip-neighbor-stat: model.descriptor.sel = "{descriptor.sel}" needs it. Give numbers.')
         sel = list(auto_sel(neighbors.max_neighbors, descriptor.sel_margin))
         config = replace(config, model=replace(config.model, descriptor=replace(descriptor, sel=sel)))
     nearest = origin.min_nbor_dist if origin.path is not None else neighbors.min_distance

@@ -23,8 +23,8 @@ CONTINUITY = ("model", "learning_rate", "optimizer", "loss", "training.training_
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _ADVICE = (
-    "     A restart continues the same run. Put back what is said above, or say --allow-config-change if the change is\n"
-    "     meant, or start anew from the weights with --init-model."
+    "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
+    "     or start anew from the weights with --init-model."
 )
 
 
@@ -117,8 +117,8 @@ def _refuse_another_optimizer(config: RunConfig, before: Mapping[str, Any]) -> N
     kind = before["optimizer"]["type"]
     if config.optimizer.type != kind:
         raise ConfigError(
-            f'optimizer.type = "{config.optimizer.type}": the moments of the checkpoint are those of {kind}, so a restart '
-            f'cannot go on with another. Set it to "{kind}", or start anew from the weights with --init-model.'
+            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}, so a restart cannot '
+            f'go on with another. Set it to "{kind}", or start anew from the weights with --init-model.'
         )
 
 
