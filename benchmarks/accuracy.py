@@ -45,13 +45,15 @@ def main() -> None:
             print(key, seed, json.dumps(errors), flush=True)
     header = ["weights", "energy RMSE, meV/atom", "median", "force RMSE, meV/angstrom", "median"]
     rows = [[f"{found[key].name}, {weights}", *_cells(values)] for (key, weights), values in results.items()]
-    page = "\n\n".join([
-        f"# Accuracy after {config['training']['numb_steps']} steps, {common.today()}",
-        f"{config['model']['descriptor']['type']}, seeds {', '.join(map(str, args.seeds))}, validation frames of the "
-        f"input, each program's own test command.  \nOn {common.machine(found, args.threads, args.device)}.",
-        common.table(header, rows),
-        *_ratios(results),
-    ])
+    page = "\n\n".join(
+        [
+            f"# Accuracy after {config['training']['numb_steps']} steps, {common.today()}",
+            f"{config['model']['descriptor']['type']}, seeds {', '.join(map(str, args.seeds))}, validation frames of the "
+            f"input, each program's own test command.  \nOn {common.machine(found, args.threads, args.device)}.",
+            common.table(header, rows),
+            *_ratios(results),
+        ]
+    )
     common.publish(page, args.output)
 
 

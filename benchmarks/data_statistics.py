@@ -45,12 +45,14 @@ def main() -> None:
         more = " or more" if ours == RESOLUTION_S else ""
         rows.append(["peer over ours", "", "", f"{peer / ours:.1f}{more}", ""])
     header = ["", "neighbor statistics, s", "descriptor and bias, s", "together, s", "start to step 1, s"]
-    page = "\n\n".join([
-        f"# Statistics before training, {common.today()}",
-        f"{common.count_frames(config)} frames; least of {args.repeats}; differences under {RESOLUTION_S} s are "
-        f"noise.  \nOn {common.machine(found, args.threads, args.device)}.",
-        common.table(header, rows),
-    ])
+    page = "\n\n".join(
+        [
+            f"# Statistics before training, {common.today()}",
+            f"{common.count_frames(config)} frames; least of {args.repeats}; differences under {RESOLUTION_S} s are "
+            f"noise.  \nOn {common.machine(found, args.threads, args.device)}.",
+            common.table(header, rows),
+        ]
+    )
     common.publish(page, args.output)
 
 

@@ -23,21 +23,53 @@ SCHEDULES = [
     {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "decay_steps": 30, "decay_rate": 0.8, "stop_lr": 1e-5},
     {"type": "exp", "num_steps": 300, "start_lr": 1e-3, "decay_steps": 5000, "decay_rate": 0.8},
     {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "decay_steps": 50, "warmup_steps": 100},
-    {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "stop_lr": 1e-7, "warmup_ratio": 0.137,
-     "warmup_start_factor": 0.2},
+    {
+        "type": "exp",
+        "num_steps": 1000,
+        "start_lr": 1e-3,
+        "stop_lr": 1e-7,
+        "warmup_ratio": 0.137,
+        "warmup_start_factor": 0.2,
+    },
     {"type": "exp", "num_steps": 9, "start_lr": 1e-3},
     {"type": "cosine", "num_steps": 1000, "start_lr": 1e-3},
-    {"type": "cosine", "num_steps": 1000, "start_lr": 1e-3, "stop_lr": 1e-5, "warmup_steps": 77,
-     "warmup_start_factor": 0.1},
+    {
+        "type": "cosine",
+        "num_steps": 1000,
+        "start_lr": 1e-3,
+        "stop_lr": 1e-5,
+        "warmup_steps": 77,
+        "warmup_start_factor": 0.1,
+    },
     {"type": "wsd", "num_steps": 1000, "start_lr": 1e-3},
-    {"type": "wsd", "num_steps": 1000, "start_lr": 1e-3, "stop_lr": 1e-6, "decay_phase_ratio": 0.3,
-     "decay_type": "cosine", "warmup_steps": 50},
-    {"type": "wsd", "num_steps": 1000, "start_lr": 1e-3, "stop_lr_ratio": 0.01, "decay_phase_ratio": 1.0,
-     "decay_type": "linear", "warmup_ratio": 0.25},
+    {
+        "type": "wsd",
+        "num_steps": 1000,
+        "start_lr": 1e-3,
+        "stop_lr": 1e-6,
+        "decay_phase_ratio": 0.3,
+        "decay_type": "cosine",
+        "warmup_steps": 50,
+    },
+    {
+        "type": "wsd",
+        "num_steps": 1000,
+        "start_lr": 1e-3,
+        "stop_lr_ratio": 0.01,
+        "decay_phase_ratio": 1.0,
+        "decay_type": "linear",
+        "warmup_ratio": 0.25,
+    },
     {"type": "wsd", "num_steps": 5, "start_lr": 1e-3, "decay_phase_ratio": 0.1},
 ]
-EFV = {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1, "start_pref_v": 0.5,
-       "limit_pref_v": 2}
+EFV = {
+    "start_pref_e": 0.02,
+    "limit_pref_e": 1,
+    "start_pref_f": 1000,
+    "limit_pref_f": 1,
+    "start_pref_v": 0.5,
+    "limit_pref_v": 2,
+}
 LOSSES = {
     "default": {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1},
     "efv": EFV,
@@ -97,8 +129,12 @@ def loss_numbers() -> dict:
     """Return the data and for each loss the total and the displayed values (None for nan)."""
     rng = np.random.default_rng(5)
     frames, atoms = 3, 5
-    shapes = {"energy": (frames, 1), "force": (frames, atoms, 3), "virial": (frames, 9),
-              "atom_energy": (frames, atoms, 1)}
+    shapes = {
+        "energy": (frames, 1),
+        "force": (frames, atoms, 3),
+        "virial": (frames, 9),
+        "atom_energy": (frames, atoms, 1),
+    }
     prediction = {k: rng.normal(size=s) for k, s in shapes.items()}
     label = {k: prediction[k] + 0.3 * rng.normal(size=s) for k, s in shapes.items()}
     weight = rng.uniform(0, 2, size=(frames, atoms))
@@ -106,8 +142,10 @@ def loss_numbers() -> dict:
     for name, keys in [*LOSSES.items(), *BAD.items()]:
         for missing in ("", "virial", "energy", "force"):
             given = {k: torch.tensor(v) for k, v in label.items() if k != "atom_energy"}
-            given |= {"atom_ener": torch.tensor(label["atom_energy"]),
-                      "atom_pref": torch.tensor(np.repeat(weight[..., None], 3, -1))}
+            given |= {
+                "atom_ener": torch.tensor(label["atom_energy"]),
+                "atom_pref": torch.tensor(np.repeat(weight[..., None], 3, -1)),
+            }
             given |= {f"find_{k}": 0.0 if k == missing else 1.0 for k in list(given)}
             try:
                 loss = EnergyStdLoss(starter_learning_rate=START_LR, **keys)
@@ -119,11 +157,20 @@ def loss_numbers() -> dict:
                 continue
             shown = {k: float(v) for k, v in shown.items() if "l2_" not in k}
             results[f"{name}/{missing}"] = {
-                "loss": keys, "missing": missing, "total": float(total),
-                "shown": {k: None if np.isnan(v) else v for k, v in sorted(shown.items())}}
+                "loss": keys,
+                "missing": missing,
+                "total": float(total),
+                "shown": {k: None if np.isnan(v) else v for k, v in sorted(shown.items())},
+            }
     data = {"prediction": prediction, "label": label}
-    return {"made_by": MADE_BY, "start_lr": START_LR, "lr": LR, "weight": weight.tolist(),
-            **{k: {n: a.tolist() for n, a in v.items()} for k, v in data.items()}, "results": results}
+    return {
+        "made_by": MADE_BY,
+        "start_lr": START_LR,
+        "lr": LR,
+        "weight": weight.tolist(),
+        **{k: {n: a.tolist() for n, a in v.items()} for k, v in data.items()},
+        "results": results,
+    }
 
 
 def main(folder: str) -> None:

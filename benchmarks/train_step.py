@@ -29,14 +29,17 @@ def main() -> None:
             print(" | ".join(rows[-1]), flush=True)
     what = "validation, averages and checkpoints as in the input" if args.full else "training steps alone"
     descriptor = config["model"]["descriptor"]
-    page = "\n\n".join([
-        f"# Time of a training step, {common.today()}",
-        f"{descriptor['type']}, sel {descriptor['sel']}, rcut {descriptor['rcut']}; {what}; {args.pairs} interleaved "
-        f"pairs of runs, median of the intervals of {args.interval} steps in a run, then of the runs; the ratio is the "
-        f"median of the ratios of the pairs.  \nOn {common.machine(found, args.threads, args.device)}.",
-        common.table(["precision", "batch", "dp --pt, ms/step", "dp-ema, ms/step", "ratio", "ratio, least to most"],
-                     rows),
-    ])
+    page = "\n\n".join(
+        [
+            f"# Time of a training step, {common.today()}",
+            f"{descriptor['type']}, sel {descriptor['sel']}, rcut {descriptor['rcut']}; {what}; {args.pairs} interleaved "
+            f"pairs of runs, median of the intervals of {args.interval} steps in a run, then of the runs; the ratio is the "
+            f"median of the ratios of the pairs.  \nOn {common.machine(found, args.threads, args.device)}.",
+            common.table(
+                ["precision", "batch", "dp --pt, ms/step", "dp-ema, ms/step", "ratio", "ratio, least to most"], rows
+            ),
+        ]
+    )
     common.publish(page, args.output)
 
 

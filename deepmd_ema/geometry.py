@@ -89,8 +89,9 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     return Pairs(i[order], j[order], shift[order])
 
 
-def neighbor_statistics(frames: Iterable[FrameGeometry], rcut: float, num_types: int,
-                        threads: int | None = None) -> NeighborStatistics:
+def neighbor_statistics(
+    frames: Iterable[FrameGeometry], rcut: float, num_types: int, threads: int | None = None
+) -> NeighborStatistics:
     """Return shortest distances and largest numbers of neighbors over ``frames``, searched in a few threads.
 
     Args:
@@ -150,8 +151,9 @@ class _FrameStatistics:
     pair: tuple[int, int]
 
 
-def _in_threads(pool: ThreadPoolExecutor, frames: Iterable[FrameGeometry], rcut: float,
-                num_types: int) -> Iterator[_FrameStatistics]:
+def _in_threads(
+    pool: ThreadPoolExecutor, frames: Iterable[FrameGeometry], rcut: float, num_types: int
+) -> Iterator[_FrameStatistics]:
     frames = iter(frames)
     while chunk := list(islice(frames, _FRAMES_AT_ONCE)):
         yield from pool.map(lambda frame: _frame_statistics(frame, rcut, num_types), chunk)
@@ -189,8 +191,9 @@ def _nearest_per_type(type_i: Array, type_j: Array, distance: Array, num_types: 
     return np.minimum(by_types, by_types.T)
 
 
-def _search(coord: Array, box: Array | None, rcut: float, quantities: str,
-            each_twice: bool = True) -> tuple[Array, ...]:
+def _search(
+    coord: Array, box: Array | None, rcut: float, quantities: str, each_twice: bool = True
+) -> tuple[Array, ...]:
     finder = NeighborList(cutoff=rcut, full_list=each_twice, sorted=each_twice, n_threads=1)
     found = finder.compute(
         points=np.ascontiguousarray(coord, np.float64),

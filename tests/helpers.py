@@ -110,19 +110,41 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
     config = {
         "model": {
             "type_map": list(type_map),
-            "descriptor": {"type": "se_e2_a", "sel": [24] * len(type_map), "rcut": 4.0, "rcut_smth": 1.0,
-                           "neuron": [4, 8], "axis_neuron": 4, "seed": 1},
+            "descriptor": {
+                "type": "se_e2_a",
+                "sel": [24] * len(type_map),
+                "rcut": 4.0,
+                "rcut_smth": 1.0,
+                "neuron": [4, 8],
+                "axis_neuron": 4,
+                "seed": 1,
+            },
             "fitting_net": {"neuron": [8, 8], "resnet_dt": True, "seed": 1},
         },
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 10},
-        "loss": {"type": "ener", "start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1,
-                 "start_pref_v": 0.01, "limit_pref_v": 0.1},
-        "training": {"training_data": {"systems": [str(s) for s in training], "batch_size": 2},
-                     "numb_steps": num_steps, "seed": 10, "disp_freq": 5, "save_freq": 10},
+        "loss": {
+            "type": "ener",
+            "start_pref_e": 0.02,
+            "limit_pref_e": 1,
+            "start_pref_f": 1000,
+            "limit_pref_f": 1,
+            "start_pref_v": 0.01,
+            "limit_pref_v": 0.1,
+        },
+        "training": {
+            "training_data": {"systems": [str(s) for s in training], "batch_size": 2},
+            "numb_steps": num_steps,
+            "seed": 10,
+            "disp_freq": 5,
+            "save_freq": 10,
+        },
     }
     if validation is not None:
-        config["training"]["validation_data"] = {"systems": [str(s) for s in validation], "batch_size": 2,
-                                                 "numb_btch": 1}
+        config["training"]["validation_data"] = {
+            "systems": [str(s) for s in validation],
+            "batch_size": 2,
+            "numb_btch": 1,
+        }
     for where, value in changes.items():
         *sections, key = where.split("__")
         place = config
@@ -140,8 +162,12 @@ def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
     record = {"coord": coord, "types": types, "force": force, "atom_ener": atom_energy}
     if virtual:
         order = rng.permutation(natoms + virtual)
-        fill = {"coord": rng.uniform(0, SPACING, (virtual, 3)), "types": np.full(virtual, -1),
-                "force": np.zeros((virtual, 3)), "atom_ener": np.zeros(virtual)}
+        fill = {
+            "coord": rng.uniform(0, SPACING, (virtual, 3)),
+            "types": np.full(virtual, -1),
+            "force": np.zeros((virtual, 3)),
+            "atom_ener": np.zeros(virtual),
+        }
         record = {name: np.concatenate([value, fill[name]])[order] for name, value in record.items()}
     return record | {"energy": energy, "virial": virial, "box": box}
 

@@ -18,8 +18,9 @@ LABELS = ("energy", "force", "virial")
 
 
 def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, **arguments):
-    opened = [open_systems([str(p) for p in paths], type_map, labels) if paths else []
-              for paths in (training, validation)]
+    opened = [
+        open_systems([str(p) for p in paths], type_map, labels) if paths else [] for paths in (training, validation)
+    ]
     return check_systems(*opened, type_map, 4.0, labels, **arguments)
 
 
@@ -38,6 +39,7 @@ def edit(path, change):
 def put(index, value):
     def change(array):
         array[index] = value
+
     return change
 
 
@@ -96,16 +98,23 @@ def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(wa
     assert f"(closest: {closest[1]})" in text
 
 
-@pytest.mark.parametrize(("file", "index", "value", "message"), [
-    ("force", (2, 16), np.nan,
-     "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite numbers; remove the frame or "
-     "compute it again."),
-    ("energy", 3, np.inf, "water/set.001/energy.npy: frame 3 (of 4, from 0): inf. Expected finite numbers"),
-    ("coord", (0, 0), np.nan, "water/set.001/coord.npy: frame 0 (of 4, from 0): nan at atom 0. Expected"),
-    ("virial", (1, 8), -np.inf, "water/set.001/virial.npy: frame 1 (of 4, from 0): -inf. Expected"),
-    ("box", (1, 4), np.nan, "water/set.001/box.npy: frame 1 (of 4, from 0): nan. Expected"),
-    ("box", (1, slice(0, 3)), 0.0, "water/set.001/box.npy: frame 1 (of 4, from 0): the cell has no volume (0 0 0 "),
-])
+@pytest.mark.parametrize(
+    ("file", "index", "value", "message"),
+    [
+        (
+            "force",
+            (2, 16),
+            np.nan,
+            "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite numbers; remove the frame or "
+            "compute it again.",
+        ),
+        ("energy", 3, np.inf, "water/set.001/energy.npy: frame 3 (of 4, from 0): inf. Expected finite numbers"),
+        ("coord", (0, 0), np.nan, "water/set.001/coord.npy: frame 0 (of 4, from 0): nan at atom 0. Expected"),
+        ("virial", (1, 8), -np.inf, "water/set.001/virial.npy: frame 1 (of 4, from 0): -inf. Expected"),
+        ("box", (1, 4), np.nan, "water/set.001/box.npy: frame 1 (of 4, from 0): nan. Expected"),
+        ("box", (1, slice(0, 3)), 0.0, "water/set.001/box.npy: frame 1 (of 4, from 0): the cell has no volume (0 0 0 "),
+    ],
+)
 def test_broken_numbers_are_told_with_file_and_frame(water, file, index, value, message):
     edit(water / "set.001" / f"{file}.npy", put(index, value))
     report = check(["water"])
@@ -138,7 +147,7 @@ def test_atoms_that_are_too_close_are_told_with_their_places_in_the_file(tmp_pat
     file = path / "set.000" / "coord.npy"
     types = np.load(path / "set.000" / "real_atom_types.npy") if virtual else np.tile([0, 1] * 3, (4, 1))
     a, b = np.flatnonzero(types[2] >= 0)[[1, 4]]
-    edit(file, lambda c: c.__setitem__((2, slice(3 * b, 3 * b + 3)), c[2, 3 * a:3 * a + 3] + [0.1, 0, 0]))
+    edit(file, lambda c: c.__setitem__((2, slice(3 * b, 3 * b + 3)), c[2, 3 * a : 3 * a + 3] + [0.1, 0, 0]))
     [problem] = check([path]).problems
     atoms = " and ".join(f"{k} ({ELEMENTS[types[2, k]]})" for k in (a, b))
     other = " and ".join(f"{k} ({ELEMENTS[types[2, k]]})" for k in (b, a))
@@ -159,8 +168,10 @@ def test_a_missing_virial_with_a_prefactor_is_a_warning(water):
         (part / "virial.npy").unlink()
     report = check(["water"])
     assert report.problems == []
-    assert report.warnings == ["no virial in the training data, but the loss has a prefactor for it: this term of the "
-                               "loss is left out. Add set.*/virial.npy or set the prefactor to 0."]
+    assert report.warnings == [
+        "no virial in the training data, but the loss has a prefactor for it: this term of the "
+        "loss is left out. Add set.*/virial.npy or set the prefactor to 0."
+    ]
 
 
 def test_a_label_that_some_systems_lack_is_a_warning_with_numbers(water):
@@ -168,7 +179,8 @@ def test_a_label_that_some_systems_lack_is_a_warning_with_numbers(water):
     (water / "set.001" / "virial.npy").unlink()
     assert check(["water", "other"]).warnings == [
         "no force in 5 training frames of 1 of 2 systems (first: other): they do not count in this term of the loss.",
-        "no virial in 4 training frames of 1 of 2 systems (first: water): they do not count in this term of the loss."]
+        "no virial in 4 training frames of 1 of 2 systems (first: water): they do not count in this term of the loss.",
+    ]
 
 
 def test_open_systems_need_no_virial(water):
@@ -178,8 +190,10 @@ def test_open_systems_need_no_virial(water):
 
 def test_data_without_any_label_cannot_be_trained_on(tmp_path):
     path = write_system(tmp_path / "w", energy=False, force=False, virial=False)
-    assert check([path]).problems == ["training data: no label of the loss is present in any system (energy.npy, "
-                                      "force.npy, virial.npy): there is nothing to learn."]
+    assert check([path]).problems == [
+        "training data: no label of the loss is present in any system (energy.npy, "
+        "force.npy, virial.npy): there is nothing to learn."
+    ]
 
 
 def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
@@ -189,7 +203,8 @@ def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
     assert check(["water"], sel=[found.max_total]).warnings == []
     assert check(["water"], sel=[a - 2, b + 4]).warnings == [
         f"sel = [{a - 2}, {b + 4}] is too small: an atom has up to [{a}, {b}] neighbors within 4 angstrom, and the "
-        f"farthest are dropped, which makes the energy jump. Use sel [{a}, {b + 4}] or more, or auto."]
+        f"farthest are dropped, which makes the energy jump. Use sel [{a}, {b + 4}] or more, or auto."
+    ]
     [warning] = check(["water"], sel=[5]).warnings
     assert f"up to [{found.max_total}] neighbors" in warning
 
@@ -208,15 +223,18 @@ def test_validation_frames_that_are_training_frames_are_counted_even_in_another_
     for file in water.parent.glob("valid/set.*/*.npy"):
         np.save(file, np.load(file).astype(np.float32))
     report = check(["water"], ["fresh", "valid"])
-    assert report.warnings == ["8 of 11 validation frames are also training frames (first: valid frame 0 is water "
-                               "frame 4): validation errors will look too good."]
+    assert report.warnings == [
+        "8 of 11 validation frames are also training frames (first: valid frame 0 is water "
+        "frame 4): validation errors will look too good."
+    ]
 
 
 def test_training_frames_that_stand_twice_are_counted(water):
     for file in water.glob("set.*/*.npy"):
         edit(file, lambda a: a.__setitem__(3, a[1]))
     assert check(["water"]).warnings == [
-        "3 training frames are copies of another (first: water frame 3 is water frame 1)."]
+        "3 training frames are copies of another (first: water frame 3 is water frame 1)."
+    ]
 
 
 def test_an_energy_outlier_is_named(tmp_path):
@@ -229,16 +247,19 @@ def test_an_energy_outlier_is_named(tmp_path):
     assert f"{path} frame 17 (+3." in warning
 
 
-@pytest.mark.parametrize(("energy_unit", "force_unit", "meaning"), [
-    (1, 1, None),
-    (1 / 27.211386, 1, "the energies look like Hartree:"),
-    (23.0605, 1, "the energies look like kcal/mol:"),
-    (1, 0.52917721 / 27.211386, "the forces look like Hartree/bohr:"),
-    (1 / 27.211386, 0.52917721 / 27.211386, "energies and forces look like Hartree and Hartree/bohr"),
-    (1, -1, "the forces have the wrong sign"),
-    (1, 23.0605, "the forces look like kcal/mol/angstrom"),
-    (1, 4.0, "the energy changes by 0.251 times the work"),
-])
+@pytest.mark.parametrize(
+    ("energy_unit", "force_unit", "meaning"),
+    [
+        (1, 1, None),
+        (1 / 27.211386, 1, "the energies look like Hartree:"),
+        (23.0605, 1, "the energies look like kcal/mol:"),
+        (1, 0.52917721 / 27.211386, "the forces look like Hartree/bohr:"),
+        (1 / 27.211386, 0.52917721 / 27.211386, "energies and forces look like Hartree and Hartree/bohr"),
+        (1, -1, "the forces have the wrong sign"),
+        (1, 23.0605, "the forces look like kcal/mol/angstrom"),
+        (1, 4.0, "the energy changes by 0.251 times the work"),
+    ],
+)
 def test_units_that_do_not_fit_are_told_where_close_frames_show_them(tmp_path, energy_unit, force_unit, meaning):
     path = trajectory(tmp_path / "md", energy_unit=energy_unit, force_unit=force_unit)
     warnings = [w for w in check([path], labels=("energy", "force")).warnings if "work of the forces" in w]

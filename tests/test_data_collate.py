@@ -65,8 +65,8 @@ def check_batch(batch, frames, layout):
             assert neighbor[: len(wanted)].tolist() == [row_of[starts[k] + j] for j, _ in wanted]
             for slot, (_, expected) in enumerate(wanted):
                 np.testing.assert_allclose(vector[slot], expected, atol=1e-12)
-            assert (neighbor[len(wanted):] == row).all()
-            np.testing.assert_array_equal(np.linalg.norm(vector[len(wanted):], axis=1), 2 * layout.rcut)
+            assert (neighbor[len(wanted) :] == row).all()
+            np.testing.assert_array_equal(np.linalg.norm(vector[len(wanted) :], axis=1), 2 * layout.rcut)
 
 
 LAYOUTS = {
@@ -74,8 +74,9 @@ LAYOUTS = {
     "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
     "excluded": NeighborLayout(RCUT, (30, 4, 30), 3, excluded_pairs=frozenset({(0, 1), (2, 2)})),
     "one_section": NeighborLayout(RCUT, (60,), 3, by_type=False),
-    "one_section_truncated_and_excluded": NeighborLayout(RCUT, (9,), 3, by_type=False,
-                                                         excluded_pairs=frozenset({(1, 0)})),
+    "one_section_truncated_and_excluded": NeighborLayout(
+        RCUT, (9,), 3, by_type=False, excluded_pairs=frozenset({(1, 0)})
+    ),
     "more_types": NeighborLayout(RCUT, (20,) * 6, 6),
 }
 
@@ -123,8 +124,10 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
 
 def test_prepared_frames_and_given_pairs_make_the_same_batch():
     plain = collate(FRAMES, LAYOUT)
-    others = [collate([pair_frame(f, LAYOUT) for f in FRAMES], LAYOUT),
-              collate(FRAMES, LAYOUT, pairs=[find_pairs(f.coord, f.box, RCUT) for f in FRAMES])]
+    others = [
+        collate([pair_frame(f, LAYOUT) for f in FRAMES], LAYOUT),
+        collate(FRAMES, LAYOUT, pairs=[find_pairs(f.coord, f.box, RCUT) for f in FRAMES]),
+    ]
     for other in others:
         for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):
             torch.testing.assert_close(getattr(plain, name), getattr(other, name), rtol=0, atol=0)
@@ -132,8 +135,10 @@ def test_prepared_frames_and_given_pairs_make_the_same_batch():
 
 def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
     batch = collate(FRAMES, LAYOUT, labels=["atom_energy"])
-    torch.testing.assert_close(batch.in_file_order(batch.labels["force"]),
-                               torch.from_numpy(np.concatenate([f.labels["force"] for f in FRAMES])))
+    torch.testing.assert_close(
+        batch.in_file_order(batch.labels["force"]),
+        torch.from_numpy(np.concatenate([f.labels["force"] for f in FRAMES])),
+    )
     assert batch.found["virial"].tolist() == [1, 0, 1, 1]
     assert batch.labels["virial"].shape == (4, 9)
     assert (batch.labels["virial"][1] == 0).all()
@@ -151,12 +156,21 @@ def test_frame_and_atom_parameters_travel_with_their_frames(chosen):
     frames = []
     for k in chosen:
         f = FRAMES[k]
-        frames.append(Frame(f.coord, f.atom_type, f.box, f.labels, fparam=rng.normal(size=2),
-                            aparam=rng.normal(size=(f.num_atoms, 3))))
+        frames.append(
+            Frame(
+                f.coord,
+                f.atom_type,
+                f.box,
+                f.labels,
+                fparam=rng.normal(size=2),
+                aparam=rng.normal(size=(f.num_atoms, 3)),
+            )
+        )
     batch = collate(frames, LAYOUT)
     torch.testing.assert_close(batch.fparam, torch.from_numpy(np.stack([f.fparam for f in frames])))
-    torch.testing.assert_close(batch.in_file_order(batch.aparam),
-                               torch.from_numpy(np.concatenate([f.aparam for f in frames])))
+    torch.testing.assert_close(
+        batch.in_file_order(batch.aparam), torch.from_numpy(np.concatenate([f.aparam for f in frames]))
+    )
 
 
 def test_an_atom_without_neighbors_makes_a_batch_without_slots():
@@ -170,8 +184,17 @@ def test_a_batch_does_not_share_memory_with_the_prepared_frame():
     prepared = pair_frame(FRAMES[0], LAYOUT)
     before = collate([prepared], LAYOUT)
     changed = collate([prepared], LAYOUT)
-    for tensor in (changed.coord, changed.vector, changed.neighbor, changed.reverse, changed.labels["force"],
-                   changed.labels["energy"], changed.box, changed.atom_type, changed.atom_order):
+    for tensor in (
+        changed.coord,
+        changed.vector,
+        changed.neighbor,
+        changed.reverse,
+        changed.labels["force"],
+        changed.labels["energy"],
+        changed.box,
+        changed.atom_type,
+        changed.atom_order,
+    ):
         tensor.zero_()
     again = collate([prepared], LAYOUT)
     for name in ("coord", "vector", "neighbor", "reverse", "box", "atom_type", "atom_order"):

@@ -58,7 +58,7 @@ def test_a_loader_started_at_a_position_goes_on_as_one_that_ran_there(systems):
     for start in (1, 17, 18, 41):
         fresh = open_systems([s.name for s in systems], ["O", "H"], LABELS)
         with Loader(fresh, make_sampler(fresh), LAYOUT, start=start, labels=LABELS, prefetch=1) as resumed:
-            for expected in batches[start:start + 10]:
+            for expected in batches[start : start + 10]:
                 assert_same(next(resumed), expected)
             assert resumed.position == start + 10
 
@@ -156,8 +156,10 @@ def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
         some.get(systems[0], k)
     assert 2 <= len(some) <= 3
     assert some.num_bytes <= some.max_bytes
-    with Loader(systems, make_sampler(systems), LAYOUT, cache=some) as a, \
-            Loader(systems, make_sampler(systems), LAYOUT, cache=kept) as b:
+    with (
+        Loader(systems, make_sampler(systems), LAYOUT, cache=some) as a,
+        Loader(systems, make_sampler(systems), LAYOUT, cache=kept) as b,
+    ):
         for _ in range(20):
             assert_same(next(a), next(b))
 
@@ -176,6 +178,7 @@ def test_sequential_batches_have_all_frames_in_order_and_few_atoms(systems, max_
 
 def test_ranks_share_sequential_batches(systems):
     whole = [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30)]
-    shares = [[b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)]
-              for r in range(3)]
+    shares = [
+        [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)] for r in range(3)
+    ]
     assert [shares[n % 3][n // 3] for n in range(len(whole))] == whole

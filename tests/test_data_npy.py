@@ -55,13 +55,25 @@ def system(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dtype):
-    path = write_system(tmp_path / "w", frames=7, natoms=5, seed=2, sets=3, atom_ener=True, atom_pref=True, fparam=2,
-                        aparam=3, dtype=dtype)
+    path = write_system(
+        tmp_path / "w",
+        frames=7,
+        natoms=5,
+        seed=2,
+        sets=3,
+        atom_ener=True,
+        atom_pref=True,
+        fparam=2,
+        aparam=3,
+        dtype=dtype,
+    )
     [system] = open_systems(str(path), ["O", "H"], LABELS, numb_fparam=2, numb_aparam=3)
     assert (system.num_frames, system.natoms, system.periodic, system.is_mixed) == (7, 5, True, False)
     assert system.labels == LABELS
-    files = {name: np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])
-             for name in ("coord", "box", "energy", "force", "virial", "atom_ener", "atom_pref", "fparam", "aparam")}
+    files = {
+        name: np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])
+        for name in ("coord", "box", "energy", "force", "virial", "atom_ener", "atom_pref", "fparam", "aparam")
+    }
     for k in range(7):
         frame = system.frame(k)
         assert frame.source == (str(path), k)
@@ -163,15 +175,20 @@ def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_pa
     assert [s.name for s in some] == [str(tmp_path / n) for n in ("b", "c/z")]
 
 
-@pytest.mark.parametrize(("address", "names"), [
-    ("#/water/one", ["/water/one"]),
-    ("#water", ["/water/one", "/water/two"]),
-    ("", ["/mol", "/water/one", "/water/two"]),
-])
+@pytest.mark.parametrize(
+    ("address", "names"),
+    [
+        ("#/water/one", ["/water/one"]),
+        ("#water", ["/water/one", "/water/two"]),
+        ("", ["/mol", "/water/one", "/water/two"]),
+    ],
+)
 def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names):
-    folders = {"water/one": write_system(tmp_path / "1", frames=4, seed=1, sets=2),
-               "water/two": write_system(tmp_path / "2", frames=2, seed=2, mixed=True, virtual=1),
-               "mol": write_system(tmp_path / "3", frames=3, natoms=5, seed=3, pbc=False)}
+    folders = {
+        "water/one": write_system(tmp_path / "1", frames=4, seed=1, sets=2),
+        "water/two": write_system(tmp_path / "2", frames=2, seed=2, mixed=True, virtual=1),
+        "mol": write_system(tmp_path / "3", frames=3, natoms=5, seed=3, pbc=False),
+    }
     import h5py
 
     file = tmp_path / "data.h5"
@@ -191,14 +208,16 @@ def test_wrong_shape_is_told_with_file_shape_and_atoms(system):
     file = system / "set.001" / "force.npy"
     np.save(file, np.load(file)[:, :-3])
     assert only_problem(["water"], ["O", "H"], LABELS) == (
-        "water/set.001/force.npy: shape (2, 33), expected (2, 36) for 12 atoms.")
+        "water/set.001/force.npy: shape (2, 33), expected (2, 36) for 12 atoms."
+    )
 
 
 def test_frame_counts_that_differ_are_told_with_both_numbers(system):
     file = system / "set.002" / "energy.npy"
     np.save(file, np.load(file)[:1])
     assert only_problem(["water"], ["O", "H"], LABELS) == (
-        "water/set.002/energy.npy: shape (1,), expected (2,): coord.npy has 2 frames.")
+        "water/set.002/energy.npy: shape (1,), expected (2,): coord.npy has 2 frames."
+    )
 
 
 def test_all_problems_of_all_systems_come_at_once(system):
@@ -209,8 +228,9 @@ def test_all_problems_of_all_systems_come_at_once(system):
     found = problems_of(["water", "other", "absent"], ["O", "H"], LABELS, where="training.training_data.systems")
     assert len(found) == 4
     assert found[0].startswith("training.training_data.systems[2]: absent: no such file or folder.")
-    assert found[1] == ("water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an empty "
-                        "file water/nopbc.")
+    assert found[1] == (
+        "water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an empty file water/nopbc."
+    )
     assert found[2] == "other/set.001/virial.npy: shape (2, 6), expected (2, 9)."
     assert "other/set.002/force.npy" in found[3]
 
@@ -220,7 +240,8 @@ def test_a_truncated_npy_is_told_with_its_sizes(system):
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-100])
     assert only_problem(["water"], ["O", "H"]) == (
-        f"water/set.000/coord.npy: is truncated: {size - 100} bytes, expected {size} for shape (2, 36). Copy it again.")
+        f"water/set.000/coord.npy: is truncated: {size - 100} bytes, expected {size} for shape (2, 36). Copy it again."
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x93NUMPY\x01\x00"])
@@ -243,7 +264,8 @@ def test_an_unknown_element_is_told_with_a_guess(tmp_path):
     path = write_system(tmp_path / "w", elements=("O", "h"), frames=1)
     assert only_problem([str(path)], ["O", "H"]) == (
         f'{path}/type_map.raw: element "h" is not in model.type_map. Did you mean H? Known: O, H. '
-        "Add it to model.type_map, or leave the system out.")
+        "Add it to model.type_map, or leave the system out."
+    )
 
 
 def test_an_unknown_element_that_no_atom_has_is_no_problem(tmp_path):
@@ -262,7 +284,8 @@ def test_mixed_and_plain_sets_of_one_folder_are_refused(tmp_path):
     (path / "set.001" / "real_atom_types.npy").unlink()
     assert only_problem([str(path)], ["O", "H"]) == (
         f"{path}: mixed and plain sets in one folder: set.000 with real_atom_types.npy, set.001 without. Put them into "
-        "two systems.")
+        "two systems."
+    )
 
 
 def test_a_mixed_system_needs_its_type_map(tmp_path):
@@ -279,15 +302,18 @@ def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
     assert "frame 1 has only virtual atoms" in only_problem([str(path)], ["O", "H"])
 
 
-@pytest.mark.parametrize(("break_it", "message"), [
-    (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
-    (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
-    (lambda p: (p / "type.raw").write_text("0 1 x"), "type.raw: 'x' is not a type"),
-    (lambda p: (p / "type.raw").write_text(""), "type.raw: is empty"),
-    (lambda p: (p / "set.000" / "coord.npy").unlink(), "set.000/coord.npy: missing. Every set needs it."),
-    (lambda p: [np.save(f, np.load(f)[:0]) for f in p.glob("set.000/*.npy")], "the arrays of set.000 have no rows"),
-    (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
-])
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
+        (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
+        (lambda p: (p / "type.raw").write_text("0 1 x"), "type.raw: 'x' is not a type"),
+        (lambda p: (p / "type.raw").write_text(""), "type.raw: is empty"),
+        (lambda p: (p / "set.000" / "coord.npy").unlink(), "set.000/coord.npy: missing. Every set needs it."),
+        (lambda p: [np.save(f, np.load(f)[:0]) for f in p.glob("set.000/*.npy")], "the arrays of set.000 have no rows"),
+        (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
+    ],
+)
 def test_a_system_that_lacks_something_says_what(tmp_path, break_it, message):
     path = write_system(tmp_path / "w", frames=2)
     break_it(path)
@@ -300,15 +326,18 @@ def test_missing_parameters_name_the_option(system):
     assert "water/set.002/aparam.npy: missing. numb_aparam = 2 needs it." in found
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
-    ("zzz/water", "systems[0]: zzz/water: no such file or folder. "),
-    ("empty", "systems[0]: empty: no system in it or below it."),
-    ("water/type.raw", "is a file. Expected a folder with type.raw"),
-    ("some.lmdb", "LMDB data sets are not supported yet"),
-    ("broken.h5", "cannot be read as HDF5"),
-    ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
-])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
+        ("zzz/water", "systems[0]: zzz/water: no such file or folder. "),
+        ("empty", "systems[0]: empty: no system in it or below it."),
+        ("water/type.raw", "is a file. Expected a folder with type.raw"),
+        ("some.lmdb", "LMDB data sets are not supported yet"),
+        ("broken.h5", "cannot be read as HDF5"),
+        ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
+    ],
+)
 def test_a_path_without_a_system_says_what_is_there(system, path, message):
     import h5py
 

@@ -16,8 +16,12 @@ FRAMES, ATOMS = (17, 5, 8), (10, 20, 3)
 
 def frames_of_epoch(sampler, epoch):
     length = sampler.batches_per_epoch
-    return [(system, f) for n in range(epoch * length, (epoch + 1) * length)
-            for system, frames in [sampler.batch(n)] for f in frames]
+    return [
+        (system, f)
+        for n in range(epoch * length, (epoch + 1) * length)
+        for system, frames in [sampler.batch(n)]
+        for f in frames
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100, [2, 1, 8], "auto", "max:30"])
@@ -65,7 +69,7 @@ def test_ranks_share_the_batches_of_one_process_with_a_larger_batch(world, size)
         shares = [r.batch(n) for r in ranks]
         assert {s for s, _ in shares} == {system}
         for rank, (_, mine) in enumerate(shares):
-            assert mine == (together[rank::world] or together[rank % len(together):][:1])
+            assert mine == (together[rank::world] or together[rank % len(together) :][:1])
             assert 1 <= len(mine) <= size
         assert set().union(*(mine for _, mine in shares)) == set(together)
 
@@ -91,28 +95,39 @@ def test_each_system_goes_through_whole_permutations_under_any_probability():
         system, frames = sampler.batch(n)
         seen[system] += frames
     for k, count in enumerate(FRAMES):
-        rounds = [seen[k][i:i + count] for i in range(0, len(seen[k]) - count + 1, count)]
+        rounds = [seen[k][i : i + count] for i in range(0, len(seen[k]) - count + 1, count)]
         assert len(rounds) > 3
         assert all(sorted(r) == list(range(count)) for r in rounds)
 
 
-@pytest.mark.parametrize(("auto_prob", "sys_probs", "expected"), [
-    ("prob_sys_size", None, (9 / 16, 3 / 16, 4 / 16)),
-    ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)),
-    ("prob_sys_size;0:1:0.3;1:3:0.7", None, (0.3, 0.7 * 3 / 7, 0.7 * 4 / 7)),
-    ("prob_sys_size;0:2:3;2:3:1", None, (0.75 * 9 / 12, 0.75 * 3 / 12, 0.25)),
-    ("prob_sys_size", [0.5, -1, -1], (0.5, 0.5 * 3 / 7, 0.5 * 4 / 7)),
-    ("prob_uniform", [0.2, 0.2, 0.6], (0.2, 0.2, 0.6)),
-])
+@pytest.mark.parametrize(
+    ("auto_prob", "sys_probs", "expected"),
+    [
+        ("prob_sys_size", None, (9 / 16, 3 / 16, 4 / 16)),
+        ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)),
+        ("prob_sys_size;0:1:0.3;1:3:0.7", None, (0.3, 0.7 * 3 / 7, 0.7 * 4 / 7)),
+        ("prob_sys_size;0:2:3;2:3:1", None, (0.75 * 9 / 12, 0.75 * 3 / 12, 0.25)),
+        ("prob_sys_size", [0.5, -1, -1], (0.5, 0.5 * 3 / 7, 0.5 * 4 / 7)),
+        ("prob_uniform", [0.2, 0.2, 0.6], (0.2, 0.2, 0.6)),
+    ],
+)
 def test_probabilities_are_those_of_the_peer(auto_prob, sys_probs, expected):
     sampler = Sampler(FRAMES, ATOMS, 2, auto_prob, sys_probs)
     assert sampler.probabilities == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("rule", "sizes"), [
-    (3, (3, 3, 3)), ([1, 2, 3], (1, 2, 3)), ("auto", (4, 2, 11)), ("auto:20", (2, 1, 7)), ("max:30", (3, 1, 10)),
-    ("max:5", (1, 1, 1)), ("filter:10", (1, 0, 3)),
-])
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [
+        (3, (3, 3, 3)),
+        ([1, 2, 3], (1, 2, 3)),
+        ("auto", (4, 2, 11)),
+        ("auto:20", (2, 1, 7)),
+        ("max:30", (3, 1, 10)),
+        ("max:5", (1, 1, 1)),
+        ("filter:10", (1, 0, 3)),
+    ],
+)
 def test_batch_rules_are_those_of_the_peer(rule, sizes):
     assert batch_sizes(rule, ATOMS)[0] == sizes
 
@@ -134,21 +149,24 @@ def test_epochs_become_steps_as_the_peer_counts_them():
     assert Sampler(FRAMES, ATOMS, 1, world_size=2).steps_for_epochs(1) == 9 + 3 + 4
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"batch_size": "mixed:4"}, "mixed:N is not supported"),
-    ({"batch_size": "mix:4"}, "mix:N is not supported"),
-    ({"batch_size": "autos"}, '"autos" is unknown. Known: a number'),
-    ({"batch_size": "max"}, '"max" is unknown'),
-    ({"batch_size": "auto:x"}, '"auto:x" is unknown'),
-    ({"batch_size": 0}, "expected numbers from 1"),
-    ({"batch_size": [1, 2]}, "a list of 2 numbers, expected one per system: 3"),
-    ({"auto_prob": "prob_size"}, '"prob_size" is unknown'),
-    ({"auto_prob": "prob_sys_size;0:9:1"}, "does not fit 3 systems"),
-    ({"auto_prob": "prob_sys_size;0:1"}, '"0:1" is not start:stop:weight'),
-    ({"sys_probs": [0.5, 0.5]}, "2 numbers, expected one per system: 3"),
-    ({"sys_probs": [0.9, 0.9, -1]}, "add up to 1.8, expected at most 1"),
-    ({"sys_probs": [0, 0, 0]}, "all are 0"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": "mixed:4"}, "mixed:N is not supported"),
+        ({"batch_size": "mix:4"}, "mix:N is not supported"),
+        ({"batch_size": "autos"}, '"autos" is unknown. Known: a number'),
+        ({"batch_size": "max"}, '"max" is unknown'),
+        ({"batch_size": "auto:x"}, '"auto:x" is unknown'),
+        ({"batch_size": 0}, "expected numbers from 1"),
+        ({"batch_size": [1, 2]}, "a list of 2 numbers, expected one per system: 3"),
+        ({"auto_prob": "prob_size"}, '"prob_size" is unknown'),
+        ({"auto_prob": "prob_sys_size;0:9:1"}, "does not fit 3 systems"),
+        ({"auto_prob": "prob_sys_size;0:1"}, '"0:1" is not start:stop:weight'),
+        ({"sys_probs": [0.5, 0.5]}, "2 numbers, expected one per system: 3"),
+        ({"sys_probs": [0.9, 0.9, -1]}, "add up to 1.8, expected at most 1"),
+        ({"sys_probs": [0, 0, 0]}, "all are 0"),
+    ],
+)
 def test_a_wrong_rule_is_told(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Sampler(FRAMES, ATOMS, **arguments)

@@ -26,8 +26,11 @@ def brute_pairs(coord, box, rcut, reach=9):
     return found
 
 
-@pytest.mark.parametrize("box", [None, np.eye(3) * 12.0, np.eye(3) * 5.1, TRICLINIC, LEFT_HANDED, np.eye(3) * 2.9],
-                         ids=["open", "large", "small", "triclinic", "left_handed", "smaller_than_rcut"])
+@pytest.mark.parametrize(
+    "box",
+    [None, np.eye(3) * 12.0, np.eye(3) * 5.1, TRICLINIC, LEFT_HANDED, np.eye(3) * 2.9],
+    ids=["open", "large", "small", "triclinic", "left_handed", "smaller_than_rcut"],
+)
 @pytest.mark.parametrize("natoms", [1, 2, 7])
 def test_pairs_are_those_of_a_brute_force_search(box, natoms):
     coord = np.random.default_rng(natoms).uniform(-6, 8, (natoms, 3))  # many atoms lie outside of the cell
@@ -89,8 +92,9 @@ def test_statistics_do_not_depend_on_the_number_of_threads():
     np.testing.assert_array_equal(one.frame_pair, three.frame_pair)
 
 
-@pytest.mark.parametrize(("most", "ratio", "sel"),
-                         [((38, 72), 1.1, (44, 80)), ((40,), 1.0, (40,)), ((41, 0), 1.1, (48, 0))])
+@pytest.mark.parametrize(
+    ("most", "ratio", "sel"), [((38, 72), 1.1, (44, 80)), ((40,), 1.0, (40,)), ((41, 0), 1.1, (48, 0))]
+)
 def test_auto_sel_is_the_peers_rule(most, ratio, sel):
     assert auto_sel(most, ratio) == sel
 

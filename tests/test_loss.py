@@ -14,8 +14,14 @@ from deepmd_ema.loss import build_loss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "loss.json").read_text())
 SAME_MATH = 1e-12
-ALL = {"start_pref_v": 0.5, "limit_pref_v": 2, "start_pref_ae": 3, "limit_pref_ae": 1, "start_pref_pf": 7,
-       "limit_pref_pf": 2}
+ALL = {
+    "start_pref_v": 0.5,
+    "limit_pref_v": 2,
+    "start_pref_ae": 3,
+    "limit_pref_ae": 1,
+    "start_pref_pf": 7,
+    "limit_pref_pf": 2,
+}
 
 
 def golden_frames(kind, missing=""):
@@ -42,8 +48,9 @@ def compute(config, labelled, predictions, lr=1e-3, start_lr=1e-3, names=LABELS)
 def test_total_and_displayed_values_are_those_of_deepmd_kit(name):
     case = GOLDEN["results"][name]
     config = Config(**case["loss"])
-    total, shown = compute(config, golden_frames("label", case["missing"]), golden_frames("prediction"), GOLDEN["lr"],
-                           GOLDEN["start_lr"])
+    total, shown = compute(
+        config, golden_frames("label", case["missing"]), golden_frames("prediction"), GOLDEN["lr"], GOLDEN["start_lr"]
+    )
     assert total == pytest.approx(case["total"], rel=SAME_MATH)
     assert list(shown) == list(case["shown"]), "names and order of the columns"
     for key, value in case["shown"].items():
@@ -86,8 +93,13 @@ def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
         guess = {k: v.requires_grad_() for k, v in predicted([random_frame(rng, 3)], batch).items()}
         total, shown = build_loss(Config(**ALL), 1e-3)(guess, batch, 1e-3)
         total.backward()
-        column = {"energy": "rmse_e", "force": "rmse_f", "virial": "rmse_v", "atom_energy": "rmse_ae",
-                  "atom_pref": "rmse_pf"}[name]
+        column = {
+            "energy": "rmse_e",
+            "force": "rmse_f",
+            "virial": "rmse_v",
+            "atom_energy": "rmse_ae",
+            "atom_pref": "rmse_pf",
+        }[name]
         assert shown[column].isnan()
         assert shown["rmse"].isfinite()
         if name in guess:

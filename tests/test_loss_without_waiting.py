@@ -33,8 +33,10 @@ def test_reading_a_number_would_be_noticed(numberless):
         batch.num_atoms.sum().item()
 
 
-@pytest.mark.parametrize("options", [
-    PREF_PF, {"use_huber": True}, {"loss_func": "mae", "f_use_norm": True} | PREF_PF, {"relative_f": 0.1} | PREF_PF])
+@pytest.mark.parametrize(
+    "options",
+    [PREF_PF, {"use_huber": True}, {"loss_func": "mae", "f_use_norm": True} | PREF_PF, {"relative_f": 0.1} | PREF_PF],
+)
 def test_the_loss_and_its_gradient_do_not_wait(numberless, options):
     mode, batch, guess = numberless
     with mode:

@@ -41,8 +41,10 @@ def measure(labelled, guesses, per_batch=2, **options):
 def test_every_error_equals_its_plain_formula():
     labelled, guesses = frames_and_guesses()
     found = measure(labelled, guesses).summary()
-    difference = {name: [g[name] - f[name] for f, g in zip(labelled, guesses)] for name in
-                  ("energy", "force", "virial", "atom_energy")}
+    difference = {
+        name: [g[name] - f[name] for f, g in zip(labelled, guesses)]
+        for name in ("energy", "force", "virial", "atom_energy")
+    }
     volume = [abs(np.linalg.det(f["box"])) for f in labelled[:2]]
     expected = {
         "e": difference["energy"],
@@ -85,7 +87,8 @@ def test_frames_without_a_label_do_not_count_and_no_label_at_all_is_nan():
             del frame[name]
     found = measure(labelled, guesses).summary()
     assert {k: v for k, v in found.items() if "num" not in k} == pytest.approx(
-        {k: v for k, v in expected.items() if "num" not in k})
+        {k: v for k, v in expected.items() if "num" not in k}
+    )
     nothing = measure(labelled[1:], guesses[1:]).summary()
     assert all(math.isnan(v) for k, v in nothing.items() if "num" not in k)
     assert nothing["num_frames"] == 2

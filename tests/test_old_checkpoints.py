@@ -11,7 +11,9 @@ from helpers import write_system
 from deepmd_ema import Potential
 from deepmd_ema.train.assemble import run_training
 
-KEPT = sorted(p for p in (Path(__file__).parent / "golden" / "checkpoints").iterdir() if (p / "predictions.npz").exists())
+KEPT = sorted(
+    p for p in (Path(__file__).parent / "golden" / "checkpoints").iterdir() if (p / "predictions.npz").exists()
+)
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)

@@ -51,8 +51,13 @@ def test_steps_equal_those_of_torch_without_fusing(config):
     reference = copy.deepcopy(model)
     optimizer = build_optimizer(config, model.named_parameters(), CPU)
     plain = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.type](
-        reference.parameters(), lr=1e-2, betas=(config.adam_beta1, config.adam_beta2), eps=1e-8,
-        weight_decay=config.weight_decay, foreach=False)
+        reference.parameters(),
+        lr=1e-2,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=1e-8,
+        weight_decay=config.weight_decay,
+        foreach=False,
+    )
     for k in range(5):
         fill_gradients(model, k)
         fill_gradients(reference, k)

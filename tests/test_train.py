@@ -163,8 +163,13 @@ def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_ma
 
 def test_B1_averaged_validation_does_not_touch_the_live_trajectory(start):
     with_averages = start("with", 12)
-    without = start("without", 12, dict.fromkeys(
-        ("training__enable_ema", "validating__full_validation", "validating__ema_full_validation"), False))
+    without = start(
+        "without",
+        12,
+        dict.fromkeys(
+            ("training__enable_ema", "validating__full_validation", "validating__ema_full_validation"), False
+        ),
+    )
     assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(without / "model.ckpt-12.pt")["model"])
     other_decay = start("decay", 12, {"training__ema_decay": 0.5})
     assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(other_decay / "model.ckpt-12.pt")["model"])
@@ -183,8 +188,12 @@ def test_A4_a_checkpoint_holds_raw_weights_as_model_and_averages_as_averages(sta
 
 def test_A8_averages_start_from_the_loaded_weights(start):
     folder = start("run", 10)
-    start("from_live", 1, {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31},
-          init_model=str(folder / "model.ckpt.pt"))
+    start(
+        "from_live",
+        1,
+        {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31},
+        init_model=str(folder / "model.ckpt.pt"),
+    )
     average = load("model_ema.ckpt-1.pt")["model"]
     live = load(folder / "model.ckpt-10.pt")["model"]
     assert all(torch.allclose(average[n], live[n], rtol=0, atol=1e-20) for n in live)
@@ -236,8 +245,16 @@ def test_a_restart_with_another_model_or_other_data_is_refused_by_name(start, mi
 
 def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start, monkeypatch):
     with pytest.raises(DivergedError, match=r"step \d+: .*water_like.* frame \d+"):
-        start("run", 60, {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199,
-                          "training__save_freq": 1, "training__max_ckpt_keep": 0})
+        start(
+            "run",
+            60,
+            {
+                "learning_rate__start_lr": 1e200,
+                "learning_rate__stop_lr": 1e199,
+                "training__save_freq": 1,
+                "training__max_ckpt_keep": 0,
+            },
+        )
     for file in (p for p in os.listdir() if p.startswith("model.ckpt-")):
         assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file
 

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import save, sweep
+from deepmd_ema.checkpoint.files import save
+from deepmd_ema.runtime import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

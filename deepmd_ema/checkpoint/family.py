@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import POINTER, numbered, save, sweep
+from deepmd_ema.checkpoint.files import POINTER, numbered, save
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.runtime import atomic_write
+from deepmd_ema.runtime import atomic_write, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

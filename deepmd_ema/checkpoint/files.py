@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -153,11 +154,10 @@ def ensure_writable(folder: str | Path, option: str = "") -> None:
         CheckpointError: if not.
     """
     folder = Path(folder)
-    probe = folder / f".writable.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
+            probe.write(b"x")
     except OSError as error:
         place, asked = (f"{option}: ", f", or let {option} name one") if option else ("", "")
         reason = "a file of that name is in the way" if folder.is_file() else _reason(error)
@@ -201,15 +201,6 @@ def numbered(folder: Path, name: str) -> dict[int, Path]:
         if match is not None and match["name"] == name:
             found[int(match["step"])] = path
     return found
-
-
-def sweep(folder: Path, names: str) -> None:
-    """Remove half-written files in ``folder``, of names that match ``names``, that a killed process has left."""
-    pattern = re.compile(rf"^(?:{names})\.(?P<pid>\d+)\.part$")
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = pattern.match(path.name)
-        if match is not None and not _is_running(int(match["pid"])):
-            path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -362,13 +353,3 @@ def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | No
 
 def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

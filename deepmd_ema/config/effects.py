@@ -102,6 +102,8 @@ def _of_training(config: RunConfig) -> Ignored:
     if not training.tensorboard:
         yield "training.tensorboard_log_dir", "training.tensorboard is false"
         yield "training.tensorboard_freq", "training.tensorboard is false"
+    if not training.time_training:
+        yield "training.time_training", "times are always shown"
     if not training.disp_training:
         yield "training.disp_file", "disp_training is false"
     if training.stat_file is None:

@@ -96,7 +96,7 @@ class TrainingData(_Data):
         0.0,
         unit="angstrom",
         check=not_negative,
-        doc="Frames with two atoms closer than this are an error; 0 checks nothing.",
+        doc="Frames with two atoms closer than this are an error; 0 is 0.3 angstrom.",
     )
 
 
@@ -175,7 +175,7 @@ class Training:
         doc="Whether the energy bias is fitted again after training. Only false here.",
     )
     disp_training: bool = option(True, doc="Whether lines are written to `disp_file`.")
-    time_training: bool = option(True, doc="Whether times and the time left are shown.")
+    time_training: bool = option(True, doc="Has no effect: times and the time left are always shown.")
     disp_avg: bool = option(
         False, doc="Whether training errors of a line are averaged over its interval instead of those of one batch."
     )

@@ -64,23 +64,36 @@ class DataReport:
         if self.neighbors is None:
             return []
         names, nearest = self.type_map, self.neighbors.nearest
-        pairs = [f"{names[a]}-{names[b]} {nearest[a, b]:.3f}" for a in range(len(names)) for b in range(a, len(names))
-                 if math.isfinite(nearest[a, b])]
+        pairs = [
+            f"{names[a]}-{names[b]} {nearest[a, b]:.3f}"
+            for a in range(len(names))
+            for b in range(a, len(names))
+            if math.isfinite(nearest[a, b])
+        ]
         most = [f"{n} {name}" for n, name in zip(self.neighbors.max_neighbors, names)]
         seen = f" (in {self.num_searched:,} frames, evenly taken)" if self._is_sampled() else ""
         most.append(f"{self.neighbors.max_total} together")
         where = f" (closest: {self.closest})" if self.closest else ""
-        return [f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom{where}",
-                f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}"]
+        return [
+            f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom{where}",
+            f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}",
+        ]
 
     def _is_sampled(self) -> bool:
         scans = self.training + self.validation
         return self.num_searched < sum(s.system.num_frames - len(s.bad_frames) for s in scans)
 
 
-def check_systems(training: Sequence[System], validation: Sequence[System], type_map: Sequence[str], rcut: float,
-                  labels: Sequence[str] = (), min_distance: float | None = None, sel: Sequence[int] | None = None,
-                  max_searched: int = 20_000) -> DataReport:
+def check_systems(
+    training: Sequence[System],
+    validation: Sequence[System],
+    type_map: Sequence[str],
+    rcut: float,
+    labels: Sequence[str] = (),
+    min_distance: float | None = None,
+    sel: Sequence[int] | None = None,
+    max_searched: int = 20_000,
+) -> DataReport:
     """Return problems, warnings and a summary of the data; nothing is raised for wrong data.
 
     Args:
@@ -152,8 +165,13 @@ def _system_geometries(system: System, frames: Sequence[int]) -> Iterator[FrameG
         yield coord[k - start][real], None if box is None else box[k - start].reshape(3, 3), types[k - start][real]
 
 
-def _too_close(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]], found: NeighborStatistics, bound: float,
-               type_map: Sequence[str]) -> list[str]:
+def _too_close(
+    scans: Sequence[SystemScan],
+    chosen: Sequence[tuple[int, int]],
+    found: NeighborStatistics,
+    bound: float,
+    type_map: Sequence[str],
+) -> list[str]:
     problems: list[str] = []
     told: dict[int, int] = {}
     for number in np.flatnonzero(found.frame_min < bound).tolist():
@@ -164,12 +182,16 @@ def _too_close(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]], f
         system = scans[k].system
         part, row = system.locate(index)
         frame = system.frame(index)
-        atoms = [(a if frame.file_index is None else frame.file_index[a], type_map[frame.atom_type[a]])
-                 for a in found.frame_pair[number]]
+        atoms = [
+            (a if frame.file_index is None else frame.file_index[a], type_map[frame.atom_type[a]])
+            for a in found.frame_pair[number]
+        ]
         pair = " and ".join(f"{a} ({element})" for a, element in atoms)
-        problems.append(f"{part.arrays['coord'].name}: frame {row} (of {part.num_frames}, from 0): atoms {pair} are "
-                        f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
-                        "Remove the frame or, if it is meant, lower training.training_data.min_pair_dist.")
+        problems.append(
+            f"{part.arrays['coord'].name}: frame {row} (of {part.num_frames}, from 0): atoms {pair} are "
+            f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
+            "Remove the frame or, if it is meant, lower training.training_data.min_pair_dist."
+        )
     more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in told.items() if count > _MOST_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
@@ -181,8 +203,10 @@ def _sel_warnings(sel: Sequence[int] | None, found: NeighborStatistics, rcut: fl
     if all(n <= s for n, s in zip(needed, sel)):
         return []
     enough = [max(n, s) for n, s in zip(needed, sel)]
-    return [f"sel = {list(sel)} is too small: an atom has up to {needed} neighbors within {rcut:g} angstrom, and the "
-            f"farthest are dropped, which makes the energy jump. Use sel {enough} or more, or auto."]
+    return [
+        f"sel = {list(sel)} is too small: an atom has up to {needed} neighbors within {rcut:g} angstrom, and the "
+        f"farthest are dropped, which makes the energy jump. Use sel {enough} or more, or auto."
+    ]
 
 
 def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[str]:
@@ -195,25 +219,34 @@ def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[st
 def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> list[str]:
     warnings = []
     for label in labels:
-        lacking = [s for s in scans if s.label_frames.get(label, 0) < s.system.num_frames
-                   and (s.system.periodic or label != keys.VIRIAL)]
+        lacking = [
+            s
+            for s in scans
+            if s.label_frames.get(label, 0) < s.system.num_frames and (s.system.periodic or label != keys.VIRIAL)
+        ]
         file = f"{keys.LABEL_FILES[label][0]}.npy"
         if scans and not any(s.label_frames.get(label) for s in scans):
             loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
-            warnings.append(f"no {label} in the {kind} data, but the loss has a prefactor for it: {loss}. "
-                            f"Add set.*/{file} or set the prefactor to 0.")
+            warnings.append(
+                f"no {label} in the {kind} data, but the loss has a prefactor for it: {loss}. "
+                f"Add set.*/{file} or set the prefactor to 0."
+            )
         elif lacking:
             frames = sum(s.system.num_frames - s.label_frames.get(label, 0) for s in lacking)
-            warnings.append(f"no {label} in {frames:,} {kind} frames of {len(lacking)} of {len(scans)} systems (first: "
-                            f"{lacking[0].system.name}): they do not count in this term of the loss.")
+            warnings.append(
+                f"no {label} in {frames:,} {kind} frames of {len(lacking)} of {len(scans)} systems (first: "
+                f"{lacking[0].system.name}): they do not count in this term of the loss."
+            )
     return warnings
 
 
 def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
     if not report.training:
         return []
-    trained, validated = (sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
-                          for scans in (report.training, report.validation))
+    trained, validated = (
+        sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
+        for scans in (report.training, report.validation)
+    )
     warnings = []
     unseen = [name for name, n in zip(type_map, trained) if not n]
     if unseen:
@@ -236,8 +269,10 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         cell = "periodic" if system.periodic else "open"
-        out.append(f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
-                   f"{', '.join(_label_text(scan, label) for label in system.labels) or 'no labels'}")
+        out.append(
+            f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
+            f"{', '.join(_label_text(scan, label) for label in system.labels) or 'no labels'}"
+        )
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
     return out + [line for label in _UNITS if (line := _range_line(scans, label))]

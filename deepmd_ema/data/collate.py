@@ -64,8 +64,9 @@ class PairedFrame:
         return None if per_atom is None else per_atom[self.order]
 
 
-def pair_frame(frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None,
-               round_to: int = ROUND_TO) -> PairedFrame:
+def pair_frame(
+    frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None, round_to: int = ROUND_TO
+) -> PairedFrame:
     """Return ``frame`` with its neighbors in slots; ``pairs`` are searched when not given."""
     if pairs is None:
         pairs = find_pairs(frame.coord, frame.box, layout.rcut)
@@ -95,8 +96,13 @@ def pair_frame(frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None,
     )
 
 
-def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, pairs: Sequence[Pairs] | None = None,
-            round_to: int = ROUND_TO, labels: Sequence[str] = ()) -> Batch:
+def collate(
+    frames: Sequence[Frame | PairedFrame],
+    layout: NeighborLayout,
+    pairs: Sequence[Pairs] | None = None,
+    round_to: int = ROUND_TO,
+    labels: Sequence[str] = (),
+) -> Batch:
     """Return ``frames`` as one batch; what is missing in some frames is zero there and not ``found``.
 
     Args:
@@ -136,8 +142,9 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, pairs
     )
 
 
-def _place_pairs(atom_type: Array, pairs: Pairs, row_of_atom: Array, layout: NeighborLayout,
-                 round_to: int) -> tuple[Array, Array, Array, Array, tuple[int, ...], tuple[int, ...]]:
+def _place_pairs(
+    atom_type: Array, pairs: Pairs, row_of_atom: Array, layout: NeighborLayout, round_to: int
+) -> tuple[Array, Array, Array, Array, tuple[int, ...], tuple[int, ...]]:
     """Return row, neighbor's row, slot and shift of the pairs that are kept, slots and neighbors per section."""
     sections = layout.num_types if layout.by_type else 1
     natoms = len(atom_type)
@@ -212,8 +219,9 @@ def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
     return out
 
 
-def _join_neighbors(paired: Sequence[PairedFrame], rows: Sequence[Array], slots: tuple[int, ...],
-                    rcut: float) -> tuple[Array, Array, Array]:
+def _join_neighbors(
+    paired: Sequence[PairedFrame], rows: Sequence[Array], slots: tuple[int, ...], rcut: float
+) -> tuple[Array, Array, Array]:
     """Return neighbor (A, K), vector (A, K, 3) and reverse (A, M) of the frames together."""
     if len(paired) == 1:
         only = paired[0]
@@ -255,16 +263,19 @@ def _optional(parts: Sequence[Array | None], join: Callable[[Sequence[Array]], A
     return _tensor(join(there)) if there else None
 
 
-def _join_labels(paired: Sequence[PairedFrame], rows: Sequence[Array],
-                 wanted: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _join_labels(
+    paired: Sequence[PairedFrame], rows: Sequence[Array], wanted: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     names = dict.fromkeys(wanted) | dict.fromkeys(name for p in paired for name in p.frame.labels)
     labels, found = {}, {}
     for name in names:
         found[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
         if name in keys.PER_ATOM:
             shape = _SHAPE_PER_ATOM[name]
-            parts = [p.frame.labels[name][p.order] if name in p.frame.labels else np.zeros((len(p.order), *shape))
-                     for p in paired]
+            parts = [
+                p.frame.labels[name][p.order] if name in p.frame.labels else np.zeros((len(p.order), *shape))
+                for p in paired
+            ]
             labels[name] = _tensor(_by_row(parts, rows))
         else:
             zero = np.zeros(_SHAPE_PER_FRAME[name])

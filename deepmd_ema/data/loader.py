@@ -77,9 +77,17 @@ class Loader:
         wait_s: seconds that ``next`` has waited for batches in all.
     """
 
-    def __init__(self, systems: Sequence[System], sampler: Sampler, layout: NeighborLayout, start: int = 0,
-                 prefetch: int = 4, pin: bool = False, cache: PairCache | None = None,
-                 labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        systems: Sequence[System],
+        sampler: Sampler,
+        layout: NeighborLayout,
+        start: int = 0,
+        prefetch: int = 4,
+        pin: bool = False,
+        cache: PairCache | None = None,
+        labels: Sequence[str] = (),
+    ) -> None:
         cache = cache if cache is not None else PairCache(layout)
         assert cache.layout == layout, "a cache of another layout"
         self.systems, self.sampler = systems, sampler
@@ -126,8 +134,9 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -136,9 +145,15 @@ class Loader:
             self.close()
 
 
-def sequential_batches(systems: Sequence[System], layout: NeighborLayout, cache: PairCache | None = None,
-                       max_atoms: int = 1024, labels: Sequence[str] = (), rank: int = 0,
-                       world_size: int = 1) -> Iterator[Batch]:
+def sequential_batches(
+    systems: Sequence[System],
+    layout: NeighborLayout,
+    cache: PairCache | None = None,
+    max_atoms: int = 1024,
+    labels: Sequence[str] = (),
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
     """Yield all frames of all systems in order, as many to a batch as have at most ``max_atoms`` atoms, at least one.
 
     Args:
@@ -179,8 +194,9 @@ def _groups(systems: Sequence[System], max_atoms: int) -> Iterator[list[tuple[Sy
         yield group
 
 
-def _make_batch(systems: Sequence[System], sampler: Sampler, cache: PairCache, labels: tuple[str, ...], pin: bool,
-                n: int) -> Batch:
+def _make_batch(
+    systems: Sequence[System], sampler: Sampler, cache: PairCache, labels: tuple[str, ...], pin: bool, n: int
+) -> Batch:
     system, frames = sampler.batch(n)
     batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
     return batch.pin_memory() if pin else batch

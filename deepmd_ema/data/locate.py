@@ -15,8 +15,9 @@ _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MOST_NAMES = 8  # neighbors of a missing path that a message lists
 
 
-def find_folders(paths: Sequence[str], rglob_patterns: Sequence[str] | None = None,
-                 where: str = "systems") -> tuple[list[Folder], list[str]]:
+def find_folders(
+    paths: Sequence[str], rglob_patterns: Sequence[str] | None = None, where: str = "systems"
+) -> tuple[list[Folder], list[str]]:
     """Return the systems at ``paths``, sorted within each path, and the problems met.
 
     Args:

@@ -65,8 +65,16 @@ class System:
         sets: the sets with their arrays, for reading in bulk.
     """
 
-    def __init__(self, name: str, wanted: Wanted, sets: Sequence[FrameSet], atom_type: Array | None,
-                 index_of: Array, natoms: int, periodic: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        wanted: Wanted,
+        sets: Sequence[FrameSet],
+        atom_type: Array | None,
+        index_of: Array,
+        natoms: int,
+        periodic: bool,
+    ) -> None:
         self.name = name
         self.sets = tuple(sets)
         self.num_frames = sum(s.num_frames for s in sets)
@@ -134,9 +142,16 @@ class System:
         return _pick(_row(part, "aparam", k).reshape(self.natoms, -1), real)
 
 
-def open_systems(paths: Sequence[str] | str, type_map: Sequence[str], labels: Sequence[str] = (), numb_fparam: int = 0,
-                 numb_aparam: int = 0, rglob_patterns: Sequence[str] | None = None,
-                 default_fparam: Sequence[float] | None = None, where: str = "systems") -> list[System]:
+def open_systems(
+    paths: Sequence[str] | str,
+    type_map: Sequence[str],
+    labels: Sequence[str] = (),
+    numb_fparam: int = 0,
+    numb_aparam: int = 0,
+    rglob_patterns: Sequence[str] | None = None,
+    default_fparam: Sequence[float] | None = None,
+    where: str = "systems",
+) -> list[System]:
     """Return the systems at ``paths`` after checking names, shapes and numbers of frames of all their files.
 
     Values are not read yet (``check.check_systems`` does), only headers and types.
@@ -178,8 +193,10 @@ def open_system(folder: Folder, wanted: Wanted) -> System:
         raise DataError(f"{folder.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
     mixed = {name: folder.has(f"{name}/{TYPES}.npy") for name in set_names}
     if len(set(mixed.values())) > 1:
-        raise DataError(f"{folder.name}: mixed and plain sets in one folder: {_named(mixed, True)} with {TYPES}.npy, "
-                        f"{_named(mixed, False)} without. Put them into two systems.")
+        raise DataError(
+            f"{folder.name}: mixed and plain sets in one folder: {_named(mixed, True)} with {TYPES}.npy, "
+            f"{_named(mixed, False)} without. Put them into two systems."
+        )
     is_mixed = mixed[set_names[0]]
     if is_mixed and names is None:
         raise DataError(f"{folder.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it.")
@@ -218,8 +235,16 @@ def _read_types(folder: Folder) -> Array:
     return np.array(words, np.int64)
 
 
-def _open_set(folder: Folder, name: str, first: int, natoms: int, is_mixed: bool, periodic: bool, wanted: Wanted,
-              problems: list[str]) -> FrameSet | None:
+def _open_set(
+    folder: Folder,
+    name: str,
+    first: int,
+    natoms: int,
+    is_mixed: bool,
+    periodic: bool,
+    wanted: Wanted,
+    problems: list[str],
+) -> FrameSet | None:
     """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
     before = len(problems)
     found: dict[str, StoredArray] = {}
@@ -241,8 +266,9 @@ def _open_set(folder: Folder, name: str, first: int, natoms: int, is_mixed: bool
     return FrameSet(f"{folder.name}/{name}", first, frames, found) if len(problems) == before else None
 
 
-def _expected_arrays(natoms: int, is_mixed: bool, periodic: bool,
-                     wanted: Wanted) -> list[tuple[str, tuple[str, ...], int]]:
+def _expected_arrays(
+    natoms: int, is_mixed: bool, periodic: bool, wanted: Wanted
+) -> list[tuple[str, tuple[str, ...], int]]:
     """Return name, spellings of the file and numbers per frame of each array to look for."""
     arrays: list[tuple[str, tuple[str, ...], int]] = [("coord", ("coord",), 3 * natoms)]
     if periodic:
@@ -305,8 +331,14 @@ def _shape_problems(array: StoredArray, frames: int, numbers: int, natoms: int) 
     return [f"{array.name}: shape {shape}, expected {expected}{unit}."]
 
 
-def _type_table(folder: Folder, wanted: Wanted, names: list[str] | None, file_types: Array,
-                mixed_sets: Sequence[FrameSet] | None, problems: list[str]) -> Array:
+def _type_table(
+    folder: Folder,
+    wanted: Wanted,
+    names: list[str] | None,
+    file_types: Array,
+    mixed_sets: Sequence[FrameSet] | None,
+    problems: list[str],
+) -> Array:
     """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown."""
     used = np.unique(file_types)
     place = f"{folder.name}/type.raw"
@@ -322,9 +354,11 @@ def _type_table(folder: Folder, wanted: Wanted, names: list[str] | None, file_ty
         if element in wanted.type_map:
             table[number] = wanted.type_map.index(element)
         elif number in used:
-            problems.append(f'{folder.name}/type_map.raw: element "{element}" is not in model.type_map. '
-                            f"{did_you_mean(element, wanted.type_map)} "
-                            "Add it to model.type_map, or leave the system out.")
+            problems.append(
+                f'{folder.name}/type_map.raw: element "{element}" is not in model.type_map. '
+                f"{did_you_mean(element, wanted.type_map)} "
+                "Add it to model.type_map, or leave the system out."
+            )
     return table
 
 

@@ -61,7 +61,7 @@ def length_lines(config: RunConfig, train: Sequence[System], report: DataReport)
     epochs = steps / sampler.batches_per_epoch
     lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
     if report.neighbors is not None:
-        sel = model.descriptor.sel_numbers or auto_sel(report.neighbors.max_neighbors)
+        sel = model.descriptor.sel_numbers or auto_sel(report.neighbors.max_neighbors, model.descriptor.sel_margin)
         atoms = max(size * system.natoms for size, system in zip(sampler.batch_size, train))
         # of each pair: the embedding's layers, forward and backward, and a few vectors
         per_pair = 3 * sum(model.descriptor.neuron) + 30

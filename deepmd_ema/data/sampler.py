@@ -56,9 +56,17 @@ class Sampler:
         warnings: what a user should know, such as systems left out.
     """
 
-    def __init__(self, num_frames: Sequence[int], natoms: Sequence[int], batch_size: BatchRule = "auto",
-                 auto_prob: str = "prob_sys_size", sys_probs: Sequence[float] | None = None, seed: int = 0,
-                 rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        num_frames: Sequence[int],
+        natoms: Sequence[int],
+        batch_size: BatchRule = "auto",
+        auto_prob: str = "prob_sys_size",
+        sys_probs: Sequence[float] | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.num_frames = tuple(num_frames)
         self.batch_size, self.warnings = batch_sizes(batch_size, natoms)
         if not any(self.batch_size):
@@ -82,10 +90,10 @@ class Sampler:
         system = int(systems[place])
         round_number, k = divmod(int(numbers[place]), self.batches[system])
         size = self._global_size[system]
-        together = self._frame_order(system, round_number)[k * size: (k + 1) * size]
-        mine = together[self._rank:: self._world_size]
+        together = self._frame_order(system, round_number)[k * size : (k + 1) * size]
+        mine = together[self._rank :: self._world_size]
         if len(mine) == 0:
-            mine = together[self._rank % len(together):][:1]
+            mine = together[self._rank % len(together) :][:1]
         return system, tuple(int(f) for f in mine)
 
     def steps_for_epochs(self, num_epochs: float) -> int:
@@ -141,8 +149,9 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[int]) -> tuple[tuple[int, ...]
     return tuple(sizes), []
 
 
-def system_probabilities(batches: Sequence[int], auto_prob: str = "prob_sys_size",
-                         sys_probs: Sequence[float] | None = None) -> list[Fraction]:
+def system_probabilities(
+    batches: Sequence[int], auto_prob: str = "prob_sys_size", sys_probs: Sequence[float] | None = None
+) -> list[Fraction]:
     """Return the probability of each system; they add up to 1 exactly.
 
     Args:
@@ -162,8 +171,10 @@ def system_probabilities(batches: Sequence[int], auto_prob: str = "prob_sys_size
     elif auto_prob.startswith("prob_sys_size;"):
         weights = _block_weights(batches, auto_prob)
     else:
-        raise ConfigError(f'auto_prob = "{auto_prob}" is unknown. Known: prob_uniform, prob_sys_size, '
-                          "prob_sys_size;start:stop:weight;...")
+        raise ConfigError(
+            f'auto_prob = "{auto_prob}" is unknown. Known: prob_uniform, prob_sys_size, '
+            "prob_sys_size;start:stop:weight;..."
+        )
     return _normalized(weights)
 
 
@@ -194,8 +205,11 @@ def _sizes_by_rule(rule: str, natoms: Sequence[int]) -> tuple[tuple[int, ...], l
         return tuple(-(-atoms // n) for n in natoms), []
     sizes = tuple(0 if name == "filter" and n > atoms else max(1, atoms // n) for n in natoms)
     left_out = sizes.count(0)
-    warnings = [f'batch_size = "{rule}": {left_out} of {len(sizes)} systems have more than {atoms} atoms and are left '
-                "out."] if left_out else []
+    warnings = (
+        [f'batch_size = "{rule}": {left_out} of {len(sizes)} systems have more than {atoms} atoms and are left out.']
+        if left_out
+        else []
+    )
     return sizes, warnings
 
 
@@ -205,8 +219,9 @@ def _given_probabilities(batches: Sequence[int], sys_probs: Sequence[float]) -> 
     assigned = [Fraction(p) if p >= 0 else Fraction(0) for p in sys_probs]
     rest = 1 - sum(assigned)
     if rest < Fraction(-1, 10**8):
-        raise ConfigError(f"sys_probs: the numbers that are not negative add up to {float(sum(assigned)):g}, expected "
-                          "at most 1.")
+        raise ConfigError(
+            f"sys_probs: the numbers that are not negative add up to {float(sum(assigned)):g}, expected at most 1."
+        )
     share = [Fraction(b) if p < 0 else Fraction(0) for b, p in zip(batches, sys_probs)]
     if sum(share) and rest > 0:
         assigned = [a + rest * s / sum(share) for a, s in zip(assigned, share)]
@@ -217,7 +232,7 @@ def _block_weights(batches: Sequence[int], auto_prob: str) -> list[Fraction]:
     weights = [Fraction(0)] * len(batches)
     for text in auto_prob.split(";")[1:]:
         block = _parse_block(text, auto_prob, len(batches))
-        inside = batches[block.start: block.stop]
+        inside = batches[block.start : block.stop]
         for k, b in enumerate(inside):
             weights[block.start + k] += block.weight * Fraction(b, sum(inside) or 1)
     return weights
@@ -230,8 +245,10 @@ def _parse_block(text: str, auto_prob: str, num_systems: int) -> _Block:
     except ValueError as error:
         raise ConfigError(f'auto_prob = "{auto_prob}": "{text}" is not start:stop:weight.') from error
     if not 0 <= block.start < block.stop <= num_systems or block.weight < 0:
-        raise ConfigError(f'auto_prob = "{auto_prob}": "{text}" does not fit {num_systems} systems: expected '
-                          f"0 <= start < stop <= {num_systems} and a weight from 0.")
+        raise ConfigError(
+            f'auto_prob = "{auto_prob}": "{text}" does not fit {num_systems} systems: expected '
+            f"0 <= start < stop <= {num_systems} and a weight from 0."
+        )
     return block
 
 

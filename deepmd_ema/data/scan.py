@@ -137,8 +137,9 @@ class _Broken:
 
 def _scan_set(scan: SystemScan, part: FrameSet) -> None:
     system = scan.system
-    broken = {name: _Broken(array, lambda row: _describe_nonfinite(row, system.natoms))
-              for name, array in part.arrays.items()}
+    broken = {
+        name: _Broken(array, lambda row: _describe_nonfinite(row, system.natoms)) for name, array in part.arrays.items()
+    }
     flat = _Broken(part.arrays["box"], _describe_flat) if system.periodic else None
     for label in part.arrays:
         if label in system.labels:
@@ -207,8 +208,9 @@ def _digests(types: Array, values: dict[str, Array]) -> list[bytes]:
     parts = [types.astype(np.int32), values["coord"].astype(np.float32) + np.float32(0)]
     if "box" in values:
         parts.append(values["box"].astype(np.float32) + np.float32(0))
-    return [hashlib.blake2b(b"".join(p[k].tobytes() for p in parts), digest_size=16).digest()
-            for k in range(len(types))]
+    return [
+        hashlib.blake2b(b"".join(p[k].tobytes() for p in parts), digest_size=16).digest() for k in range(len(types))
+    ]
 
 
 def _chunks(part: FrameSet, natoms: int) -> Iterator[tuple[int, int]]:

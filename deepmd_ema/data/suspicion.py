@@ -48,8 +48,10 @@ def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[Syst
     frames = list(_places(validation))
     shared = [f"{place} is {first_place[digest]}" for place, digest in frames if digest in first_place]
     if shared:
-        warnings.append(f"{len(shared):,} of {len(frames):,} validation frames are also training frames (first: "
-                        f"{shared[0]}): validation errors will look too good.")
+        warnings.append(
+            f"{len(shared):,} of {len(frames):,} validation frames are also training frames (first: "
+            f"{shared[0]}): validation errors will look too good."
+        )
     return warnings
 
 
@@ -67,14 +69,18 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     for scan in [*training, *validation]:
         atoms = scan.type_counts.sum(axis=1)
         off = (scan.energy - scan.type_counts @ fit) / atoms - middle
-        found += [(abs(off[k]), f"{scan.system.name} frame {k} ({off[k]:+.3f} eV/atom)")
-                  for k in np.flatnonzero(np.abs(off) > bound)]
+        found += [
+            (abs(off[k]), f"{scan.system.name} frame {k} ({off[k]:+.3f} eV/atom)")
+            for k in np.flatnonzero(np.abs(off) > bound)
+        ]
     if not found:
         return []
     worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MOST_NAMED])
     what = "1 frame has an energy" if len(found) == 1 else f"{len(found):,} frames have energies"
-    return [f"{what} far from the others (after subtraction of energies per element; half "
-            f"of all lie within {spread / 1.4826:.4f} eV/atom): {worst}. Have they converged?"]
+    return [
+        f"{what} far from the others (after subtraction of energies per element; half "
+        f"of all lie within {spread / 1.4826:.4f} eV/atom): {worst}. Have they converged?"
+    ]
 
 
 def unit_warnings(scans: Sequence[SystemScan]) -> list[str]:
@@ -91,8 +97,10 @@ def unit_warnings(scans: Sequence[SystemScan]) -> list[str]:
     large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS]
     if large:
         value, scan = max(large, key=lambda pair: pair[0])
-        warnings.append(f"{scan.system.name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
-                        "eV/angstrom; are they in kcal/mol/angstrom?")
+        warnings.append(
+            f"{scan.system.name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
+            "eV/angstrom; are they in kcal/mol/angstrom?"
+        )
     return warnings
 
 
@@ -109,8 +117,10 @@ def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:
     if not total:
         return []
     frames = "1 frame" if total == 1 else f"{total:,} frames"
-    return [f"the forces of {frames} do not add up to zero (worst: {worst:.3g} eV/angstrom in {place}): no "
-            "model can learn this part. Without an outer field it points to unconverged forces."]
+    return [
+        f"the forces of {frames} do not add up to zero (worst: {worst:.3g} eV/angstrom in {place}): no "
+        "model can learn this part. Without an outer field it points to unconverged forces."
+    ]
 
 
 def _unit_ratio(pairs: Array) -> str:
@@ -134,8 +144,10 @@ def _energies(scans: Sequence[SystemScan]) -> tuple[Array, Array]:
     known = [np.isfinite(s.energy) for s in scans]
     if not scans:
         return np.zeros((0, 1)), np.zeros(0)
-    return (np.concatenate([s.type_counts[k] for s, k in zip(scans, known)]).astype(np.float64),
-            np.concatenate([s.energy[k] for s, k in zip(scans, known)]))
+    return (
+        np.concatenate([s.type_counts[k] for s, k in zip(scans, known)]).astype(np.float64),
+        np.concatenate([s.energy[k] for s, k in zip(scans, known)]),
+    )
 
 
 def _places(scans: Sequence[SystemScan]) -> list[tuple[str, bytes]]:

@@ -111,7 +111,7 @@ def assemble(prepared: Prepared, origin: Origin, runtime: Runtime) -> Trainer:
         bank=bank,
         validator=validator,
         saver=_make_saver(prepared, bank, validator, num_steps, start),
-        display=_make_display(config, loss, runtime, num_steps),
+        display=_make_display(config, loss, runtime, num_steps, start),
         device=runtime.device,
         num_steps=num_steps,
     )
@@ -271,7 +271,7 @@ def _make_saver(
     return Saver(payloads, family("", training.max_ckpt_keep), averages, bests, training.save_freq)
 
 
-def _make_display(config: RunConfig, loss: EnerLoss, runtime: Runtime, num_steps: int) -> Display:
+def _make_display(config: RunConfig, loss: EnerLoss, runtime: Runtime, num_steps: int, start: int) -> Display:
     training = config.training
     lcurve = None
     if training.disp_training:
@@ -283,6 +283,6 @@ def _make_display(config: RunConfig, loss: EnerLoss, runtime: Runtime, num_steps
         every=training.disp_freq,
         device=runtime.device,
         average=training.disp_avg,
-        board=open_board(training.tensorboard_log_dir) if training.tensorboard else None,
+        board=open_board(training.tensorboard_log_dir, start) if training.tensorboard else None,
         board_every=training.tensorboard_freq,
     )

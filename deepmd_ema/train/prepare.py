@@ -92,7 +92,6 @@ def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False)
     return Prepared(config, train, valid, cache, model, nearest, seed)
 
 
-
 def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of every system."""
     path = config.training.stat_file
@@ -118,9 +117,7 @@ def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, 
     return found
 
 
-def _statistics_batches(
-    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int
-) -> Iterator[Batch]:
+def _statistics_batches(config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int) -> Iterator[Batch]:
     data = config.training.training_data
     sizes, _ = batch_sizes(data.batch_size, [system.natoms for system in systems])
     for number, (system, size) in enumerate(zip(systems, sizes)):

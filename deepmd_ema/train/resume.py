@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
-CONTINUITY = ("model", "learning_rate", "optimizer", "loss", "training.training_data", "training.seed",
-              "training.gradient_max_norm")
+CONTINUITY = (
+    "model",
+    "learning_rate",
+    "optimizer",
+    "loss",
+    "training.training_data",
+    "training.seed",
+    "training.gradient_max_norm",
+)
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _ADVICE = (
@@ -117,8 +124,8 @@ def _refuse_another_optimizer(config: RunConfig, before: Mapping[str, Any]) -> N
     kind = before["optimizer"]["type"]
     if config.optimizer.type != kind:
         raise ConfigError(
-            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}, so a restart cannot '
-            f'go on with another. Set it to "{kind}", or start anew from the weights with --init-model.'
+            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}, and a restart needs '
+            f'them. Set it to "{kind}", or start anew from the weights with --init-model.'
         )
 
 

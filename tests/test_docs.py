@@ -1,0 +1,119 @@
+"""The pages for users stay true: links, commands, options and snippets are checked against the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from infer_models import write_run
+
+from deepmd_ema import cli
+from deepmd_ema.config import config_from_dict, ignored_options
+from deepmd_ema.config.manual import manual
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", ROOT / "configs" / "README.md",
+     ROOT / "benchmarks" / "README.md", *(ROOT / "doc").rglob("*.md")]
+)  # fmt: skip
+SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def blocks(page, language):
+    """Return the fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+def headings(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(page.read_text()), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(page):
+    """Return the arguments of every ``dp-ema ...`` in the code of a page, in blocks, indented lines and backticks."""
+    text = page.read_text()
+    code = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S) + re.findall(r"^ {4}.*$", text, flags=re.M)
+    code += re.findall(r"`([^`]+)`", without_code(text))
+    found = re.findall(r"\bdp-ema((?: +[^\s#|&>;\\,]+)*)", "\n".join(code))
+    return [words.split() for words in found if words.split()]
+
+
+def options_of_the_manual():
+    return {re.sub(r"\[[^]]*\]", "", line) for line in manual().splitlines() if re.match(r"[a-z]", line)}
+
+
+@every_page
+def test_every_link_of_a_page_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"https?:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), target
+        assert not anchor or anchor in headings(there), target
+
+
+@every_page
+def test_every_command_of_a_page_exists_with_its_options(page):
+    parsers = next(action for action in cli._build_parser()._actions if action.dest == "command").choices
+    for words in commands(page):
+        if words[0].startswith("-"):
+            assert words[0] in ("--help", "--version"), words
+            continue
+        assert words[0] in cli.COMMANDS, words
+        known = {name for action in parsers[words[0]]._actions for name in action.option_strings}
+        given = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
+        assert given <= known, words
+
+
+@every_page
+def test_every_option_that_a_page_names_is_in_the_manual(page):
+    known = options_of_the_manual()
+    named = re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text())
+    assert [name for name in named if name not in known and not re.search(r"\.(pt|pth|dp|md)$", name)] == []
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "doc" / "README.md").read_text()
+    pages = [page.relative_to(ROOT / "doc") for page in (ROOT / "doc").rglob("*.md") if page.name != "README.md"]
+    assert [str(page) for page in pages if f"({page})" not in index] == []
+
+
+@every_page
+def test_every_input_on_a_page_is_good_and_wastes_no_option(page):
+    for text in blocks(page, "json"):
+        config = config_from_dict(json.loads(text))
+        assert ignored_options(config) == []
+        assert config.notes == ()
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A folder as training leaves it, with the frames of the water example and a frozen file."""
+    folder = tmp_path / "run"
+    write_run(folder)
+    os.symlink("model_ema.ckpt-7.pt", folder / "model_ema.ckpt.pt")
+    os.symlink(ROOT / "examples" / "water" / "data", folder / "data")
+    monkeypatch.chdir(folder)
+    assert cli.main(["freeze", "--use-ema", "-o", "water.dp", "-v", "ERROR"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", ["README.md", "doc/getting_started.md"])
+def test_every_python_snippet_of_a_page_runs(name, trained, capsys):
+    if "ase" in (ROOT / name).read_text():
+        pytest.importorskip("ase")
+    snippets = blocks(ROOT / name, "python")
+    assert snippets
+    for text in snippets:
+        exec(compile(text, name, "exec"), {})
+    assert capsys.readouterr().out

@@ -1,0 +1,211 @@
+"""A run is killed at every single write to the disk; whatever is there then, a restart ends as the unbroken run does."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_input, write_system
+
+from deepmd_ema.errors import Interrupted
+from deepmd_ema.report import tables
+from deepmd_ema.train import trainer
+from deepmd_ema.train.assemble import run_training
+
+BEFORE, LAST = 2, 4  # the run stands after BEFORE; all writes of the next step are hit; LAST is its end
+MOST_WRITES = 80  # of one restart and one step
+TABLES = ("lcurve.out", "val.log", "val_ema.log")
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory):
+    """Two folders of one input: ``whole``, with an unbroken run, and ``before``, with one that stopped after BEFORE."""
+    home = tmp_path_factory.mktemp("kill")
+    write_system(home / "data", frames=6, natoms=6, seed=1)
+    write_system(home / "valid", frames=3, natoms=6, seed=2)
+    config = tiny_input(
+        ["../data"],
+        ["../valid"],
+        num_steps=LAST,
+        training__disp_freq=1,
+        training__save_freq=1,
+        training__max_ckpt_keep=2,
+        training__enable_ema=True,
+        training__ema_decay=0.6,
+        training__ema_ckpt_keep=1,
+        learning_rate__start_lr=5e-3,
+        validating__full_validation=True,
+        validating__ema_full_validation=True,
+        validating__validation_freq=1,
+        validating__full_val_start=0,
+        validating__validation_metric="F:RMSE",
+    )
+    advance = trainer.Trainer._advance
+
+    def advance_and_stop(self):
+        advance(self)
+        if self.step == BEFORE:
+            self.stop._note(signal.SIGTERM, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("whole", "before"):
+            (home / name).mkdir()
+            patch.chdir(home / name)
+            Path("input.json").write_text(json.dumps(config))
+            if name == "whole":
+                run_training("input.json", device="cpu")
+        patch.setattr(trainer.Trainer, "_advance", advance_and_stop)
+        with pytest.raises(Interrupted):
+            run_training("input.json", device="cpu")
+    return home
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Reaper:
+    """Kills the process at write number ``at``: half of the bytes are written, or a move or removal is not made."""
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def strikes(self):
+        self.count += 1
+        return self.count == self.at
+
+    def stand_behind(self):
+        """Lay hands on everything that changes a file."""
+        os.replace = self.before(os.replace)
+        Path.unlink, Path.symlink_to = self.before(Path.unlink), self.before(Path.symlink_to)
+        torch.save = self.within_save(torch.save)
+        tables._Table._add = self.within_row(tables._Table._add)
+        trainer.Trainer._advance = self.end_of_step(trainer.Trainer._advance)
+
+    def before(self, call):
+        def change(*arguments, **options):
+            if self.strikes():
+                die()
+            return call(*arguments, **options)
+
+        return change
+
+    def within_save(self, save):
+        def half(content, file):
+            if self.strikes():
+                whole = io.BytesIO()
+                save(content, whole)
+                file.write(whole.getvalue()[: whole.tell() // 2])
+                file.flush()
+                die()
+            return save(content, file)
+
+        return half
+
+    def within_row(self, add):
+        def half(table, line):
+            if self.strikes():
+                add(table, line[: len(line) // 2])
+                die()
+            return add(table, line)
+
+        return half
+
+    def end_of_step(self, advance):
+        def step(run):
+            if run.step > BEFORE:
+                os._exit(0)
+            return advance(run)
+
+        return step
+
+
+def train_and_die(at):
+    """Go on in a child process, killed at write ``at``; return whether it was."""
+    pid = os.fork()  # as a fork: starting torch anew for each write would take seconds each
+    if pid == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        try:
+            Reaper(at).stand_behind()
+            run_training("input.json", restart="model.ckpt.pt", device="cpu")
+        finally:
+            os._exit(9)  # neither killed nor at the end of the step: a fault of the run
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def assert_same_end(whole, parts):
+    assert {p.name for p in parts.iterdir()} == {p.name for p in whole.iterdir()}
+    for name in TABLES:
+        assert (parts / name).read_text() == (whole / name).read_text(), name
+    for file in whole.glob("*.pt"):
+        assert_same(torch.load(file, weights_only=True), torch.load(parts / file.name, weights_only=True), file.name)
+
+
+def assert_same(a, b, path):
+    """Every tensor and number of two checkpoints is bitwise equal."""
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_A12_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, tmp_path, monkeypatch):
+    struck = 0
+    for at in range(1, MOST_WRITES):
+        parts = stand / f"parts_{at}"
+        shutil.copytree(stand / "before", parts, symlinks=True)
+        monkeypatch.chdir(parts)
+        killed = train_and_die(at)
+        run_training("input.json", restart="model.ckpt.pt", device="cpu")
+        assert_same_end(stand / "whole", parts)
+        if not killed:
+            break
+        struck += 1
+    assert not killed, "raise MOST_WRITES"
+    # out.json, three tables cut; then three rows and two remarks, two best and two numbered files with their moves, ...
+    assert struck > 20
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_goes_on(stand, monkeypatch):
+    """A limit on the size of files stands in for the full disk: the system itself refuses to write on."""
+    parts = stand / "full"
+    shutil.copytree(stand / "before", parts, symlinks=True)
+    before = (parts / f"model.ckpt-{BEFORE}.pt").read_bytes()
+    limit = len(before) // 2 // 512  # in blocks, as sh counts
+    words = f'ulimit -f {limit}; exec "$0" -m deepmd_ema train input.json --restart model.ckpt.pt --device cpu'
+    done = subprocess.run(["sh", "-c", words, sys.executable], cwd=parts, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert "could not be written" in said
+    assert f"model.ckpt-{BEFORE}.pt is whole and still usable" in said
+    assert "Traceback" not in done.stderr
+    assert (parts / f"model.ckpt-{BEFORE}.pt").read_bytes() == before
+    assert not list(parts.glob("*.part"))
+    monkeypatch.chdir(parts)
+    run_training("input.json", restart="model.ckpt.pt", device="cpu")
+    assert_same_end(stand / "whole", parts)
