@@ -48,8 +48,8 @@ def main() -> None:
     page = "\n\n".join(
         [
             f"# Accuracy after {config['training']['numb_steps']} steps, {common.today()}",
-            f"{config['model']['descriptor']['type']}, seeds {', '.join(map(str, args.seeds))}, validation frames of the "
-            f"input, each program's own test command.  \nOn {common.machine(found, args.threads, args.device)}.",
+            f"{config['model']['descriptor']['type']}, seeds {', '.join(map(str, args.seeds))}, validation frames of "
+            f"the input, each program's own test command.  \nOn {common.machine(found, args.threads, args.device)}.",
             common.table(header, rows),
             *_ratios(results),
         ]

@@ -32,9 +32,9 @@ def main() -> None:
     page = "\n\n".join(
         [
             f"# Time of a training step, {common.today()}",
-            f"{descriptor['type']}, sel {descriptor['sel']}, rcut {descriptor['rcut']}; {what}; {args.pairs} interleaved "
-            f"pairs of runs, median of the intervals of {args.interval} steps in a run, then of the runs; the ratio is the "
-            f"median of the ratios of the pairs.  \nOn {common.machine(found, args.threads, args.device)}.",
+            f"{descriptor['type']}, sel {descriptor['sel']}, rcut {descriptor['rcut']}; {what}; {args.pairs} "
+            f"interleaved pairs of runs, median of the intervals of {args.interval} steps in a run, then of the runs; the "
+            f"ratio is the median of the ratios of the pairs.  \nOn {common.machine(found, args.threads, args.device)}.",
             common.table(
                 ["precision", "batch", "dp --pt, ms/step", "dp-ema, ms/step", "ratio", "ratio, least to most"], rows
             ),

@@ -1,4 +1,4 @@
-"""A run is killed at every single write to the disk; whatever is there then, a restart ends as the unbroken run does."""
+"""A run is killed at every write to the disk; whatever stands there then, a restart ends as the unbroken run does."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def assert_same(a, b, path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_A12_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, tmp_path, monkeypatch):
+def test_A12_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch):
     struck = 0
     for at in range(1, MOST_WRITES):
         parts = stand / f"parts_{at}"

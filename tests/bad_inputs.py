@@ -1,0 +1,89 @@
+"""A folder with data and a good input, the command line run in it, and what every message to a user must be like."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from helpers import tiny_input
+
+from deepmd_ema import cli
+
+USER, GOOD = 2, 0  # exit codes
+ONE_SCREEN = 24  # lines
+_TIME = re.compile(r"^\[[-0-9: ]+\] ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Told:
+    """Exit code of a command and what it wrote to stderr, without the times of log lines."""
+
+    code: int
+    text: str
+
+    @property
+    def problem(self) -> str:
+        """The message itself, without log lines before it."""
+        return self.text[self.text.index("dp-ema") :] if self.text.startswith("dp-ema") else _after_log(self.text)
+
+    def must_say(self, *phrases: str, code: int = USER) -> None:
+        """Check the exit code, that it fits one screen, that it is no traceback, and what it says."""
+        assert self.code == code, self.text
+        assert "Traceback" not in self.text
+        assert "This should not happen" not in self.text
+        assert len(self.text.splitlines()) <= ONE_SCREEN, self.text
+        for phrase in phrases:
+            assert phrase in self.text, self.text
+        if code == USER:
+            assert self.problem.startswith("dp-ema: "), self.text
+
+
+def _after_log(text: str) -> str:
+    place = text.find("\ndp-ema: ")
+    return text[place + 1 :]
+
+
+class Desk:
+    """Where a user sits: a folder with ``input.json``, ``data`` and ``valid``.
+
+    Args:
+        folder: made when it is not there.
+        systems: training and validation data to copy.
+        capsys: pytest's, or None when only files are made.
+    """
+
+    def __init__(self, folder: Path, systems: tuple[Path, Path], capsys=None) -> None:
+        self.folder, self._capsys = folder, capsys
+        folder.mkdir(exist_ok=True)
+        for system, name in zip(systems, ("data", "valid")):
+            shutil.copytree(system, folder / name)
+        self.write()
+
+    def config(self, **changes):
+        """Return a good input with changes ``section__key=value``."""
+        changes = {"training__enable_ema": True, "training__ema_decay": 0.5, **changes}
+        return tiny_input(["data"], ["valid"], **{"num_steps": 2, **changes})
+
+    def write(self, config=None, **changes):
+        """Write ``input.json``."""
+        text = json.dumps(self.config(**changes) if config is None else config, indent=4)
+        (self.folder / "input.json").write_text(text)
+
+    def change_array(self, name, change, where="data/set.000"):
+        """Replace an array by what ``change`` makes of it."""
+        file = self.folder / where / f"{name}.npy"
+        np.save(file, change(np.load(file)))
+
+    def run(self, *words: str) -> Told:
+        """Run ``dp-ema`` with ``words`` and return what it told."""
+        self._capsys.readouterr()
+        code = cli.main(list(words))
+        return Told(code, _TIME.sub("", self._capsys.readouterr().err))
+
+    def train(self, *words: str) -> Told:
+        """Run ``dp-ema train input.json`` with further ``words``."""
+        return self.run("train", "input.json", "--device", "cpu", *words)

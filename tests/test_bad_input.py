@@ -1,0 +1,294 @@
+"""Bad inputs through the real command line: one screen that names the place and what to do, and exit code 2."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bad_inputs import GOOD, USER, Desk
+from helpers import write_system
+
+from deepmd_ema.runtime import make_runtime
+
+
+@pytest.fixture(scope="session")
+def systems(tmp_path_factory):
+    home = tmp_path_factory.mktemp("bad_input")
+    return write_system(home / "data", frames=8, seed=1, sets=2), write_system(home / "valid", frames=3, seed=2)
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch, capsys, systems):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return Desk(tmp_path, systems, capsys)
+
+
+def line_of(text, nth=1):
+    """Return the number of the line of ``input.json`` that holds ``text``."""
+    found = [n for n, line in enumerate(Path("input.json").read_text().splitlines(), 1) if text in line]
+    return found[nth - 1]
+
+
+# ---- the text of the input
+
+
+def test_a_missing_file_is_told_with_the_inputs_that_are_there(desk):
+    desk.run("train", "inptu.json").must_say("dp-ema: inptu.json: no such file. There is: input.json.")
+
+
+def test_text_that_is_no_json_is_told_with_line_and_column(desk):
+    text = Path("input.json").read_text().replace('"rcut": 4.0,', '"rcut": 4.0')
+    Path("input.json").write_text(text)
+    place = f"input.json:{line_of('rcut_smth')}:13: not JSON: a comma"
+    desk.train().must_say(place, '"rcut_smth": 1.0')
+
+
+def test_tabs_in_yaml_are_told_with_their_line(desk):
+    Path("input.yaml").write_text("model:\n\ttype_map: [O, H]\n")
+    desk.run("train", "input.yaml").must_say("input.yaml:2: not YAML: a tab. Indent with spaces only.")
+
+
+# ---- its options
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "phrases"),
+    [
+        ({"modle": {}}, '"modle"', ["modle: unknown key. Did you mean model?"]),
+        ({"training__disp_frek": 1}, "disp_frek", ["training.disp_frek: unknown key. Did you mean disp_freq"]),
+        (
+            {"model__descriptor__rcut_smooth": 1.0},
+            "rcut_smooth",
+            ["model.descriptor.rcut_smooth: unknown key. Did you mean rcut_smth?"],
+        ),
+        ({"training__save_freq": "often"}, "save_freq", ['training.save_freq = "often": expected a whole number']),
+        ({"learning_rate__start_lr": "1e-3"}, "start_lr", ["a number > 0. Write the number without quotes."]),
+        ({"training__ema_decay": 1.5}, "ema_decay", ["training.ema_decay = 1.5: expected a number >= 0 and < 1"]),
+        ({"training__zero_stage": 4}, "zero_stage", ["training.zero_stage = 4: expected 0, 1, 2 or 3"]),
+        (
+            {"training__zero_stage": 1},
+            "zero_stage",
+            ["training.zero_stage = 1: needs several ranks, and this process is alone", "torchrun --nproc_per_node=2"],
+        ),
+        ({"training__numb_epoch": 2}, "numb_epoch", ["numb_epoch = 2: numb_steps = 2 is given too. Remove one."]),
+        (
+            {"model__descriptor__type": "se_e3_z"},
+            '"se_e3_z"',
+            ['model.descriptor.type = "se_e3_z": unknown. Did you mean se_e2_a? Known: se_e2_a'],
+        ),
+        (
+            {"training__enable_ema": False, "validating__ema_full_validation": True},
+            "ema_full_validation",
+            ['validating.ema_full_validation = true: needs "enable_ema": true in training. Add it'],
+        ),
+    ],
+)
+def test_a_wrong_option_is_told_with_its_line_and_path(desk, changes, line, phrases):
+    desk.write(**changes)
+    told = desk.train()
+    told.must_say(f"dp-ema: input.json:{line_of(line)}: ", *phrases)
+    assert len(told.text.splitlines()) == 1
+
+
+def test_several_mistakes_come_on_one_screen_with_numbers(desk):
+    config = desk.config(training__ema_decay=1.5, training__zero_stage=4, training__numb_epoch=2)
+    config["modle"] = config["model"]["descriptor"]["rcut_smooth"] = config["loss"]["start_pref_g"] = 1
+    desk.write(config)
+    told = desk.train()
+    told.must_say("dp-ema: 6 problems in input.json\n  1. input.json:", "\n  6. input.json:")
+    places = [int(line.split(":")[1]) for line in told.text.splitlines()[1:]]
+    assert places == sorted(places)
+
+
+def test_a_hundred_mistakes_still_fit_one_screen(desk):
+    config = desk.config()
+    config["training"] |= {f"option_{n}": n for n in range(100)}
+    desk.write(config)
+    told = desk.train()
+    assert told.code == USER
+    assert "100 problems in input.json" in told.text
+    assert "more; `dp-ema check` shows all" in told.text
+    assert len(told.text.splitlines()) < 30
+    assert "100. input.json" in desk.run("check", "input.json").text
+
+
+# ---- the data
+
+
+def put_nan(array):
+    array[2, 4] = np.nan
+    return array
+
+
+def flatten_cell(boxes):
+    boxes[1, 6:9] = boxes[1, 3:6]
+    return boxes
+
+
+def move_together(coords):
+    coords[1, 3:6] = coords[1, 0:3] + 0.05
+    return coords
+
+
+def remove_sets(desk):
+    for folder in Path("data").glob("set.*"):
+        shutil.rmtree(folder)
+
+
+def remove_frames(desk):
+    for file in Path("data").glob("set.*/*.npy"):
+        np.save(file, np.load(file)[:0])
+
+
+def truncate(desk):
+    file = Path("data/set.000/coord.npy")
+    file.write_bytes(file.read_bytes()[:300])
+
+
+BAD_DATA = {
+    "no such folder": (
+        lambda desk: shutil.move("data", "water"),
+        ["training.training_data.systems[0]: data: no such file or folder.", "holds: input.json, valid, water"],
+    ),
+    "nothing in it": (
+        lambda desk: [shutil.rmtree("data"), Path("data").mkdir()],
+        ["systems[0]: data: no system in it or below it. A system has type.raw and set.*/coord.npy."],
+    ),
+    "no sets": (remove_sets, ["data: no frames: it has type.raw but no set.* folder. Add one, or leave it out."]),
+    "no frames": (remove_frames, ["data: no frames: the arrays of set.000, set.001 have no rows. Leave it out."]),
+    "unknown element": (
+        lambda desk: Path("data/type_map.raw").write_text("O\nSi\n"),
+        ['data/type_map.raw: element "Si" is not in model.type_map. Known: O, H. Add it to model.type_map'],
+    ),
+    "shape": (
+        lambda desk: desk.change_array("force", lambda a: a[:, :-3]),
+        ["data/set.000/force.npy: shape (4, 33), expected (4, 36) for 12 atoms."],
+    ),
+    "fewer energies": (
+        lambda desk: desk.change_array("energy", lambda a: a[:-1]),
+        ["data/set.000/energy.npy: shape (3,), expected (4,): coord.npy has 4 frames."],
+    ),
+    "truncated": (truncate, ["data/set.000/coord.npy: is truncated: 300 bytes, expected 1280 for shape (4, 36)."]),
+    "nan": (
+        lambda desk: desk.change_array("force", put_nan),
+        ["data/set.000/force.npy: frame 2 (of 4, from 0): nan at atom 1.", "remove the frame or compute it again"],
+    ),
+    "flat cell": (
+        lambda desk: desk.change_array("box", flatten_cell),
+        ["data/set.000/box.npy: frame 1 (of 4, from 0): the cell has no volume", "add an empty file nopbc"],
+    ),
+    "too close": (
+        lambda desk: desk.change_array("coord", move_together),
+        ["data/set.000/coord.npy: frame 1", "atoms 0 (O) and 1 (H) are 0.087 angstrom apart", "lower training."],
+    ),
+    "mixed and plain": (
+        lambda desk: np.save("data/set.001/real_atom_types.npy", np.zeros((4, 12), int)),
+        ["data: mixed and plain sets in one folder: set.001", "Put them into two systems."],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_DATA)
+def test_wrong_data_are_told_with_file_and_frame_before_anything_is_trained(desk, kind):
+    break_it, phrases = BAD_DATA[kind]
+    break_it(desk)
+    told = desk.train()
+    told.must_say(*phrases)
+    assert len(told.text.splitlines()) == 1
+    assert not Path("out.json").exists()
+    assert not Path("lcurve.out").exists()
+    assert desk.run("check", "input.json").problem == told.problem
+
+
+def test_problems_of_training_and_validation_data_come_at_once(desk):
+    truncate(desk)
+    Path("valid/type_map.raw").write_text("O\nSi\n")
+    desk.train().must_say(
+        "2 problems in the data of input.json", "1. data/set.000/coord.npy", '2. valid/type_map.raw: element "Si"'
+    )
+
+
+def test_wrong_numbers_in_several_files_come_at_once(desk):
+    for name in ("energy", "force", "virial"):
+        desk.change_array(name, lambda a: a * np.nan)
+    told = desk.train()
+    told.must_say("3 problems in the data of input.json", "1. data/set.000/energy.npy: frame 0 and 3 more frames (of 4")
+    assert len(told.text.splitlines()) == 4
+
+
+# ---- data that can be trained on, with a word of warning
+
+
+def remove_virials(desk):
+    for file in Path("data").glob("set.*/virial.npy"):
+        file.unlink()
+
+
+WARNED = {
+    "no virial": (
+        remove_virials,
+        ["WARNING: no virial in the training data, but the loss has a prefactor for it", "set the prefactor to 0"],
+    ),
+    "small sel": (
+        lambda desk: desk.write(model__descriptor__sel=[3, 40]),
+        ["WARNING: sel = [3, 40] is too small: an atom has up to [16, 16] neighbors", "Use sel [16, 40] or more, or auto"],
+    ),
+    "training frames in validation": (
+        lambda desk: desk.write(training__validation_data__systems=["data"]),
+        ["WARNING: 8 of 8 validation frames are also training frames", "validation errors will look too good"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WARNED)
+def test_doubtful_data_are_trained_on_with_a_warning(desk, kind):
+    break_it, phrases = WARNED[kind]
+    break_it(desk)
+    desk.train().must_say(*phrases, code=GOOD)
+    assert Path("model.ckpt-2.pt").exists()
+
+
+def test_the_number_that_a_warning_asks_for_is_enough(desk):
+    desk.write(model__descriptor__sel=[16, 40])
+    assert "too small" not in desk.train().text
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "phrases"),
+    [
+        (["trian", "input.json"], ["the command 'trian' is unknown. Did you mean train? Known: train, check"]),
+        (["train", "input.json", "--restrt", "x"], ["train has no option --restrt. Did you mean --restart?"]),
+        (["train"], ["required: INPUT. `dp-ema train --help` shows what it takes."]),
+        (["train", "input.json", "--device", "gpu"], ["--device gpu: unknown device. Use cpu, cuda or cuda:0."]),
+        (["train", "input.json", "--device", "meta"], ["--device meta: is not usable here (", "Use cpu, cuda"]),
+        (["freeze", "-o", "/proc/m.dp"], ["no file 'checkpoint' here that names the newest checkpoint"]),
+        (["test", "-m", "m.dp"], ["m.dp: no such file."]),
+        (["show", "input.json"], ["input.json: not a checkpoint"]),
+        (["plot", "input.json"], ["input.json: has no header line", "Give lcurve.out, val.log or val_ema.log."]),
+    ],
+)
+def test_a_wrong_command_is_told_with_what_to_write_instead(desk, words, phrases):
+    desk.run(*words).must_say(*phrases)
+
+
+def test_a_device_of_the_user_that_works_is_taken():
+    assert make_runtime("cpu").device.type == "cpu"
+
+
+def test_the_real_command_leaves_with_2_and_one_line(desk):
+    desk.write(training__ema_decay=1.5)
+    done = subprocess.run([sys.executable, "-m", "deepmd_ema", "train", "input.json"], capture_output=True, text=True,
+                          timeout=60)  # fmt: skip
+    assert done.returncode == USER
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"dp-ema: input.json:{line_of('ema_decay')}: training.ema_decay = 1.5: expected")
+    assert len(done.stderr.splitlines()) == 1
