@@ -105,8 +105,8 @@ def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(wa
             "force",
             (2, 16),
             np.nan,
-            "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite numbers; remove the frame or "
-            "compute it again.",
+            "water/set.001/force.npy: frame 2 (of 4, from 0): nan at atom 5. Expected finite numbers; remove the frame "
+            "or compute it again.",
         ),
         ("energy", 3, np.inf, "water/set.001/energy.npy: frame 3 (of 4, from 0): inf. Expected finite numbers"),
         ("coord", (0, 0), np.nan, "water/set.001/coord.npy: frame 0 (of 4, from 0): nan at atom 0. Expected"),

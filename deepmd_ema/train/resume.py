@@ -124,8 +124,8 @@ def _refuse_another_optimizer(config: RunConfig, before: Mapping[str, Any]) -> N
     kind = before["optimizer"]["type"]
     if config.optimizer.type != kind:
         raise ConfigError(
-            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}. Set it to "{kind}", '
-            "or start anew from the weights with --init-model."
+            f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}. Set it to '
+            f'"{kind}", or start anew from the weights with --init-model.'
         )
 
 
