@@ -34,7 +34,8 @@ def main() -> None:
             f"# Time of a training step, {common.today()}",
             f"{descriptor['type']}, sel {descriptor['sel']}, rcut {descriptor['rcut']}; {what}; {args.pairs} "
             f"interleaved pairs of runs, median of the intervals of {args.interval} steps in a run, then of the "
-            f"runs; the ratio is the median of the ratios of the pairs.  \nOn {common.machine(found, args.threads, args.device)}.",
+            "runs; the ratio is the median of the ratios of the pairs.  \n"
+            f"On {common.machine(found, args.threads, args.device)}.",
             common.table(
                 ["precision", "batch", "dp --pt, ms/step", "dp-ema, ms/step", "ratio", "ratio, least to most"], rows
             ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from helpers import tiny_input
+from helpers import tiny_input, write_system
 
 from deepmd_ema import cli
 
@@ -31,7 +31,7 @@ class Told:
         return self.text[self.text.index("dp-ema") :] if self.text.startswith("dp-ema") else _after_log(self.text)
 
     def must_say(self, *phrases: str, code: int = USER) -> None:
-        """Check the exit code, that it fits one screen, that it is no traceback, and what it says."""
+        """Check the exit code, what it says, that it fits one screen and is no traceback."""
         assert self.code == code, self.text
         assert "Traceback" not in self.text
         assert "This should not happen" not in self.text
@@ -87,3 +87,16 @@ class Desk:
     def train(self, *words: str) -> Told:
         """Run ``dp-ema train input.json`` with further ``words``."""
         return self.run("train", "input.json", "--device", "cpu", *words)
+
+
+def write_systems(home):
+    """Return training and validation data, written below ``home``."""
+    return write_system(home / "data", frames=8, seed=1, sets=2), write_system(home / "valid", frames=3, seed=2)
+
+
+def sit_down(folder, systems, monkeypatch, capsys):
+    """Return a desk in ``folder``, which becomes the current folder, of a process that no launcher has started."""
+    monkeypatch.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return Desk(folder, systems, capsys)

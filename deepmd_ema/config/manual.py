@@ -38,7 +38,7 @@ class Entry:
 
 
 def manual(topic: str | None = None) -> str:
-    """Return the manual of all options, or of those at and under the dotted path ``topic``, or with that name.
+    """Return the manual of all options, or of those under the dotted path ``topic``, or with that word in their name.
 
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
@@ -47,10 +47,12 @@ def manual(topic: str | None = None) -> str:
     chosen = [e for e in entries if _is_under(e.path, topic)] if topic else entries
     if topic and not chosen:
         chosen = [e for e in entries if e.option is not None and topic.split(".")[-1] in e.option.keys]
+    if topic and not chosen:  # `ema` finds ema_decay, enable_ema, ...
+        chosen = [e for e in entries if e.option is not None and any(topic in key.split("_") for key in e.option.keys)]
     if topic and not chosen:
         names = {key: None for e in entries if e.option is not None for key in e.option.keys}
         close = close_names(topic.split(".")[-1], list(names)) or ["model", "training", "or no name at all"]
-        raise ConfigError(f"dp-ema doc {topic}: no such option. Try {', '.join(close)}.")
+        raise ConfigError(f"doc {topic}: no such option. Try {', '.join(close)}.")
     text = "\n\n".join(_entry_text(e) for e in chosen)
     return text if topic else f"{_INTRO}\n{text}"
 

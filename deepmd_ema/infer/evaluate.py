@@ -111,7 +111,8 @@ class ErrorReport:
             labels, predictions = (np.concatenate([*side, np.zeros(0)]) for side in sides)
             return labels, predictions
 
-        count = f"{len(self.frames)} frames of {len(self.by_system)} systems"
+        systems = len(self.by_system)
+        count = f"{len(self.frames)} frames of {systems} system{'s' * (systems > 1)}"
         return plot_parity(
             {
                 "Energy": (*pair(keys.ENERGY, True), "eV/atom"),

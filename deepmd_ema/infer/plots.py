@@ -142,11 +142,12 @@ def _draw_parity(axis: Any, label: NDArray[Any], predicted: NDArray[Any]) -> Non
 
 def _draw_errors(axis: Any, error: NDArray[Any], unit: str) -> None:
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
+    mean = error.mean() if abs(error.mean()) > 1e-9 * rmse else 0.0  # forces add up to zero but for rounding
     reach = 4 * rmse or 1.0
     axis.hist(np.clip(error, -reach, reach), bins=61, range=(-reach, reach), color=LIVE_COLOR, alpha=0.85)
     axis.axvline(0, color=INK, lw=0.9)
     axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
-    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {error.mean():+.3g} {unit}", fontsize=8.5,
+    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=8.5,
                    fontweight="normal")  # fmt: skip
     axis.spines["left"].set_visible(False)
     axis.grid(False)

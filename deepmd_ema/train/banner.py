@@ -43,7 +43,8 @@ def start_lines(
         ),
         f"data        {len(systems)} systems, {frames} frames; batch_size {config.training.training_data.batch_size}",
         f"length      {num_steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch} batches",
-        f"learning    {config.optimizer.type}, {config.learning_rate.type} from {config.learning_rate.start_lr:g}",
+        f"learning    {config.optimizer.type}, {config.learning_rate.type} from {config.learning_rate.start_lr:g} "
+        f"to {config.learning_rate.end_lr:g}",
         *([f"average     {_profile(profile)}" for profile in profiles] or ["average     none (training.enable_ema)"]),
     ]
 

@@ -1,0 +1,351 @@
+"""Bad checkpoints and places that cannot be written, through the real command line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from bad_inputs import GOOD, USER, Desk, sit_down, write_systems
+
+from deepmd_ema import checkpoint, cli
+
+LAST = 4
+
+
+@pytest.fixture(scope="module")
+def systems(tmp_path_factory):
+    return write_systems(tmp_path_factory.mktemp("systems"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, systems):
+    """A folder in which a run of 4 steps has saved twice."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        desk = Desk(folder, systems)
+        patch.chdir(folder)
+        desk.write(num_steps=LAST, training__save_freq=2)
+        assert cli.main(["train", "input.json", "--device", "cpu", "-v", "ERROR"]) == 0
+    return folder
+
+
+@pytest.fixture
+def clean(tmp_path, systems, monkeypatch, capsys):
+    """A desk without a run."""
+    return sit_down(tmp_path, systems, monkeypatch, capsys)
+
+
+@pytest.fixture
+def desk(clean, trained):
+    """A desk with the files of that run; its input goes on to step 8."""
+    shutil.copytree(trained, clean.folder, symlinks=True, dirs_exist_ok=True)
+    clean.write(num_steps=8, training__save_freq=2)
+    return clean
+
+
+# ---- where a run starts from
+
+
+def cut(name):
+    file = Path(name)
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+def flip(name):
+    with zipfile.ZipFile(name) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+        numbers = archive.read(largest)
+    content = bytearray(Path(name).read_bytes())
+    content[content.index(numbers) + len(numbers) // 2] ^= 1
+    Path(name).write_bytes(content)
+
+
+BAD_STARTS = {
+    "missing": (
+        lambda desk: None,
+        ["--restart", "model.ckpt-7.pt"],
+        ["model.ckpt-7.pt: no such file. Available in .: model.ckpt-4.pt, model.ckpt-2.pt"],
+    ),
+    "truncated": (
+        lambda desk: cut("model.ckpt-4.pt"),
+        ["--restart", "model.ckpt.pt"],
+        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: go on from that one."],
+    ),
+    "one bit of it changed": (
+        lambda desk: flip("model.ckpt-4.pt"),
+        ["--restart", "model.ckpt.pt"],
+        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: go on from that one."],
+    ),
+    "its target is gone": (
+        lambda desk: Path("model.ckpt-4.pt").unlink(),
+        ["--restart", "model.ckpt.pt"],
+        ["model.ckpt.pt: links to model.ckpt-4.pt, which is missing. Available in .: model.ckpt-2.pt"],
+    ),
+    "no checkpoint": (
+        lambda desk: Path("m.pt").write_text("hello"),
+        ["--restart", "m.pt"],
+        ["m.pt: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt."],
+    ),
+    "another program's": (
+        lambda desk: torch.save({"model": {"_extra_state": {}}}, "m.pt"),
+        ["--init-model", "m.pt"],
+        ["m.pt: a checkpoint of DeePMD-kit", "dp convert-backend"],
+    ),
+    "an average": (
+        lambda desk: None,
+        ["--restart", "model_ema.ckpt.pt"],
+        ["holds the average 'ema' of step 4", "Use --restart model.ckpt-4.pt, or start anew", "--init-model model_ema"],
+    ),
+    "of another model": (
+        lambda desk: desk.write(num_steps=8, training__save_freq=2, model__descriptor__neuron=[4, 6]),
+        ["--restart", "model.ckpt.pt"],
+        ["model.descriptor.neuron: [4, 8] in the checkpoint, [4, 6] in the input.", "Put this back, or say --allow-"],
+    ),
+    "of another model, insisted": (
+        lambda desk: desk.write(num_steps=8, training__save_freq=2, model__descriptor__neuron=[4, 6]),
+        ["--restart", "model.ckpt.pt", "--allow-config-change"],
+        ["its weights do not fit", "layers.1.weight is (4, 8) there, (4, 6) here", "Use the model"],
+    ),
+    "weights of another model": (
+        lambda desk: desk.write(model__fitting_net__neuron=[8, 9]),
+        ["--init-model", "model.ckpt.pt"],
+        ["model.ckpt.pt: its weights do not fit", "fitting.nets.0.layers.1", "is (8, 8) there, (8, 9) here"],
+    ),
+    "weights of other elements": (
+        lambda desk: desk.write(type_map=["O", "H", "Si"]),
+        ["--init-model", "model.ckpt.pt"],
+        ["a model of type_map ['O', 'H'], but model.type_map is ['O', 'H', 'Si']. Use the type_map of the file."],
+    ),
+    "of another optimizer": (
+        lambda desk: desk.write(num_steps=8, optimizer__type="AdamW"),
+        ["--restart", "model.ckpt.pt", "--allow-config-change"],
+        ['optimizer.type = "AdamW": the checkpoint holds the moments of Adam. Set it to "Adam"'],
+    ),
+    "of another seed and other data": (
+        lambda desk: desk.write(num_steps=8, training__seed=3, training__training_data__batch_size=1),
+        ["--restart", "model.ckpt.pt"],
+        ["2 problems in input.json", "1. training.seed: 10 in the", "2. training.training_data.batch_size: 2 in the"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_STARTS)
+def test_a_file_that_a_run_cannot_start_from_is_told_and_nothing_is_touched(desk, kind):
+    break_it, words, phrases = BAD_STARTS[kind]
+    break_it(desk)
+    before = {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()}
+    desk.train(*words).must_say(*phrases)
+    assert {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()} == before
+
+
+def test_a_restart_of_a_finished_run_says_that_nothing_is_left(desk):
+    desk.write(num_steps=LAST, training__save_freq=2)
+    desk.train("--restart", "model.ckpt.pt").must_say(
+        "WARNING: step 4 is the last of 4 already: nothing is left to train. Raise training.numb_steps", code=GOOD
+    )
+
+
+def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
+    cut("model.ckpt-4.pt")
+    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": go on")[0]
+    desk.train("--restart", named).must_say(code=GOOD)
+    assert checkpoint.load("model.ckpt.pt")["step"] == 8
+
+
+# ---- where a run writes to
+
+
+class FullDisk:
+    """A file on a disk with room for ``room`` bytes more."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def flush(self):
+        self.file.flush()
+
+
+@pytest.mark.parametrize("files_that_fit", [0, 1])
+def test_a_full_disk_is_told_and_the_old_checkpoint_stays_usable(desk, monkeypatch, files_that_fit):
+    kept, save, written = Path("model.ckpt-4.pt").read_bytes(), torch.save, []
+
+    def save_while_there_is_room(content, file):
+        written.append(file.name)
+        save(content, file if len(written) <= files_that_fit else FullDisk(file, 3000))
+
+    monkeypatch.setattr(torch, "save", save_while_there_is_room)
+    name = ("model.ckpt-6.pt", "model_ema.ckpt-6.pt")[files_that_fit]
+    told = desk.train("--restart", "model.ckpt.pt")
+    told.must_say(f"dp-ema: {name}: the checkpoint could not be written. The disk is full (", "Make room there",
+                  "model.ckpt-4.pt is whole and still usable.")  # fmt: skip
+    monkeypatch.setattr(torch, "save", save)
+    assert Path("model.ckpt-4.pt").read_bytes() == kept
+    assert not list(Path().glob("*.part"))
+    assert {checkpoint.load(p)["step"] for p in ("model.ckpt.pt", "model_ema.ckpt.pt", ".")} == {4}
+    desk.train("--restart", "model.ckpt.pt").must_say(code=GOOD)
+
+
+def test_a_full_disk_before_the_first_checkpoint_is_told(clean, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    clean.train().must_say("out.json: cannot be written (No space left on device). Make room")
+
+
+BAD_PLACES = {
+    "a file in the way": (
+        lambda: Path("out").write_text(""),
+        {"training__save_ckpt": "out/model.ckpt"},
+        ["training.save_ckpt: ", "/out: cannot write here (a file of that name is in the way)", "let training.s"],
+    ),
+    "no permission": (
+        lambda: None,
+        {"training__save_dir": "/proc/here"},
+        ["training.save_dir: /proc/here: cannot write here (", "let training.save_dir name one."],
+    ),
+    "several": (
+        lambda: Path("out").write_text(""),
+        {"training__disp_file": "/proc/lcurve.out", "training__save_dir": "out", "validating__save_best_dir": "/proc"},
+        ["2 problems", "training.disp_file: /proc: cannot", "training.save_dir: /", "out: cannot"],
+    ),
+    "a folder in place of the learning curve": (
+        lambda: Path("lcurve.out").mkdir(),
+        {},
+        ["training.disp_file: lcurve.out is a folder, and the run writes a file of that name. Move it away"],
+    ),
+    "a folder in place of the link": (
+        lambda: Path("model.ckpt.pt").mkdir(),
+        {},
+        ["training.save_ckpt: model.ckpt.pt is a folder"],
+    ),
+    "a folder in place of the normalized input": (
+        lambda: Path("out.json").mkdir(),
+        {},
+        ["--output: out.json is a folder"],
+    ),
+    "no place for the board": (
+        lambda: None,
+        {"training__tensorboard": True, "training__tensorboard_log_dir": "/proc/board"},
+        ["training.tensorboard_log_dir: /proc/board: cannot write here"],
+    ),
+    "no place for statistics": (
+        lambda: None,
+        {"training__stat_file": "/proc/stat.h5"},
+        ["training.stat_file: /proc: cannot write here"],
+    ),
+    "a file in place of the statistics": (
+        lambda: Path("stat").write_text(""),
+        {"training__stat_file": "stat"},
+        ["training.stat_file: stat: cannot be written (", "Remove what stands there, name another place"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PLACES)
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(clean, kind):
+    break_it, changes, phrases = BAD_PLACES[kind]
+    break_it()
+    clean.write(**changes)
+    told = clean.train()
+    told.must_say(*phrases)
+    assert "trained parameters" not in told.text
+
+
+def test_a_log_file_that_cannot_be_written_is_told(clean):
+    clean.train("-l", "/proc/log").must_say("--log-path /proc/log: cannot be written (")
+
+
+# ---- after training
+
+
+def drop_average():
+    payload = checkpoint.load("model.ckpt-4.pt")
+    del payload["averages"]
+    checkpoint.save("model.ckpt-4.pt", payload)
+
+
+BAD_USES = {
+    "freeze without an average": (
+        drop_average,
+        ["freeze", "--use-ema"],
+        ["model.ckpt-4.pt: no averaged weights in this checkpoint: training.enable_ema was false.", "leave out --use"],
+    ),
+    "freeze an average of another name": (
+        lambda: None,
+        ["freeze", "--profile", "slow"],
+        ["model.ckpt-4.pt: no average is called 'slow'. Give --profile one of: ema."],
+    ),
+    "freeze to nowhere": (lambda: None, ["freeze", "-o", "/proc/m.dp"], ["/proc/m.dp: cannot be written (No such"]),
+    "freeze to a missing folder": (lambda: None, ["freeze", "-o", "out/m.dp"], ["the folder out is not there. Make"]),
+    "test without data": (
+        lambda: None,
+        ["test", "-m", "model.ckpt.pt", "-s", "dta"],
+        ["dta: no such file or folder. Did you mean data?"],
+    ),
+    "test on other elements": (
+        lambda: Path("data/type_map.raw").write_text("O\nSi\n"),
+        ["test", "-m", "model.ckpt.pt", "-s", "data"],
+        ['data/type_map.raw: element "Si" is not in model.type_map. Known: O, H.'],
+    ),
+    "show a truncated file": (
+        lambda: cut("model.ckpt-4.pt"),
+        ["show", "model.ckpt-4.pt"],
+        ["model.ckpt-4.pt: damaged, cut off after"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_USES)
+def test_a_model_that_cannot_be_used_as_asked_is_told(desk, kind):
+    break_it, words, phrases = BAD_USES[kind]
+    break_it()
+    desk.run(*words).must_say(*phrases)
+
+
+def test_a_label_that_is_no_number_is_told_by_test_too(desk):
+    def put_nan(array):
+        array[2, 4] = float("nan")
+        return array
+
+    desk.change_array("force", put_nan)
+    desk.run("test", "-m", "model.ckpt.pt", "-s", "data").must_say("data/set.000/force.npy: frame 2 (of 4, from 0)")
+
+
+def test_atoms_in_one_place_are_told_by_test_with_the_frame(desk):
+    def move(coords):
+        coords[1, 3:6] = coords[1, 0:3]
+        return coords
+
+    desk.change_array("coord", move)
+    told = desk.run("test", "-m", "model.ckpt.pt", "-s", "data")
+    told.must_say("data/set.000/coord.npy: frame 1 (of 4, from 0): atoms 0 (O) and 1 (H) are 0.000 angstrom apart")
+    assert len(told.text.splitlines()) == 1
+
+
+def test_a_model_that_holds_nan_is_told_by_test(desk):
+    payload = checkpoint.load("model.ckpt-4.pt")
+    payload["model"]["fitting.bias_atom_e"] *= float("nan")
+    checkpoint.save("model.ckpt-4.pt", payload)
+    desk.run("test", "-m", "model.ckpt.pt", "-s", "data").must_say(
+        "data/set.000: frame 0 (from 0) and 7 more: model.ckpt.pt gives no finite energies", "Does it hold nan"
+    )
+
+
+def test_the_input_that_was_normalized_is_a_good_input(desk):
+    shutil.copy("out.json", "again.json")
+    assert json.loads(Path("again.json").read_text())["training"]["numb_steps"] == LAST
+    told = desk.run("train", "again.json", "--restart", "model.ckpt.pt", "--device", "cpu")
+    assert told.code != USER, told.text
