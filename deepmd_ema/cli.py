@@ -299,7 +299,7 @@ def _train_options(sub: argparse.ArgumentParser) -> None:
     start.add_argument("-r", "--restart", metavar="CKPT", help="continue exactly where a checkpoint stands")
     start.add_argument("-i", "--init-model", metavar="CKPT", help="start from the weights of a live or averaged file")
     sub.add_argument("-o", "--output", metavar="FILE", default="out.json", help="normalized input (out.json)")
-    sub.add_argument("--skip-neighbor-stat", action="store_true", help="refuse sel: auto; data are checked all the same")
+    sub.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
     sub.add_argument("--allow-config-change", action="store_true",
                      help="restart although the input differs from that of the checkpoint")  # fmt: skip
     _device(sub)

@@ -151,6 +151,13 @@ def test_a_restart_of_a_finished_run_says_that_nothing_is_left(desk):
     )
 
 
+def test_a_restart_on_data_that_have_grown_says_so(desk):
+    shutil.copytree("data/set.000", "data/set.002")
+    desk.train("--restart", "model.ckpt.pt").must_say(
+        "WARNING: the training data have 12 frames now and had 8 when the checkpoint was written", code=GOOD
+    )
+
+
 def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
     cut("model.ckpt-4.pt")
     named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": go on")[0]

@@ -123,7 +123,7 @@ def _default_words(option: Option) -> str:
 
 
 def _class_doc(section: type) -> str:
-    return " ".join((section.__doc__ or "").split())
+    return " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
 
 
 def _is_under(path: str, topic: str) -> bool:

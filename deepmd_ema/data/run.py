@@ -8,7 +8,7 @@ from deepmd_ema import keys
 from deepmd_ema.data.check import DataReport, check_systems
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.geometry import auto_sel
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ def open_run(config: RunConfig) -> tuple[list[System], list[System]]:
 
 def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
     """Return what stands in the data of a run: problems, warnings, a summary."""
-    bound = config.training.training_data.min_pair_dist
-    return check_systems(
+    training = config.training
+    bound = training.training_data.min_pair_dist
+    report = check_systems(
         train,
         valid,
         config.model.type_map,
@@ -45,18 +46,18 @@ def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System
         min_distance=bound if bound > 0 else None,
         sel=config.model.descriptor.sel_numbers,
     )
+    drawn = _draw_problems(training.training_data, train, "training_data")
+    drawn += _draw_problems(training.validation_data, valid, "validation_data")
+    report.problems[:0] = drawn
+    return report
 
 
 def length_lines(config: RunConfig, train: Sequence[System], report: DataReport) -> list[str]:
     """Return how long the run is and about how much memory it wants, one line each."""
     data, model = config.training.training_data, config.model
-    sampler = Sampler(
-        [system.num_frames for system in train],
-        [system.natoms for system in train],
-        data.batch_size,
-        data.auto_prob,
-        data.sys_probs,
-    )
+    if _draw_problems(data, train, ""):
+        return []
+    sampler = _sampler(data, train)
     steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
     epochs = steps / sampler.batches_per_epoch
     lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
@@ -68,6 +69,22 @@ def length_lines(config: RunConfig, train: Sequence[System], report: DataReport)
         wanted = 8 * atoms * sum(sel) * per_pair
         lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {list(sel)})")
     return lines
+
+
+def _sampler(data: TrainingData | ValidationData, systems: Sequence[System]) -> Sampler:
+    frames, atoms = [system.num_frames for system in systems], [system.natoms for system in systems]
+    return Sampler(frames, atoms, data.batch_size, data.auto_prob, data.sys_probs)
+
+
+def _draw_problems(data: TrainingData | ValidationData | None, systems: Sequence[System], section: str) -> list[str]:
+    """Return what keeps batches from being drawn: options that do not fit the systems that were found."""
+    if data is None:
+        return []
+    try:
+        _sampler(data, systems)
+    except UserError as error:
+        return [f"training.{section}.{problem}" for problem in error.problems]
+    return []
 
 
 def _open(

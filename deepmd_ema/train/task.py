@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from deepmd_ema.data.loader import Loader
     from deepmd_ema.loss import EnerLoss
     from deepmd_ema.model.energy import EnergyModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,14 +50,22 @@ class Task:
         return self.frames.frames_at(position)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many batches were consumed; the order itself is a function of the seed."""
-        drawn = {"frames": self.frames.position}
+        """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
+        drawn = {"frames": self.frames.position, "num_frames": sum(self.frames.sampler.num_frames)}
         if self.display_frames is not None:
             drawn["display_frames"] = self.display_frames.position
         return drawn
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the batches that ``state`` says were consumed."""
+        now = sum(self.frames.sampler.num_frames)
+        before = state.get("num_frames", now)
+        if before != now:
+            logger.warning(
+                "the training data have %d frames now and had %d when the checkpoint was written: they come in another "
+                "order from here on",
+                now, before,
+            )  # fmt: skip
         self.frames.seek(state["frames"])
         if self.display_frames is not None:
             self.display_frames.seek(state.get("display_frames", 0))
