@@ -212,7 +212,9 @@ def test_options_that_do_not_fit_the_systems_are_told_with_the_problems_of_the_d
     desk.write(**{f"training__training_data__{key}": value for key, value in data.items()})
     desk.change_array("force", put_nan)
     told = desk.train()
-    told.must_say("2 problems in the data of input.json\n  1. training.training_data.", phrase, "\n  2. data/set.000/force")
+    told.must_say(
+        "2 problems in the data of input.json\n  1. training.training_data.", phrase, "\n  2. data/set.000/force"
+    )
     assert desk.run("check", "input.json").problem == told.problem
 
 

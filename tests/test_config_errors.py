@@ -177,11 +177,6 @@ BROKEN_RULES = {
         "model.fitting_net.trainable",
         "length 1, expected 3",
     ),
-    "mask_needs_aparam": (
-        {"model.fitting_net.use_aparam_as_mask": True},
-        "model.fitting_net.use_aparam_as_mask",
-        "needs numb_aparam > 0",
-    ),
     "one_end_of_learning_rate": (
         {"learning_rate.stop_lr_ratio": 0.1},
         "learning_rate.stop_lr_ratio = 0.1",

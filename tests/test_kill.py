@@ -40,7 +40,7 @@ def stand(tmp_path_factory):
         training__max_ckpt_keep=2,
         training__enable_ema=True,
         training__ema_decay=0.6,
-        training__ema_ckpt_keep=1,
+        training__ema_ckpt_keep=2,
         learning_rate__start_lr=5e-3,
         validating__full_validation=True,
         validating__ema_full_validation=True,

@@ -155,7 +155,9 @@ class EnerFitting:
         None, doc="Names for sharing layers in DeePMD-kit's TensorFlow backend. No effect here."
     )
     use_aparam_as_mask: bool = option(
-        False, doc="Whether atom parameters mark real atoms instead of entering the network."
+        False,
+        check=Check(lambda v: not v, "false: true is known to DeePMD-kit, not available in dp-ema 0.1"),
+        doc="Whether atom parameters mark real atoms instead of entering the network. Only false here.",
     )
 
 

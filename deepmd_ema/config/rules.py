@@ -217,17 +217,6 @@ def trainable_names_all_layers(config: RunConfig) -> Found:
         )
 
 
-@rule("model.fitting_net.use_aparam_as_mask", "model.fitting_net.numb_aparam")
-def mask_needs_aparam(config: RunConfig) -> Found:
-    """``use_aparam_as_mask`` needs atom parameters."""
-    net = config.model.fitting_net
-    if net.use_aparam_as_mask and net.numb_aparam == 0:
-        yield "model.fitting_net.use_aparam_as_mask", " = true: needs numb_aparam > 0. Set it, or remove the mask."
-
-
-# ---- learning rate
-
-
 @rule("learning_rate.stop_lr", "learning_rate.stop_lr_ratio")
 def one_end_of_learning_rate(config: RunConfig) -> Found:
     """``stop_lr`` and ``stop_lr_ratio`` exclude each other."""

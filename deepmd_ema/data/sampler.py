@@ -255,7 +255,7 @@ def _parse_block(text: str, auto_prob: str, num_systems: int) -> _Block:
 def _normalized(weights: Sequence[Fraction]) -> list[Fraction]:
     total = sum(weights)
     if not total:
-        raise ConfigError("probabilities of the systems: all are 0. Give at least one system a chance.")
+        raise ConfigError("sys_probs, auto_prob: all are 0. Give at least one system a chance.")
     return [w / total for w in weights]
 
 
