@@ -27,8 +27,8 @@ from common import ROOT, RUNS, environment, machine, programs, publish, today
 sys.path.insert(0, str(ROOT / "tests"))
 
 WHILE_STARTING = 0.2  # share of kills at a moment before the run moves
-STEPS_AHEAD = 5  # a kill inside the run comes at most about so many steps after the first one
-STEPS_PER_KILL = 7  # length of the run, so that it does not end before the last kill
+STEPS_AHEAD = 5  # a kill inside the run comes at most so many steps after the first one
+STEPS_PER_KILL = 9  # length of the run, so that it does not end before the last kill
 POLL_S = 0.001
 PATIENCE_S = 120
 LINK = "model.ckpt.pt"
@@ -88,6 +88,12 @@ class Run:
                 raise SystemExit(f"{self.folder}: no step within {PATIENCE_S} s")
             time.sleep(POLL_S)
         return False
+
+    def wait(self, seconds: float, most_steps: int) -> None:
+        """Wait, but not for more than ``most_steps`` steps: the machine may have become faster."""
+        last, end = self.newest_row() + most_steps, time.monotonic() + seconds
+        while time.monotonic() < end and self.newest_row() < last:
+            time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -190,7 +196,7 @@ def torment(run: Run, kills: int, moments: random.Random, start_s: float, step_s
         if moment == "starting":
             time.sleep(moments.uniform(0, start_s))
         elif run.wait_for_movement():
-            time.sleep(moments.uniform(0, STEPS_AHEAD * step_s))
+            run.wait(moments.uniform(0, STEPS_AHEAD * step_s), STEPS_AHEAD)
         if not run.kill():
             raise SystemExit("the run has ended before the last kill: raise STEPS_PER_KILL")
         story.moments[moment] += 1
