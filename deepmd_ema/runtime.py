@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,10 @@ PRECISIONS = {
     "float32": torch.float32,
     "single": torch.float32,
 }
+
+
+# parameters of mallopt(3): free memory that is kept at the top, what is taken at once, blocks outside the heap
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,20 @@ def seed_for(stream: str, *numbers: int) -> int:
     """Return a 63-bit seed for a named stream; the same name and numbers give the same seed on every machine."""
     text = ":".join([stream, *map(str, numbers)]).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what tensors free, instead of giving it back to the system at every step.
+
+    A training step frees and takes the same large blocks again; each time the system maps and clears fresh pages,
+    which took a fifth of a step of 96 atoms on two cores. Does nothing where the C library is not glibc.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(M_MMAP_MAX, 0)
+    library.mallopt(M_TRIM_THRESHOLD, -1)
+    library.mallopt(M_TOP_PAD, 64 << 20)
 
 
 @contextmanager

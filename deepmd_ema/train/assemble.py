@@ -20,7 +20,7 @@ from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
-from deepmd_ema.runtime import atomic_write, make_runtime, seed_for
+from deepmd_ema.runtime import atomic_write, keep_freed_memory, make_runtime, seed_for
 from deepmd_ema.train import banner
 from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused
 from deepmd_ema.train.display import Display
@@ -70,6 +70,8 @@ def run_training(
     """
     config = load_config(input_file)
     runtime = make_runtime(device)
+    if runtime.device.type == "cpu":
+        keep_freed_memory()
     make_strategy(runtime, config.training.zero_stage)
     origin = find_origin(restart, init_model)
     config = adopt_model(config, origin)
