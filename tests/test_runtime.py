@@ -9,22 +9,27 @@ import pytest
 from deepmd_ema.runtime import atomic_write, seed_for
 
 BLOCKS = """
-import resource, torch
+import resource, sys, torch
 from deepmd_ema.runtime import keep_freed_memory
-keep_freed_memory()
-def faults():
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults(millions):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(40_000_000)
+    torch.ones(millions * 1_000_000)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-first, second = faults(), faults()
-assert first > 1000, first
-assert second < 100, second
+print(min([faults(20) for _ in range(20)][10:]))  # the first ones make room
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_a_large_block_is_mapped_once_and_kept():
-    subprocess.run([sys.executable, "-c", BLOCKS], check=True, timeout=60)
+def test_large_blocks_are_mapped_once_and_kept():
+    def fewest_page_faults(how):
+        return int(
+            subprocess.run([sys.executable, "-c", BLOCKS, how], check=True, capture_output=True, timeout=60).stdout
+        )
+
+    assert fewest_page_faults("keep") < 100
+    assert fewest_page_faults("give back") > 500
 
 
 def test_a_seed_depends_on_the_stream_and_its_numbers_only():
