@@ -41,8 +41,13 @@ def test_a_seed_depends_on_the_stream_and_its_numbers_only():
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
     file = tmp_path / "out.json"
     file.write_text("old")
-    with pytest.raises(RuntimeError), atomic_write(file) as part:
-        part.write_text("half")
-        raise RuntimeError("stop")
+
+    def write_half():
+        with atomic_write(file) as part:
+            part.write_text("half")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_half()
     assert file.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
