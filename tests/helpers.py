@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 SPACING = 2.3  # angstrom, of the lattice on which atoms jitter
 TOY_RCUT = 4.2
@@ -152,6 +153,23 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
             place = place.setdefault(section, {})
         place[key] = value
     return config
+
+
+def assert_same(a, b, path=""):
+    """Every tensor and number of two checkpoints is bitwise equal."""
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
 
 
 def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):

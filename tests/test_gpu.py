@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input
-from test_train import WITH_AVERAGES, assert_same, load, stop_after
+from helpers import assert_same, tiny_input
+from test_train import WITH_AVERAGES, load, stop_after
 
 from deepmd_ema.errors import DivergedError, Interrupted
 from deepmd_ema.train.assemble import run_training

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_input, write_system
+from helpers import assert_same, tiny_input, write_system
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.report import tables
@@ -154,23 +154,6 @@ def assert_same_end(whole, parts):
         assert (parts / name).read_text() == (whole / name).read_text(), name
     for file in whole.glob("*.pt"):
         assert_same(torch.load(file, weights_only=True), torch.load(parts / file.name, weights_only=True), file.name)
-
-
-def assert_same(a, b, path):
-    """Every tensor and number of two checkpoints is bitwise equal."""
-    assert type(a) is type(b), path
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{path}[{i}]")
-    else:
-        assert a == b, path
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input, write_system
+from helpers import assert_same, tiny_input, write_system
 
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.train import trainer as trainer_module
@@ -60,23 +60,6 @@ def stop_after(monkeypatch, step):
 
 def load(path):
     return torch.load(path, weights_only=True)
-
-
-def assert_same(a, b, path=""):
-    """Every tensor and number of two checkpoints is bitwise equal."""
-    assert type(a) is type(b), path
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{path}[{i}]")
-    else:
-        assert a == b, path
 
 
 def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):

@@ -87,10 +87,9 @@ class Family:
         if newer and not self._noted:
             self._noted = True
             logger.info(
-                "%s and %d more with steps above %d are of an earlier run; each goes when this run passes its step",
-                self.file(newer[0]),
-                len(newer) - 1,
+                "of an earlier run that went beyond step %d: %s; each goes when this run passes its step",
                 step,
+                ", ".join(self.file(s).name for s in newer),
             )
 
     def sweep(self) -> None:
