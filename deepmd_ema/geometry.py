@@ -63,11 +63,6 @@ class NeighborStatistics:
     frame_pair: Array
 
 
-def cell_volume(box: Array) -> float:
-    """Return the volume of a cell (3, 3) whose rows are its vectors, in angstrom^3."""
-    return float(abs(np.linalg.det(np.asarray(box, np.float64).reshape(3, 3))))
-
-
 def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     """Return all pairs closer than ``rcut``, images of an atom with itself included.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepmd_ema.geometry import auto_sel, cell_volume, find_pairs, neighbor_statistics
+from deepmd_ema.geometry import auto_sel, find_pairs, neighbor_statistics
 
 RCUT = 4.37  # no lattice distance of the cells below
 TRICLINIC = np.array([[3.1, 0, 0], [1.0, 3.3, 0], [-1.2, 0.5, 4.1]])
@@ -97,7 +97,3 @@ def test_statistics_do_not_depend_on_the_number_of_threads():
 )
 def test_auto_sel_is_the_peers_rule(most, ratio, sel):
     assert auto_sel(most, ratio) == sel
-
-
-def test_volume_of_a_left_handed_cell_is_positive():
-    assert cell_volume(LEFT_HANDED) == pytest.approx(3.1 * 3.3 * 4.1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -93,15 +93,6 @@ class Statistics:
             names = ", ".join(self.undetermined)
             out.append(f"the compositions in the data do not tell the energies of {names} apart: they share them")
         return out
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as a dictionary of arrays and plain values."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Statistics:
-        """Return the statistics that ``to_dict`` gave."""
-        return cls(**values)
 
 
 def collect_statistics(config: ModelConfig, batches: Iterable[Batch]) -> Statistics:

@@ -24,7 +24,7 @@ from deepmd_ema.runtime import atomic_write, keep_freed_memory, make_runtime, se
 from deepmd_ema.train import banner
 from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused
 from deepmd_ema.train.display import Display
-from deepmd_ema.train.parallel import make_strategy
+from deepmd_ema.train.parallel import refuse_several_processes
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.resume import Origin, adopt_model, check_continuity, find_origin
 from deepmd_ema.train.saver import Payloads, Saver
@@ -62,7 +62,7 @@ def run_training(
         init_model: file whose weights, live or averaged, a new run starts from.
         output: where the normalized config is written.
         device: ``cpu``, ``cuda``, ``cuda:1``; chosen by itself when not given.
-        skip_neighbor_stat: do not look for the nearest pair; ``sel`` must be numbers then.
+        skip_neighbor_stat: refuse ``sel: auto``; the data are checked as ever.
         allow_config_change: let a restart go on although the config changed.
 
     Raises:
@@ -72,7 +72,7 @@ def run_training(
     runtime = make_runtime(device)
     if runtime.device.type == "cpu":
         keep_freed_memory()
-    make_strategy(runtime, config.training.zero_stage)
+    refuse_several_processes(runtime, config.training.zero_stage)
     origin = find_origin(restart, init_model)
     config = adopt_model(config, origin)
     if config.training.seed is None:
