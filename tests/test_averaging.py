@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from deepmd_ema.averaging import AverageBank, AverageProfile, note_unused
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused
 
 PLAIN = AverageProfile("ema", 0.9, warmup=False)
 WARM = AverageProfile("ema", 0.99)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
+from deepmd_ema.averaging import AverageBank, AverageProfile, note_unused
 from deepmd_ema.config import config_warnings, ignored_options, load_config, to_dict
 from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
@@ -22,7 +23,6 @@ from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
 from deepmd_ema.runtime import atomic_write, keep_freed_memory, make_runtime, seed_for
 from deepmd_ema.train import banner
-from deepmd_ema.train.averaging import AverageBank, AverageProfile, note_unused
 from deepmd_ema.train.display import Display
 from deepmd_ema.train.parallel import refuse_several_processes
 from deepmd_ema.train.prepare import prepare

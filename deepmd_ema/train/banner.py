@@ -11,12 +11,12 @@ import torch
 from deepmd_ema import __version__
 
 if TYPE_CHECKING:
+    from deepmd_ema.averaging import AverageProfile
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.npy import System
     from deepmd_ema.data.sampler import Sampler
     from deepmd_ema.model.energy import EnergyModel
     from deepmd_ema.runtime import Runtime
-    from deepmd_ema.train.averaging import AverageProfile
 
 
 def start_lines(

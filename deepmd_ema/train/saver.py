@@ -12,7 +12,7 @@ from deepmd_ema.train.validate import LIVE
 if TYPE_CHECKING:
     from torch import nn
 
-    from deepmd_ema.train.averaging import AverageBank
+    from deepmd_ema.averaging import AverageBank
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from deepmd_ema.train.averaging import AverageBank
+    from deepmd_ema.averaging import AverageBank
     from deepmd_ema.train.display import Display
     from deepmd_ema.train.saver import Saver
     from deepmd_ema.train.step import GradientStep, Outcome

@@ -13,12 +13,12 @@ from deepmd_ema.metrics import evaluate
 if TYPE_CHECKING:
     import torch
 
+    from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
     from deepmd_ema.metrics import Errors
     from deepmd_ema.model.energy import EnergyModel
     from deepmd_ema.report import ValidationLog
-    from deepmd_ema.train.averaging import AverageBank
 
 LIVE = "live"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepmd_ema.train.averaging.profile import AverageProfile
-    from deepmd_ema.train.averaging.slots import Slot
+    from deepmd_ema.averaging.profile import AverageProfile
+    from deepmd_ema.averaging.slots import Slot
 
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.slots import Slot, canonical, find_slots, prefix_of, unwrap
 from deepmd_ema.checkpoint import check_weights, snapshot
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.train.averaging.average import Average
-from deepmd_ema.train.averaging.slots import Slot, canonical, find_slots, prefix_of, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from deepmd_ema.train.averaging.profile import AverageProfile
+    from deepmd_ema.averaging.profile import AverageProfile
 
 logger = logging.getLogger(__name__)
 

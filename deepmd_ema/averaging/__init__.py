@@ -4,7 +4,7 @@
 nobody. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does not move bit-identical.
 """
 
-from deepmd_ema.train.averaging.bank import AverageBank, note_unused
-from deepmd_ema.train.averaging.profile import AverageProfile
+from deepmd_ema.averaging.bank import AverageBank, note_unused
+from deepmd_ema.averaging.profile import AverageProfile
 
 __all__ = ["AverageBank", "AverageProfile", "note_unused"]
