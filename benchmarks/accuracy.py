@@ -10,7 +10,6 @@ is not repeated, so that the benchmark can be stopped and continued.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import re
 import statistics
@@ -66,9 +65,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _seeded(config: dict, seed: int, key: str) -> dict:
-    config = copy.deepcopy(config)
-    config["model"]["descriptor"]["seed"] = config["model"]["fitting_net"]["seed"] = seed
-    config["training"]["seed"] = seed
+    config = common.with_seed(config, seed)
     if key == "peer":
         config["training"].pop("ema_warmup", None)
     return config

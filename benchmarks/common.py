@@ -92,7 +92,7 @@ def bare(config: dict) -> dict:
     """Return a copy without validation and averages, which writes no checkpoint on the way."""
     config = copy.deepcopy(config)
     training = config["training"]
-    for key in ("validation_data", "enable_ema", "ema_decay", "ema_ckpt_keep", "ema_warmup"):
+    for key in ("validation_data", "enable_ema", "ema_decay", "ema_ckpt_keep", "ema_warmup", "averaging"):
         training.pop(key, None)
     config.pop("validating", None)
     training["save_freq"] = 10**8
@@ -104,6 +104,14 @@ def with_precision(config: dict, precision: str) -> dict:
     config = copy.deepcopy(config)
     for part in ("descriptor", "fitting_net"):
         config["model"][part]["precision"] = precision
+    return config
+
+
+def with_seed(config: dict, seed: int) -> dict:
+    """Return a copy that draws its first parameters and its frames by ``seed``."""
+    config = copy.deepcopy(config)
+    config["model"]["descriptor"]["seed"] = config["model"]["fitting_net"]["seed"] = seed
+    config["training"]["seed"] = seed
     return config
 
 

@@ -65,13 +65,13 @@ NOT_HERE = {
         "--head": _NO_TASKS,
         "--model-branch": _NO_TASKS,
     },
+    "change-bias": {"--model-branch": _NO_TASKS},
 }
 PEER_COMMANDS = {
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
     "neighbor-stat": "`dp-ema check INPUT` prints the nearest pair and the most neighbors",
     "convert-backend": "`dp-ema freeze` writes a .dp file, which DeePMD-kit's `dp convert-backend` takes",
     "compress": "convert the frozen .dp file with DeePMD-kit, then `dp --pt compress`",
-    "change-bias": "not here yet",
     "model-devi": "not here yet; `dp model-devi` takes the frozen files once they are converted",
     "eval-desc": "not here yet",
     "embed": "not here yet",
@@ -206,6 +206,45 @@ def _test(args: argparse.Namespace) -> None:
     )
 
 
+def _posthoc(args: argparse.Namespace) -> None:
+    _start_logging(args)
+    from deepmd_ema.infer.evaluate import systems_to_test
+    from deepmd_ema.infer.posthoc import run_posthoc
+
+    systems, patterns = args.system, None
+    if args.valid_data is not None:
+        systems, patterns = systems_to_test(None, None, args.valid_data)
+    run_posthoc(
+        args.run_dir,
+        args.sigma_rel,
+        args.step,
+        metric=args.metric,
+        systems=systems,
+        rglob_patterns=patterns,
+        output=args.output,
+        plot=args.plot,
+        table=args.table,
+        device=args.device,
+        say=print,
+    )
+
+
+def _change_bias(args: argparse.Namespace) -> None:
+    _start_logging(args)
+    from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
+    from deepmd_ema.infer.evaluate import systems_to_test
+
+    if args.bias_value is not None:
+        if args.mode is not None or args.numb_batch is not None:
+            raise UserError("-b: the bias is what you give; -m and -n are for a fit to data. Leave them out.")
+        asked = Asked(values=args.bias_value)
+    else:
+        systems, _ = systems_to_test(args.system, args.datafile, None)
+        asked = Asked(args.mode or CHANGE, systems, num_frames=args.numb_batch or 0, source=args.datafile or "")
+    done = write_changed(args.input, asked, args.output, args.use_ema, args.profile, args.device)
+    print(done.text())
+
+
 def _show(args: argparse.Namespace) -> None:
     from deepmd_ema.infer.show import describe
 
@@ -335,6 +374,48 @@ def _test_options(sub: argparse.ArgumentParser) -> None:
     _device(sub)
 
 
+def _posthoc_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="the folder in which the run was started")
+    sub.add_argument("--sigma-rel", metavar="S", nargs="+", action="extend",
+                     help="lengths: 0.05, several, or a range: 0.02:0.2, 0.02:0.2:9 (9 that can be told)")  # fmt: skip
+    sub.add_argument("--step", metavar="N", type=int, help="the last step to average over (default: newest snapshot)")
+    sub.add_argument("--metric", metavar="M", default="overall",
+                     help="what best means: E:RMSE, F:RMSE, V:RMSE, S:RMSE, ...:MAE, or overall, the mean RMSE of E, F "
+                     "and V as a part of that of the live weights (overall)")  # fmt: skip
+    what = sub.add_mutually_exclusive_group()
+    what.add_argument("-s", "--system", metavar="SYSTEM", nargs="+", action="extend",
+                      help="systems, or folders searched for them (default: validation data of the run)")  # fmt: skip
+    what.add_argument("--valid-data", metavar="INPUT", help="the validation systems of an input.json")
+    sub.add_argument("-o", "--output", metavar="FILE", help="model of the best length (RUN_DIR/model_posthoc.pt)")
+    sub.add_argument("--plot", metavar="PNG", help="errors over the length (RUN_DIR/posthoc.png)")
+    sub.add_argument("--table", metavar="CSV", help="all numbers (RUN_DIR/posthoc.csv)")
+    _device(sub)
+
+
+def _change_bias_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("input", metavar="INPUT", help="a .pt checkpoint, the folder of a run, or a .dp or .yaml file")
+    what = sub.add_mutually_exclusive_group()
+    what.add_argument("-s", "--system", metavar="SYSTEM", nargs="+", action="extend",
+                      help="systems, or folders searched for them (default: this folder)")  # fmt: skip
+    what.add_argument("-f", "--datafile", metavar="FILE", help="file with the path of one system per line")
+    what.add_argument("-b", "--bias-value", metavar="EV", type=float, nargs="+",
+                      help="the bias itself, one energy in eV per element in the order of type_map")  # fmt: skip
+    sub.add_argument("-n", "--numb-batch", metavar="N", type=_count,
+                     help="frames of each system, from its first (0: all)")  # fmt: skip
+    sub.add_argument("-m", "--mode", choices=("change", "set"),
+                     help="change (default): add a fit of label minus prediction; set: fit the labels")  # fmt: skip
+    sub.add_argument("-o", "--output", metavar="OUT", help="default: <stem>_updated<suffix> beside INPUT")
+    sub.add_argument("--use-ema", action="store_true", help="the averaged weights of a training checkpoint")
+    sub.add_argument("--profile", metavar="NAME", help="which average, when there are several; implies --use-ema")
+    _device(sub)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of frames, 0 for all")
+    return int(text)
+
+
 def _show_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("file", metavar="FILE", help="a .pt checkpoint or a frozen .dp or .yaml")
     sub.add_argument("--config", action="store_true", help="print the whole config as JSON, and nothing else")
@@ -360,6 +441,8 @@ COMMANDS: dict[str, tuple[str, Any, Any]] = {
     "check": ("check an input and the data it names, without training", _check_options, _check),
     "freeze": ("write a checkpoint as a .dp file that DeePMD-kit reads", _freeze_options, _freeze),
     "test": ("errors of a model on labelled frames", _test_options, _test),
+    "posthoc": ("the average of any length, from the snapshots of a run", _posthoc_options, _posthoc),
+    "change-bias": ("the energy of each element in a model, from data or given", _change_bias_options, _change_bias),
     "show": ("what is in a checkpoint or a frozen file", _show_options, _show),
     "plot": ("learning curves as a picture", _plot_options, _plot),
     "doc": ("the manual of the input", _doc_options, _doc),

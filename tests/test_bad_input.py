@@ -89,6 +89,89 @@ def test_a_wrong_option_is_told_with_its_line_and_path(desk, changes, line, phra
     assert len(told.text.splitlines()) == 1
 
 
+AVERAGE = {"name": "slow", "decay": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("bank", "above", "phrase"),
+    [
+        (AVERAGE, '"averaging"', "training.averaging = {"),
+        ([3], '"averaging"', "training.averaging[0] = 3: expected a section {...}."),
+        ([{"decay": 0.5}], '"averaging"', "training.averaging[0].name: required, but missing. Expected a name"),
+        ([{**AVERAGE, "name": "a.b"}], '"a.b"', 'training.averaging[0].name = "a.b": expected a name of at most 40'),
+        ([{**AVERAGE, "decai": 1}], '"decai"', "training.averaging[0].decai: unknown key. Did you mean decay?"),
+        (
+            [AVERAGE, {"type": "power", "name": "p", "half_life": 5}],
+            '"half_life"',
+            "training.averaging[1].half_life: unknown key here. It belongs to type ema, and this one is of type power.",
+        ),
+        ([{**AVERAGE, "type": "sma"}], '"sma"', 'training.averaging[0].type = "sma": unknown. Known: ema, power, swa.'),
+        ([{**AVERAGE, "decay": 1}], '"decay": 1', "training.averaging[0].decay = 1: expected a number >= 0 and < 1"),
+        (
+            [{"name": "a", "half_life": 5, "half_life_unit": "hours"}],
+            '"hours"',
+            'training.averaging[0].half_life_unit = "hours": unknown. Known: steps, frames, epochs.',
+        ),
+        ([AVERAGE, {"_second": 1, **AVERAGE}], '"_second"', "training.averaging[0] has this name. Choose another."),
+        ([{**AVERAGE, "name": "ema"}], '"name": "ema"', "training.enable_ema already tracks one of that name"),
+        ([{"name": "a"}], '"averaging"', "training.averaging[0]: decay or half_life is required for type ema."),
+        (
+            [{"type": "power", "name": "p", "gamma": 1, "sigma_rel": 0.1}],
+            '"sigma_rel"',
+            "training.averaging[0].sigma_rel = 0.1: gamma = 1 is given too. Remove one of the two.",
+        ),
+        ([{"type": "power", "name": "p", "sigma_rel": 0.3}], '"sigma_rel"', "expected a number > 0 and <= 0.288675 ("),
+        (
+            [{**AVERAGE, "start_step": 1, "start_epoch": 0.5}],
+            '"start_epoch"',
+            "training.averaging[0].start_epoch = 0.5: start_step = 1 is given too. Remove one of the two.",
+        ),
+        ([{**AVERAGE, "half_life": 3}], '"half_life"', "training.averaging[0].half_life = 3: decay = 0.5 is given too"),
+    ],
+)
+def test_a_wrong_average_is_told_with_its_entry_and_line(desk, bank, above, phrase):
+    """``above`` stands in the line that is named, or in the one before it where an entry begins."""
+    desk.write(training__averaging=bank)
+    told = desk.train()
+    told.must_say(phrase)
+    assert len(told.text.splitlines()) == 1
+    place = line_of(above) + (above in ('"averaging"', '"_second"') and isinstance(bank, list))
+    assert told.text.startswith(f"dp-ema: input.json:{place}: training.averaging")
+    assert desk.run("check", "input.json", "--config-only").problem == told.problem
+
+
+@pytest.mark.parametrize(
+    ("average", "changes", "phrase"),
+    [
+        (
+            {**AVERAGE, "lcurve": True},
+            {"training__disp_training": False},
+            "training.averaging[0].lcurve = true: needs training.disp_training, which is false. Set it to true, or",
+        ),
+        (
+            {"type": "swa", "name": "flat", "snapshots": True},
+            {"training__save_freq": 0},
+            "training.averaging[0].snapshots = true: needs snapshot_freq, because training.save_freq = 0 writes the",
+        ),
+        (
+            {**AVERAGE, "full_validation": True},
+            {"training__validation_data": None},
+            "training.averaging[0].full_validation = true: needs training.validation_data. Add it, or set this to",
+        ),
+        (
+            {**AVERAGE, "full_validation": True, "lcurve": True},
+            {"training__disp_file": "val.log"},
+            "validating.full_val_file: validation of slow would be written to val_slow.log, as the learning curve of",
+        ),
+    ],
+)
+def test_an_average_that_does_not_fit_the_run_is_told(desk, average, changes, phrase):
+    desk.write(training__averaging=[average], validating__full_validation=False, **changes)
+    told = desk.train()
+    told.must_say(phrase)
+    assert len(told.text.splitlines()) == 1
+
+
 def test_several_mistakes_come_on_one_screen_with_numbers(desk):
     config = desk.config(training__ema_decay=1.5, training__zero_stage=4, training__numb_epoch=2)
     config["modle"] = config["model"]["descriptor"]["rcut_smooth"] = config["loss"]["start_pref_g"] = 1

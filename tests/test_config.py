@@ -427,7 +427,7 @@ def test_the_summary_says_what_the_input_asks_for():
     text = "\n".join(lines)
     for phrase in (
         "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "0.001 to 1e-08", "Adam", "force 1000 to 1", "2000 steps",
-        "EMA, decay 0.99, window 100 steps, warm-up", "averaged weights, best by E:MAE",
+        "EMA, decay 0.99, window 100 steps, warm-up", "(ema weights, best by E:MAE)",
     ):  # fmt: skip
         assert phrase in text
     assert all(len(line) < 140 for line in lines)

@@ -31,7 +31,12 @@ BAD = [
     ({"training.zzz": 1}, "training.zzz", ["unknown key. Known: training_data, ", "numb_steps, stop_batch"]),
     ({"training.start_lr": 1.0}, "training.start_lr", ["It belongs to learning_rate.start_lr"]),
     ({"learning_rate.ema_decay": 0.9}, "learning_rate.ema_decay", ["It belongs to training.ema_decay"]),
-    ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, "learning_rate.decay_steps", ["of type exp"]),
+    ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, "learning_rate.decay_steps", ["type exp"]),
+    (
+        {"training.numb_steps": REMOVE, "training.numb_stepz": 5},
+        "training.numb_stepz",
+        ["Did you mean numb_step or numb_steps?"],
+    ),
     # required keys
     ({"model": REMOVE}, "model", ["required, but missing", "what is trained"]),
     ({"learning_rate": REMOVE}, "learning_rate", ["required, but missing"]),
@@ -108,7 +113,6 @@ BAD = [
     ({"training.profiling": True}, "training.profiling = true", [NOT_YET]),
     ({"training.enable_profiler": True}, "training.enable_profiler = true", [NOT_YET]),
     ({"training.mixed_precision": {"compute_prec": "float16"}}, "training.mixed_precision", [NOT_YET, "float32"]),
-    ({"training.change_bias_after_training": True}, "training.change_bias_after_training = true", [NOT_YET]),
     ({"training.data_dict": {"a": {}}, "training.training_data": REMOVE}, "training.data_dict", [NOT_YET, "one task"]),
     ({"model": {"model_dict": {"a": {}}}}, "model.model_dict", [NOT_YET, "Multi-task"]),
     ({"model.spin": {"use_spin": [True]}}, "model.spin", [NOT_YET]),
@@ -238,6 +242,11 @@ BROKEN_RULES = {
         {"validating.ema_full_validation": True, "validating.full_val_start": 1.0},
         "validating.ema_full_validation = true",
         '"enable_ema": true',
+    ),
+    "rows_have_files_of_their_own": (
+        {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
+        "validating.full_val_file: ",
+        "validation of live would be written to lcurve.out, as the learning curve of live is. Choose another name.",
     ),
     "metric_is_trained": (
         {"validating.full_validation": True, "validating.validation_metric": "S:RMSE", "loss.start_pref_v": 1},

@@ -129,6 +129,15 @@ def test_ready_inputs_fit_the_schema(path):
         ({"model.type_map": REMOVE}, False),
         ({"optimizer": {"type": "LKF"}}, False),
         ({"training.training_data": "data"}, False),
+        ({"training.averaging": []}, True),
+        ({"training.averaging": [{"name": "a", "decay": 0.9}, {"type": "swa", "name": "b", "_why": 1}]}, True),
+        ({"training.averaging": [{"type": "power", "name": "a", "sigma_rel": 0.1, "snapshots": True}]}, True),
+        ({"training.averaging": {"name": "a", "decay": 0.9}}, False),
+        ({"training.averaging": [{"decay": 0.9}]}, False),
+        ({"training.averaging": [{"name": "a", "decay": 0.9}, {"name": "b", "gamma": 1}]}, False),
+        ({"training.averaging": [{"type": "edm", "name": "a"}]}, False),
+        ({"training.averaging": [{"name": "a", "decay": 0.9, "device": "gpu"}]}, False),
+        ({"training.change_bias_after_training": True}, True),
     ],
 )
 def test_the_schema_judges_as_the_checks_do(changes, good):
@@ -140,10 +149,19 @@ def test_dargs_reads_the_whole_input_from_the_same_declarations():
 
     whole = Argument("input", dict, arguments(RunConfig))
     values = whole.normalize_value(
-        spoiled({"training.numb_steps": REMOVE, "training.stop_batch": 9}), trim_pattern="_*"
+        spoiled(
+            {
+                "training.numb_steps": REMOVE,
+                "training.stop_batch": 9,
+                "training.averaging": [{"name": "a", "decay": 0.9}, {"type": "swa", "name": "b"}],
+            }
+        ),
+        trim_pattern="_*",
     )
     whole.check_value(values, strict=True)
     assert values["training"]["numb_steps"] == 9
     assert values["training"]["ema_decay"] == 0.999
     assert values["optimizer"]["type"] == "Adam"
+    first, second = values["training"]["averaging"]
+    assert (first["type"], first["half_life_unit"], second["snapshots"]) == ("ema", "steps", False)
     assert GOOD["training"]["numb_steps"] == 2000

@@ -1,76 +1,97 @@
-"""One average of all trained tensors, in flat buffers, with its counters on the host or on the device."""
+"""One average of all its tensors, with its counters on the host or on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from deepmd_ema.averaging.group import make_groups, make_staging
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepmd_ema.averaging.profile import AverageProfile
+    from deepmd_ema.averaging.profile import Profile
     from deepmd_ema.averaging.slots import Slot
-
-_ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
 
 
 class Average:
     """One average: flat buffers, one view per slot, and its counters.
 
     The counters are the number of updates (-1 as long as ``start_step`` is ahead and the average still is the live
-    weights) and the mean age of the weights in it, in steps. They live on the host until a step's fate is known to the
-    device only; then they live there.
+    weights) and the mean step of the weights in it. They live on the host until a step's fate is known to the device
+    only; then they live there. An average that is kept away from the weights counts on the host.
 
     Args:
         profile: how it is averaged.
-        slots: trained tensors.
-        previous: the same average before the set of tensors changed, or None.
-        places: for each slot its place in ``previous``, or None when it is new there.
+        slots: averaged tensors.
     """
 
-    def __init__(
-        self, profile: AverageProfile, slots: Sequence[Slot], previous: Average | None, places: Sequence[int | None]
-    ) -> None:
+    def __init__(self, profile: Profile, slots: Sequence[Slot]) -> None:
         self.profile = profile
         self.slots = slots
-        self.groups, self.tensors = _allocate(slots)
-        self.set_counts(0, 0.0)
+        self.groups, self.tensors = make_groups(slots, profile)
+        self._staging = make_staging(self.groups)
         self._exchanged = 0
         self._held: dict[int, Tensor] = {}
-        if previous is None:
-            self.seed(step=0)
-            return
-        self.set_counts(*previous.counts())
-        for mine, slot, place in zip(self.tensors, slots, places):
-            mine.copy_(slot.live if place is None else previous.tensors[place])
+        self.set_counts(0, 0.0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on this process, with that of copies on their way."""
+        return sum(g.flat.nbytes for g in self.groups) + (self._staging.num_bytes if self._staging is not None else 0)
 
     def seed(self, step: int) -> None:
         """Start from the live weights, which have ``step`` steps behind them."""
-        for mine, slot in zip(self.tensors, self.slots):
-            mine.copy_(slot.live)
-        self.set_counts(0 if step >= self.profile.start_step else -1, 0.0)
+        self.set_counts(0 if step >= self.profile.start_step else -1, float(step))
+        for i in range(len(self.slots)):
+            self.seed_tensor(i)
 
-    @torch.no_grad()
-    def update(self, ok: Tensor | None) -> None:
-        """Take the live weights in; ``ok`` (not on the host) decides on the device whether anything changes."""
-        if ok is None and self._device_counts is None:
-            self._update_from_host()
+    def seed_tensor(self, i: int) -> None:
+        """Start slot ``i`` from its live value."""
+        slot, mine = self.slots[i], self.tensors[i]
+        mine.copy_(slot.whole(slot.live) if self._is_gathered(i) else slot.live)
+
+    def set_tensor(self, i: int, whole: Tensor) -> None:
+        """Set the average of slot ``i``. Every rank must call this when weights are sharded."""
+        self.tensors[i].copy_(whole if self._is_gathered(i) else self.slots[i].part(whole))
+
+    def update(self, step: int, ok: Tensor | None) -> None:
+        """Take the live weights after ``step`` in; ``ok`` (not on the host) decides later whether anything changes."""
+        if self._staging is not None:
+            self.flush()
+            self._staging.start(step, ok)
+        elif ok is None and self._device_counts is None:
+            share = self._count(step)
+            for group in self.groups:
+                group.take(group.live(), share)
         else:
-            self._update_on_device(ok)
+            self._update_on_device(step, ok)
+
+    def flush(self) -> None:
+        """Take in the weights that are on their way; waits for them."""
+        arrived = self._staging.finish() if self._staging is not None else None
+        if arrived is None:
+            return
+        step, weights = arrived
+        share = self._count(step)
+        for group, live in zip(self.groups, weights):
+            group.take(live, share)
 
     def counts(self) -> tuple[int, float]:
-        """Return the number of updates (-1 before the start) and the mean age in steps; may wait for the device."""
+        """Return the number of updates (-1 before the start) and the mean step; may wait for the device."""
+        self.flush()
         if self._device_counts is not None:
-            updates, self._mean_age = self._device_counts.tolist()
+            updates, self._mean_step = self._device_counts.tolist()
             self._updates = int(updates)
-        return self._updates, self._mean_age
+        return self._updates, self._mean_step
 
-    def set_counts(self, updates: int, mean_age: float) -> None:
-        """Set the counters, on the host."""
-        self._updates, self._mean_age = updates, mean_age
+    def set_counts(self, updates: int, mean_step: float) -> None:
+        """Set the counters, on the host; weights that are on their way are dropped."""
+        if self._staging is not None:
+            self._staging.forget()
+        self._updates, self._mean_step = updates, mean_step
         self._device_counts: Tensor | None = None
 
     @property
@@ -83,13 +104,17 @@ class Average:
         """Exchange with the live weights; if it fails on the way, :meth:`swap_out` undoes what was done."""
         if not self.started:
             return  # it still is the live weights
+        self.flush()
         for i, (slot, mine) in enumerate(zip(self.slots, self.tensors)):
-            held = slot.live.detach().clone()
-            slot.live.copy_(mine)
-            if mine.dtype == held.dtype:
+            gathered = self._is_gathered(i)
+            average = slot.part(mine) if gathered else mine
+            if mine.dtype == slot.live.dtype and not gathered:
+                held = slot.live.detach().clone()
+                slot.live.copy_(average)
                 mine.copy_(held)
             else:  # the average does not fit into the live tensor, so it stays where it is
-                self._held[i] = held
+                self._held[i] = slot.live.detach().to(mine.device, copy=True)
+                slot.live.copy_(average)
             self._exchanged += 1
 
     @torch.no_grad()
@@ -113,85 +138,33 @@ class Average:
 
     def averaged(self, i: int) -> Tensor:
         """Return the average of slot ``i``, wherever it stands now; whole, so every rank must call this."""
+        self.flush()
+        if self._is_gathered(i):
+            return self.tensors[i]
         in_live = i < self._exchanged and i not in self._held
         return self.slots[i].whole(self.slots[i].live if in_live else self.tensors[i])
 
-    def _update_from_host(self) -> None:
+    def _is_gathered(self, i: int) -> bool:
+        return self.profile.layout == "full_tensor" and self.slots[i].is_sharded
+
+    def _count(self, step: int) -> float:
+        """Count an update of ``step`` on the host; return the share of the live weights in it."""
         decay = self.profile.decay_at(self._updates) if self._updates >= 0 else 0.0
-        for group in self.groups:
-            torch._foreach_lerp_(group.views, group.widened(), 1.0 - decay)
-        self._mean_age = decay * (self._mean_age + self.profile.update_every)
+        share = 1.0 - decay
+        self._mean_step = decay * self._mean_step + share * step
         self._updates += 1
+        return share
 
-    def _update_on_device(self, ok: Tensor | None) -> None:
-        if self._device_counts is None:
+    def _update_on_device(self, step: int, ok: Tensor | None) -> None:
+        counts: Any = self._device_counts
+        if counts is None:
             device = self.slots[0].live.device if self.slots else None
-            self._device_counts = torch.tensor([self._updates, self._mean_age], dtype=torch.float64, device=device)
-        counts = self._device_counts
-        good = torch.ones_like(counts[0]) if ok is None else (ok.detach() > 0).to(counts)
-        decay = self._decay_after(counts[0])
+            counts = torch.tensor([self._updates, self._mean_step], dtype=torch.float64, device=device)
+        updates, mean_step = counts.unbind()
+        good = torch.ones_like(updates) if ok is None else (ok.detach() > 0).to(counts)
+        decay = torch.where(updates < 0, 0.0, self.profile.decay_after(updates.clamp(min=0)))
+        share = 1 - decay
         for group in self.groups:
-            live = group.gather()
-            # not weight 0 alone: 0 * nan would poison the average
-            torch.where(good.to(live.device) > 0, live, group.flat, out=live)
-            group.flat.lerp_(live, ((1 - decay) * good).to(group.flat))
-        aged = torch.stack([counts[0] + 1, decay * (counts[1] + self.profile.update_every)])
-        self._device_counts = torch.where(good > 0, aged, counts)
-
-    def _decay_after(self, updates: Tensor) -> Tensor:
-        """Return the decay that follows after ``updates``, the same numbers as ``AverageProfile.decay_at``."""
-        decay = torch.full_like(updates, self.profile.decay)
-        if self.profile.warmup:
-            decay = torch.minimum(decay, (1 + updates) / (10 + updates))
-        if self.profile.update_every != 1:
-            decay = decay**self.profile.update_every
-        return torch.where(updates < 0, torch.zeros_like(decay), decay)
-
-
-@dataclass
-class Group:
-    """The averages of all tensors of one device and precision, one after the other in a flat buffer."""
-
-    flat: Tensor
-    views: list[Tensor]
-    live: list[Tensor]
-    same_precision: bool
-
-    def widened(self) -> list[Tensor]:
-        """Return the live tensors in the precision of the averages."""
-        if self.same_precision:
-            return self.live
-        return [t.to(self.flat.dtype) for t in self.live]
-
-    def gather(self) -> Tensor:
-        """Return a copy of the live tensors, laid out as ``flat``."""
-        copy = torch.zeros_like(self.flat)
-        torch._foreach_copy_(_views(copy, self.views), self.live)
-        return copy
-
-
-def _allocate(slots: Sequence[Slot]) -> tuple[list[Group], list[Tensor]]:
-    """Return flat buffers for ``slots``, and their views in the order of ``slots``."""
-    members: dict[Any, list[int]] = {}
-    for i, slot in enumerate(slots):
-        members.setdefault((slot.live.device, slot.dtype), []).append(i)
-    groups: list[Group] = []
-    tensors: dict[int, Tensor] = {}
-    for (device, dtype), chosen in members.items():
-        live = [slots[i].live for i in chosen]
-        flat = torch.zeros(sum(_room(t) for t in live), dtype=dtype, device=device)
-        groups.append(Group(flat, _views(flat, live), live, all(t.dtype == dtype for t in live)))
-        tensors |= dict(zip(chosen, groups[-1].views))
-    return groups, [tensors[i] for i in range(len(slots))]
-
-
-def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    views, start = [], 0
-    for tensor in like:
-        views.append(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += _room(tensor)
-    return views
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.numel() // _ALIGN) * _ALIGN
+            group.take_if(good, group.live(), share)
+        counted = torch.stack([updates + 1, decay * mean_step + share * step])
+        self._device_counts = torch.where(good > 0, counted, counts)

@@ -1,41 +1,284 @@
-"""What is averaged how: the settings of one average."""
+"""What is averaged how: the settings of one average, and the weight that its formula gives to each step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from deepmd_ema.errors import ConfigError
 
+LIVE = "live"  # what the weights of the model itself are called; no average may have this name
+WIDEST_SIGMA_REL = 1 / math.sqrt(12)  # gamma 0: equal weights from the start to now
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_CHOICES = {"device": (LIVE, "cpu"), "dtype": ("float32", "float64"), "layout": ("local_shard", "full_tensor"),
+            "buffers": ("copy", "average")}  # fmt: skip
+
 
 @dataclass(frozen=True)
-class AverageProfile:
-    """One exponential average.
+class Profile:
+    """The settings of one average: use :class:`EmaProfile`, :class:`PowerProfile` or :class:`SwaProfile`.
+
+    All follow ``s <- d * s + (1 - d) * w`` (s: average, w: live weights); they differ in the decay d. No update comes
+    before ``start_step``; there the average is the live weights.
 
     Attributes:
-        name: in file names (``model_<name>.ckpt``) and logs.
-        decay: d, 0 <= d < 1, per optimizer step.
-        warmup: whether update t (from 0) uses ``min(d, (1 + t) / (10 + t))``, so that the start is soon forgotten.
-        start_step: the average is the live weights up to this step, and is updated after it.
-        update_every: optimizer steps between two updates; the decay is corrected for it.
+        name: in file names and logs; letters, digits, ``_`` and ``-``, not ``live``.
+        start_step: optimizer steps before the average starts.
+        update_every: optimizer steps between two updates; decays are corrected for it.
+        device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of a GPU are then
+            copied asynchronously, and taken in when the next update begins or something reads the average.
+        dtype: ``float32`` or ``float64``; never narrower than float32 or the weights themselves.
+        layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
+            weights at each update and holds the whole average on every rank.
+        buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
+            floating-point ones that are in the state dict. Integer and bool ones never are.
+        should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start
+            count; the epoch is what the trainer hands to ``AverageBank.update``. It must be possible to pickle it.
     """
 
+    type: ClassVar[str] = ""
+
     name: str
-    decay: float
-    warmup: bool = True
-    start_step: int = 0
-    update_every: int = 1
+    start_step: int = field(default=0, kw_only=True)
+    update_every: int = field(default=1, kw_only=True)
+    device: str = field(default=LIVE, kw_only=True)
+    dtype: str = field(default="float32", kw_only=True)
+    layout: str = field(default="local_shard", kw_only=True)
+    buffers: str = field(default="copy", kw_only=True)
+    should_update: Callable[[int, Any], bool] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ConfigError(f"average {self.name!r}: decay {self.decay}, expected 0 <= decay < 1.")
-        if self.update_every < 1 or self.start_step < 0:
-            raise ConfigError(f"average {self.name!r}: update_every must be at least 1 and start_step at least 0.")
+        problems = [*self._common_problems(), *self._own_problems()]
+        if problems:
+            raise ConfigError([f"average {self.name!r}: {problem}" for problem in problems])
+
+    def decay_at(self, updates: int) -> float:
+        """Return the decay of the update that follows after ``updates`` updates."""
+        raise NotImplementedError
+
+    def decay_after(self, updates: Tensor) -> Tensor:
+        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
+        raise NotImplementedError
+
+    def is_due(self, step: int, epoch: float | None = None) -> bool:
+        """Whether the average is updated after optimizer step ``step``."""
+        if step <= self.start_step:
+            return step == self.start_step
+        if self.should_update is not None:
+            return bool(self.should_update(step, epoch))
+        return self.update_every == 1 or (step - self.start_step) % self.update_every == 0
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values, ``type`` first, without the name; a hook by its name."""
+        found: dict[str, Any] = {"type": self.type}
+        found |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        hook = self.should_update
+        found["should_update"] = None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+        return found
+
+    def words(self) -> str:
+        """Return one line for people: the kind of average and what is not as usual."""
+        parts = [f"{self.name}: {self._formula_in_words()}"]
+        parts += [f"from step {self.start_step:,}"] if self.start_step else []
+        parts += [f"every {self.update_every} steps"] if self.update_every > 1 else []
+        parts += [f"when {self.settings()['should_update']} says so"] if self.should_update is not None else []
+        parts += ["in host memory"] if self.device == "cpu" else []
+        parts += ["in float64"] if self.dtype == "float64" else []
+        parts += ["whole on every rank"] if self.layout == "full_tensor" else []
+        parts += ["with averaged buffers"] if self.buffers == "average" else []
+        return ", ".join(parts)
+
+    def _formula_in_words(self) -> str:
+        raise NotImplementedError
+
+    def _own_problems(self) -> list[str]:
+        return []
+
+    def _common_problems(self) -> list[str]:
+        problems = []
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == LIVE:
+            problems.append(f"the name must be letters, digits, _ and -, and not {LIVE!r}.")
+        for key, least in (("start_step", 0), ("update_every", 1)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                problems.append(f"{key} {value!r}, expected a whole number of at least {least}.")
+        for key, known in _CHOICES.items():
+            if getattr(self, key) not in known:
+                problems.append(f"{key} {getattr(self, key)!r}, expected one of: {', '.join(known)}.")
+        return problems + self._hook_problems()
+
+    def _hook_problems(self) -> list[str]:
+        hook = self.should_update
+        if hook is None:
+            return []
+        if not callable(hook):
+            return [f"should_update {hook!r}, expected a function of (step, epoch) or an object that can be called."]
+        problems = []
+        if self.update_every != 1:
+            problems.append(f"update_every {self.update_every} beside should_update, which decides alone: leave it 1.")
+        try:
+            pickle.dumps(hook)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            problems.append(f"should_update cannot be pickled ({error}); use a function or a class of a module.")
+        return problems
+
+
+@dataclass(frozen=True)
+class EmaProfile(Profile):
+    """An exponential average.
+
+    Attributes:
+        decay: d, 0 <= d < 1, per optimizer step; the window is ``1 / (1 - d)`` steps.
+        warmup: whether update t (from 0) uses ``min(d, (1 + t) / (10 + t))``, so that the start is soon forgotten.
+    """
+
+    type: ClassVar[str] = "ema"
+
+    decay: float = 0.999
+    warmup: bool = True
+
+    @classmethod
+    def from_half_life(cls, name: str, steps: float, **more: Any) -> EmaProfile:
+        """Return the average in which a weight counts half after ``steps`` optimizer steps: ``d = 0.5 ** (1 / steps)``.
+
+        Args:
+            name: of the average.
+            steps: above 0.
+            more: the other settings.
+        """
+        if not _is_number(steps) or not 0 < steps < math.inf:
+            raise ConfigError(f"average {name!r}: a half-life of {steps!r} steps, expected a number above 0.")
+        return cls(name, decay=0.5 ** (1 / steps), **more)
 
     def decay_at(self, updates: int) -> float:
         """Return the decay over ``update_every`` steps that follows after ``updates`` updates."""
         decay = min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
         return decay if self.update_every == 1 else decay**self.update_every
 
-    def is_due(self, step: int) -> bool:
-        """Whether the average is updated after optimizer step ``step``."""
-        return step >= self.start_step and (step - self.start_step) % self.update_every == 0
+    def decay_after(self, updates: Tensor) -> Tensor:
+        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
+        decay = torch.full_like(updates, self.decay)
+        if self.warmup:
+            decay = torch.minimum(decay, (1 + updates) / (10 + updates))
+        return decay if self.update_every == 1 else decay**self.update_every
+
+    def _formula_in_words(self) -> str:
+        warmup = ", short at first (warm-up)" if self.warmup else ""
+        return f"exponential, decay {self.decay:g}, a window of {1 / (1 - self.decay):,.0f} steps{warmup}"
+
+    def _own_problems(self) -> list[str]:
+        problems = []
+        if not _is_number(self.decay) or not 0 <= self.decay < 1:
+            problems.append(f"decay {self.decay!r}, expected 0 <= decay < 1.")
+        if not isinstance(self.warmup, bool):
+            problems.append(f"warmup {self.warmup!r}, expected true or false.")
+        return problems
+
+
+@dataclass(frozen=True)
+class PowerProfile(Profile):
+    """An average whose window grows with the run: the power function of EDM2 (arXiv:2312.02696, section 3.1).
+
+    The weights of step tau after t steps are in the ratio of ``tau ** gamma``. Update t = 1, 2, ... has the decay
+    ``(1 - 1 / t) ** (gamma + 1)`` (equation 127), so the first one takes the live weights as they are. With
+    ``update_every`` k the same decays come every k steps, and the live weights of step tau count exactly
+    ``(tau ** (gamma + 1) - (tau - k) ** (gamma + 1)) / t ** (gamma + 1)``, steps counted from the start.
+
+    Attributes:
+        gamma: at least 0; 0 gives equal weights, higher ones forget the start sooner.
+    """
+
+    type: ClassVar[str] = "power"
+
+    gamma: float
+
+    @classmethod
+    def from_sigma_rel(cls, name: str, sigma_rel: float, **more: Any) -> PowerProfile:
+        """Return the average whose weights spread over ``sigma_rel`` (a standard deviation) of the run so far.
+
+        Args:
+            name: of the average.
+            sigma_rel: above 0, at most 0.2887 (equal weights).
+            more: the other settings.
+        """
+        try:
+            return cls(name, gamma=gamma_of(sigma_rel), **more)
+        except ValueError as error:
+            raise ConfigError(f"average {name!r}: {error}") from error
+
+    @property
+    def sigma_rel(self) -> float:
+        """Standard deviation of the weights over the steps, as a share of the steps since the start."""
+        return sigma_rel_of(self.gamma)
+
+    def decay_at(self, updates: int) -> float:
+        """Return the decay of the update that follows after ``updates`` updates."""
+        return (updates / (updates + 1)) ** (self.gamma + 1)
+
+    def decay_after(self, updates: Tensor) -> Tensor:
+        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
+        return (updates / (updates + 1)) ** (self.gamma + 1)
+
+    def _formula_in_words(self) -> str:
+        return f"power of the step, gamma {self.gamma:.4g}, spread over {self.sigma_rel:.1%} of the steps so far"
+
+    def _own_problems(self) -> list[str]:
+        if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
+            return [f"gamma {self.gamma!r}, expected a number of at least 0."]
+        return []
+
+
+@dataclass(frozen=True)
+class SwaProfile(Profile):
+    """Equal weights of all steps since the start: a :class:`PowerProfile` with gamma 0."""
+
+    type: ClassVar[str] = "swa"
+
+    def decay_at(self, updates: int) -> float:
+        """Return the decay of the update that follows after ``updates`` updates."""
+        return updates / (updates + 1)
+
+    def decay_after(self, updates: Tensor) -> Tensor:
+        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
+        return updates / (updates + 1)
+
+    def _formula_in_words(self) -> str:
+        return "equal weights"
+
+
+def sigma_rel_of(gamma: float) -> float:
+    """Return the relative width of a power profile (arXiv:2312.02696, equation 123).
+
+    ``sigma_rel = (gamma + 1) ** (1 / 2) * (gamma + 2) ** -1 * (gamma + 3) ** (-1 / 2)``
+    """
+    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+
+
+def gamma_of(sigma_rel: float) -> float:
+    """Return the gamma of a relative width, the inverse of :func:`sigma_rel_of` (arXiv:2312.02696, equation 126).
+
+    Raises:
+        ValueError: if no gamma of at least 0 has this width.
+    """
+    if not _is_number(sigma_rel) or not 0 < sigma_rel <= WIDEST_SIGMA_REL * (1 + 1e-12):
+        raise ValueError(f"sigma_rel {sigma_rel!r}, expected a number above 0 and at most {WIDEST_SIGMA_REL:.4f}.")
+    # sigma_rel falls with gamma and is below 1 / (gamma + 2)
+    low, high = 0.0, 1 / sigma_rel
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if sigma_rel_of(middle) > sigma_rel else (low, middle)
+    return low
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,26 +1,29 @@
-"""Trained tensors by the names that a checkpoint uses, and the part of each that this process holds."""
+"""Averaged tensors by the names that a checkpoint uses, and the part of each that this process holds."""
 
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
 _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
+_requires_grad = attrgetter("requires_grad")
+
 
 class Slot:
-    """A trained tensor and all its names.
+    """A tensor that is averaged, and all its names.
 
     Attributes:
         names: at least one.
-        parameter: the tensor as the optimizer sees it.
+        parameter: the tensor as the optimizer sees it, or a buffer.
         live: the part of it that this process holds, the same memory; all of it when nothing is sharded.
     """
 
@@ -30,9 +33,9 @@ class Slot:
         self.live = _local(parameter)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Precision of its average: float32 or wider."""
-        return torch.promote_types(self.parameter.dtype, torch.float32)
+    def is_sharded(self) -> bool:
+        """Whether other processes hold other parts of it."""
+        return self.live is not self.parameter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +44,7 @@ class Slot:
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is this process's part. Every rank must call this when sharded."""
-        if self.live is self.parameter:
+        if not self.is_sharded:
             return part.detach()
         from torch.distributed.tensor import DTensor
 
@@ -49,12 +52,12 @@ class Slot:
         assert isinstance(like, DTensor)
         # without shape and stride, parts of different sizes would be put together wrongly
         return DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            part.detach(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         ).full_tensor()
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this process's part of ``whole``. Every rank must call this when sharded."""
-        if self.live is self.parameter:
+        if not self.is_sharded:
             return whole
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -63,17 +66,55 @@ class Slot:
         return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements).to_local()
 
 
-def find_slots(named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
-    """Return the trained tensors, each storage once with all the names it has."""
-    slots: dict[Any, Slot] = {}
-    for name, parameter in named:
-        live = _local(parameter)
-        key = (live.device, live.data_ptr(), live.dtype, tuple(live.shape)) if live.numel() else id(parameter)
-        if key in slots:
-            slots[key].names.append(name)
-        elif parameter.requires_grad:
-            slots[key] = Slot(name, parameter)
-    return list(slots.values())
+class Binding:
+    """Which tensors of the modules are averaged, as it stands when this is made.
+
+    Args:
+        modules: by task name, as :class:`deepmd_ema.averaging.AverageBank` takes them.
+        buffers: whether some average takes buffers in.
+
+    Attributes:
+        slots: trained parameters.
+        buffers: floating-point buffers of the state dict; none if no average takes them.
+        floating_buffers: names of all floating-point buffers of the state dict.
+        frozen: names of the parameters that are not trained.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], buffers: bool) -> None:
+        named = [
+            (prefix_of(task) + canonical(name), p)
+            for task, module in modules.items()
+            for name, p in unwrap(module).named_parameters(remove_duplicate=False)
+            if p.is_floating_point()
+        ]
+        self._trained = [p for _, p in named if p.requires_grad]
+        self._frozen = [p for _, p in named if not p.requires_grad]
+        self.slots = _find_slots([(name, p) for name, p in named if p.requires_grad], named)
+        averaged = {name for slot in self.slots for name in slot.names}
+        self.frozen = [name for name, _ in named if name not in averaged]
+        places = list(_buffer_places(modules))
+        self.floating_buffers = [name for name, _, _, _ in places]
+        places = places if buffers else []
+        self._places = [(owner, key, buffer) for _, owner, key, buffer in places]
+        kept = [(name, buffer) for name, _, _, buffer in places]
+        self.buffers = _find_slots(kept, kept)
+
+    def is_stale(self) -> bool:
+        """Whether parameters were frozen or released, or buffers replaced, since."""
+        if not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen)):
+            return True
+        # a forward may assign a new tensor to a buffer: the old one would be averaged for ever
+        return bool(self._places) and any(owner.get(key) is not buffer for owner, key, buffer in self._places)
+
+
+def live_state(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return all tensors of the state dicts, under the names of a checkpoint, as they stand in the modules."""
+    return {
+        prefix_of(task) + canonical(name): value
+        for task, module in modules.items()
+        for name, value in unwrap(module).state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -94,6 +135,33 @@ def canonical(name: str) -> str:
 def prefix_of(task: str) -> str:
     """Return what stands before the names of a task's tensors."""
     return f"{task}." if task else ""
+
+
+def _find_slots(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
+    """Return the ``chosen`` tensors, each storage once with all the names it has in ``named``."""
+    slots: dict[Any, Slot] = {}
+    for name, tensor in chosen:
+        slots.setdefault(_key(tensor), Slot(name, tensor))
+    for name, tensor in named:
+        slot = slots.get(_key(tensor))
+        if slot is not None and name not in slot.names:
+            slot.names.append(name)
+    return list(slots.values())
+
+
+def _key(tensor: Tensor) -> Any:
+    live = _local(tensor)
+    return (live.device, live.data_ptr(), live.dtype, tuple(live.shape)) if live.numel() else id(tensor)
+
+
+def _buffer_places(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    for task, module in modules.items():
+        for path, owner in unwrap(module).named_modules(remove_duplicate=False):
+            for key, buffer in owner._buffers.items():
+                saved = key not in owner._non_persistent_buffers_set
+                if buffer is not None and saved and buffer.is_floating_point():
+                    name = f"{path}.{key}" if path else key
+                    yield prefix_of(task) + canonical(name), owner._buffers, key, buffer
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A checkpoint is a dictionary that loads with ``torch.load(weights_only=True)``::
 
-    {"format": 1, "version": ..., "kind": "training" | "average" | "best", "weights": "live" | <average>,
-     "step": n, "config": {...}, "model": {name: tensor}, ...}
+    {"format": 1, "version": ..., "kind": "training" | "average" | "best" | "snapshot" | "weights",
+     "weights": "live" | <average>, "step": n, "config": {...}, "model": {name: tensor}, ...}
 
 ``kind`` training holds everything a restart needs; the others hold weights only.
 """
@@ -16,11 +16,13 @@ from deepmd_ema.checkpoint.files import (
     check_weights,
     ensure_writable,
     load,
+    load_facts,
     require_training,
     resolve,
     save,
     snapshot,
 )
+from deepmd_ema.checkpoint.payload import choose_profile, weights_in
 
 __all__ = [
     "FORMAT",
@@ -28,12 +30,15 @@ __all__ = [
     "BestFiles",
     "Family",
     "check_weights",
+    "choose_profile",
     "ensure_writable",
     "keep_count",
     "load",
+    "load_facts",
     "require_training",
     "resolve",
     "save",
     "save_together",
     "snapshot",
+    "weights_in",
 ]

@@ -72,6 +72,22 @@ def load(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
 
 
+def load_facts(path: str | Path) -> dict[str, Any]:
+    """Return the content of one file with its tensors left on the disk: to look through many files.
+
+    Names, shapes and facts are those of :func:`load`, which reads the rest and checks every byte.
+
+    Raises:
+        CheckpointError: as :func:`load` does.
+    """
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile):
+        return load(path)  # says what is wrong
+    _check_payload(Path(path), payload)
+    return payload
+
+
 def resolve(path: str | Path) -> Path:
     """Return the file that ``path`` means: a file, a name without ``.pt``, or a folder in which a run has saved.
 
@@ -100,9 +116,9 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     kind = payload["kind"]
     if kind == "training":
         return
-    what = f"the average {payload['weights']!r}" if payload["weights"] != "live" else "the best weights"
-    if kind == "best" and payload["weights"] != "live":
-        what = f"the best weights of the average {payload['weights']!r}"
+    what = f"the average {payload['weights']!r}" if payload["weights"] != "live" else "the live weights"
+    if kind == "best":
+        what = "the best weights" if payload["weights"] == "live" else f"the best weights of {what}"
     partner = _training_partner(Path(path), payload)
     use = f"Use --restart {partner}" if partner is not None else "Use a training checkpoint (model.ckpt-*.pt)"
     raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepmd_ema.config.averaging import Average, EmaAverage, PowerAverage, SwaAverage
 from deepmd_ema.config.effects import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
 from deepmd_ema.config.model import EnerFitting, ModelConfig, SeE2A
@@ -12,13 +13,17 @@ from deepmd_ema.config.training import Training, TrainingData, Validating, Valid
 __all__ = [
     "Adam",
     "AdamW",
+    "Average",
     "CosineSchedule",
+    "EmaAverage",
     "EnerFitting",
     "EnerLoss",
     "ExpSchedule",
     "ModelConfig",
+    "PowerAverage",
     "RunConfig",
     "SeE2A",
+    "SwaAverage",
     "Training",
     "TrainingData",
     "Validating",

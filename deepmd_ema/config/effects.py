@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.average_effects import average_words, bank_warnings, of_averages
+from deepmd_ema.config.messages import path_of, show
 from deepmd_ema.config.optim import ExpSchedule, WsdSchedule
 
 if TYPE_CHECKING:
@@ -18,24 +19,33 @@ _FULL_VALIDATION = (
     "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "full_val_file",
     "full_val_start",
 )  # fmt: skip
-_LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _TERMS = {"e": "energy", "f": "force", "v": "virial", "ae": "atomic energy", "pf": "weighted force"}
 
 
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
     found = []
-    for of_section in (_of_model, _of_learning_rate, _of_loss, _of_averages, _of_training, _of_validating):
+    for of_section in (_of_model, _of_learning_rate, _of_loss, of_averages, _of_training, _of_validating):
         for path, why in of_section(config):
             if path in config.given:
                 found.append(f"{path} = {show(_value_at(config, path))}: no effect, {why}")
     return found
 
 
-def config_warnings(config: RunConfig, num_steps: int | None = None) -> list[str]:
-    """Return what is allowed but likely not meant; ``num_steps`` is the length of a run that counts epochs."""
+def config_warnings(
+    config: RunConfig, num_steps: int | None = None, steps_per: Mapping[str, float] | None = None
+) -> list[str]:
+    """Return what is allowed but likely not meant.
+
+    Args:
+        config: of the run.
+        num_steps: length of the run, for one that counts epochs.
+        steps_per: steps of one of ``frames`` and ``epochs``, for averages that count in them; without it nothing is
+            said about these.
+    """
     steps = config.training.numb_steps or num_steps
-    return [text for check in _CAREFUL for text in check(config, steps)]
+    found = [text for check in _CAREFUL for text in check(config, steps)]
+    return found + list(bank_warnings(config, steps, {"steps": 1.0, **(steps_per or {})}))
 
 
 def config_summary(config: RunConfig) -> list[str]:
@@ -54,7 +64,7 @@ def config_summary(config: RunConfig) -> list[str]:
         f"loss           {_loss_words(config)}",
         f"run            {length}, batch_size {show(training.training_data.batch_size)}, "
         f"seed {'random' if training.seed is None else training.seed}",
-        f"average        {_average_words(config)}",
+        *(f"average        {words}" for words in average_words(config)),
         f"validation     {_validation_words(config)}",
     ]
 
@@ -86,15 +96,6 @@ def _of_loss(config: RunConfig) -> Ignored:
         yield "loss.intensive_ener_virial", "absolute and Huber errors are per atom anyway"
 
 
-def _of_averages(config: RunConfig) -> Ignored:
-    training = config.training
-    if not training.enable_ema:
-        for name in ("ema_decay", "ema_warmup", "ema_ckpt_keep"):
-            yield f"training.{name}", "training.enable_ema is false"
-    elif training.ckpt_keep_ratio is not None:
-        yield "training.ema_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
-
-
 def _of_training(config: RunConfig) -> Ignored:
     training = config.training
     if training.ckpt_keep_ratio is not None:
@@ -116,9 +117,10 @@ def _of_training(config: RunConfig) -> Ignored:
 
 def _of_validating(config: RunConfig) -> Ignored:
     v = config.validating
-    if not (v.full_validation or v.ema_full_validation):
+    if not config.fully_validated:
+        none = ", and no entry of training.averaging has it" if config.training.averaging else ""
         for name in _FULL_VALIDATION:
-            yield f"validating.{name}", "full_validation and ema_full_validation are false"
+            yield f"validating.{name}", f"full_validation and ema_full_validation are false{none}"
     elif v.full_val_start == 1:
         for name in ("full_validation", "ema_full_validation", *_FULL_VALIDATION[:-1]):
             yield f"validating.{name}", "full_val_start = 1 means never"
@@ -129,25 +131,12 @@ def _of_validating(config: RunConfig) -> Ignored:
 
 def _value_at(config: RunConfig, path: str) -> Any:
     value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
+    for part in path_of(path):
+        value = value[part] if isinstance(part, int) else getattr(value, part)
     return value
 
 
 # ---- allowed, but likely not meant
-
-
-def _window_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
-    training = config.training
-    if not training.enable_ema or num_steps is None:
-        return
-    window = 1 / (1 - training.ema_decay)
-    if window > _LONGEST_WINDOW * num_steps:
-        decay = max(0.0, 1 - 1 / max(1.0, _LONGEST_WINDOW / 2 * num_steps))
-        yield (
-            f"training.ema_decay = {training.ema_decay:g}: the average looks back {window:.0f} steps, more than a "
-            f"fifth of the run of {num_steps}, so it may lag behind the live weights. Try {decay:.3g}."
-        )
 
 
 def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
@@ -183,7 +172,6 @@ def _pairs_that_stand_twice(config: RunConfig, num_steps: int | None) -> Iterato
 
 
 _CAREFUL: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
-    _window_against_run,
     _decay_steps_against_run,
     _vacuum_energies_need_zero_mean,
     _pairs_that_stand_twice,
@@ -222,18 +210,11 @@ def _loss_words(config: RunConfig) -> str:
     return f"{kind}: {', '.join(terms)}"
 
 
-def _average_words(config: RunConfig) -> str:
-    t = config.training
-    if not t.enable_ema:
-        return "none (training.enable_ema is false)"
-    return f"EMA, decay {t.ema_decay:g}, window {1 / (1 - t.ema_decay):.0f} steps" + (", warm-up" * t.ema_warmup)
-
-
 def _validation_words(config: RunConfig) -> str:
     t, v = config.training, config.validating
     if t.validation_data is None:
         return "none (training.validation_data is missing)"
-    which = [name for name, on in (("live", v.full_validation), ("averaged", v.ema_full_validation)) if on]
+    which = config.fully_validated
     shown = f"{t.validation_data.numb_btch} batch{'es' * (t.validation_data.numb_btch > 1)} every {t.disp_freq} steps"
     if not which or v.full_val_start == 1:
         return shown

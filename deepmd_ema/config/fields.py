@@ -32,6 +32,7 @@ class Option:
         name: canonical key.
         types: types of a plain value in the file, without None (``float`` also takes whole numbers).
         sections: dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``.
+        many: whether the value is a list of such sections.
         nullable: whether null is a value.
         default: default value, or ``dataclasses.MISSING`` for a required option.
         alias: other spellings of the key.
@@ -46,6 +47,7 @@ class Option:
     name: str
     types: tuple[Any, ...]
     sections: tuple[type, ...]
+    many: bool
     nullable: bool
     default: Any
     alias: tuple[str, ...] = ()
@@ -124,13 +126,17 @@ def arguments(section: type) -> tuple[Argument, ...]:
 
 def wants(option: Option) -> str:
     """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
+    if option.many:
+        return "a list of sections [{...}, {...}]"
     if option.choices:
         return "one of " + ", ".join(option.choices)
     return option.check.wants if option.check is not None else " or ".join(_type_words(t) for t in option.types)
 
 
 def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
-    parts = typing.get_args(hint) if _is_union(hint) else (hint,)
+    inner = _parts(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else ()
+    many = any(dataclasses.is_dataclass(p) for p in inner)
+    parts = inner if many else _parts(hint)
     default, about = field.default, dict(field.metadata)
     if field.default_factory is not _MISSING:
         default = field.default_factory()
@@ -138,10 +144,16 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
         name=field.name,
         types=(*(p for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)), *about.pop("also", ())),
         sections=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
+        many=many,
         nullable=type(None) in parts,
         default=default,
         **about,
     )
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint itself."""
+    return typing.get_args(hint) if _is_union(hint) else (hint,)
 
 
 def _is_union(hint: Any) -> bool:
@@ -154,6 +166,7 @@ def _argument(option: Option) -> Argument:
     extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}
     null = [type(None)] if option.nullable else []
     common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}
+    kind = list if option.many else dict
     if option.by_type:
         kinds: tuple[Any, ...] = option.sections
         choices = [
@@ -161,9 +174,9 @@ def _argument(option: Option) -> Argument:
         ]
         tag = option.default_type or ""
         flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
-        return Argument(option.name, [dict, *null], [], [flag], **common)
+        return Argument(option.name, [kind, *null], [], [flag], repeat=option.many, **common)
     if option.sections:
-        return Argument(option.name, [dict, *null], arguments(option.sections[0]), **common)
+        return Argument(option.name, [kind, *null], arguments(option.sections[0]), repeat=option.many, **common)
     test = _value_test(option)
     return Argument(option.name, [*option.types, *null], extra_check=test, extra_check_errmsg=wants(option), **common)
 
@@ -190,8 +203,7 @@ def plain(value: Any) -> Any:
 def _type_words(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         inner = typing.get_args(kind)[0]
-        parts = typing.get_args(inner) if _is_union(inner) else (inner,)
-        return "a list of " + " or ".join(_PLURAL.get(p, "lists") for p in parts)
+        return "a list of " + " or ".join(_PLURAL.get(p, "lists") for p in _parts(inner))
     return _WORDS.get(kind, "a section {...}")
 
 

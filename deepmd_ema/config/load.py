@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.config.average_rules import average_problems
 from deepmd_ema.config.legacy import modernize
 from deepmd_ema.config.messages import Path as ConfigPath
 from deepmd_ema.config.messages import render
@@ -66,7 +67,7 @@ def _build(values: Any, source: str, lines: Mapping[ConfigPath, int], environ: M
     modern = modernize(values, lines)
     walk = Walk(problems=list(modern.problems))
     config = walk.section(RunConfig, modern.values)
-    problems = [*walk.problems, *rule_problems(config, walk)]
+    problems = [*walk.problems, *rule_problems(config, walk), *average_problems(config, walk)]
     if environ is not None:
         problems += launch_problems(config, environ, walk)
     if problems:

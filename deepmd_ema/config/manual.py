@@ -44,6 +44,7 @@ def manual(topic: str | None = None) -> str:
         ConfigError: if there is no such option; the message names those that look like it.
     """
     entries = list(_entries(RunConfig, ""))
+    topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     chosen = [e for e in entries if _is_under(e.path, topic)] if topic else entries
     if topic and not chosen:
         chosen = [e for e in entries if e.option is not None and topic.split(".")[-1] in e.option.keys]
@@ -112,12 +113,17 @@ def _entry_text(entry: Entry) -> str:
 
 def _kind_words(option: Option) -> str:
     if option.by_type:
-        return f"section; type is {' or '.join(type_names(option.sections))}"
+        kind = "list of sections" if option.many else "section"
+        return f"{kind}; type is {' or '.join(type_names(option.sections))}{_type_default_words(option)}"
     return "section" if option.sections else wants(option) + " or null" * option.nullable
 
 
+def _type_default_words(option: Option) -> str:
+    return f" ({option.default_type} if not given)" if option.many and option.default_type else ""
+
+
 def _default_words(option: Option) -> str:
-    if option.sections:
+    if option.sections and not option.many:
         return "null" if option.default is None else f"type {option.default_type}" if option.by_type else "all defaults"
     return show(option.default)
 
@@ -155,6 +161,8 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
 
 def _option_schema(option: Option) -> dict[str, Any]:
     schema = _variant_schema(option) if option.by_type else _plain_schema(option)
+    if option.many:
+        schema = {"type": "array", "items": schema}
     if option.nullable and option.sections:
         schema = {"anyOf": [schema, {"type": "null"}]}
     unit = f" Unit: {option.unit}." if option.unit else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -43,6 +44,12 @@ def dotted(path: Path) -> str:
     return text or "the config"
 
 
+def path_of(text: str) -> Path:
+    """Return the path that :func:`dotted` writes as ``text``."""
+    parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", text)
+    return tuple(int(number) if number else name for number, name in parts)
+
+
 def render(problems: Iterable[Problem], source: str, lines: Mapping[Path, int]) -> list[str]:
     """Return the messages in the order of the file, each beginning with ``source:line: path``."""
     found = list(dict.fromkeys(problems))
@@ -71,14 +78,15 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str], missed
     Args:
         key: the key.
         known: keys of the section, aliases included.
-        elsewhere: paths in other sections where the key would be right.
+        elsewhere: where the key would be right: paths in other sections, other types of this one.
         missed: a required key that is missing and looks like this one.
     """
     if missed is not None:
         return f": unknown key. Did you mean {missed}, which is required and missing?"
-    if elsewhere:
-        return ": unknown key here. It belongs to " + " or ".join(elsewhere) + "."
     close = close_names(key, known)
+    if elsewhere:
+        mean = f" Or did you mean {' or '.join(close)}?" if close else ""
+        return f": unknown key here. It belongs to {' or '.join(elsewhere)}.{mean}"
     if close:
         return f": unknown key. Did you mean {' or '.join(close)}?"
     return f": unknown key. Known: {', '.join(known)}."
@@ -123,6 +131,8 @@ def _line_of(path: Path, lines: Mapping[Path, int]) -> int | None:
 
 def _type_hint(option: Option, value: Any) -> str:
     plain = {t for t in option.types if typing.get_origin(t) is None}
+    if option.many and isinstance(value, dict):
+        return "Put [ ] around the section."
     if value is None:
         return "Remove the key to get the default."
     if isinstance(value, str) and bool in plain and value.lower() in ("true", "false", "yes", "no", "on", "off"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, show
+from deepmd_ema.config.averaging import LIVE
+from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
 from deepmd_ema.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -42,14 +44,14 @@ def rule_problems(config: RunConfig, walk: Walk) -> list[Problem]:
     """Return what the rules find; a rule that looks at a broken option is left out."""
     found = []
     for r in RULES:
-        if not any(_is_broken(tuple(path.split(".")), walk.broken) for path in r.looks_at):
+        if not any(is_broken(path_of(path), walk.broken) for path in r.looks_at):
             found += [_problem(path, text, walk) for path, text in r.check(config)]
     return found
 
 
 def launch_problems(config: RunConfig, environ: Mapping[str, str], walk: Walk) -> list[Problem]:
     """Return what speaks against the ranks that this process was launched with."""
-    if _is_broken(("training", "zero_stage"), walk.broken):
+    if is_broken(("training", "zero_stage"), walk.broken):
         return []
     return [_problem(path, text, walk) for path, text in _launch(config, environ)]
 
@@ -76,13 +78,13 @@ def _launch(config: RunConfig, environ: Mapping[str, str]) -> Found:
         )
 
 
-def _is_broken(path: Path, broken: set[Path]) -> bool:
+def is_broken(path: Path, broken: set[Path]) -> bool:
     """Whether the option, a section around it or something in it is broken."""
     return any(path[: len(b)] == b or b[: len(path)] == path for b in broken)
 
 
 def _problem(path: str, text: str, walk: Walk) -> Problem:
-    here: Path = tuple(path.split("."))
+    here = path_of(path)
     return Problem(walk.spelled.get(here, here), text)
 
 
@@ -345,21 +347,50 @@ def full_validation_needs_data(config: RunConfig) -> Found:
 def ema_validation_needs_ema(config: RunConfig) -> Found:
     """``ema_full_validation`` needs ``enable_ema``, whatever ``full_val_start`` says."""
     if config.validating.ema_full_validation and not config.training.enable_ema:
+        instead = ', and "full_validation": true in an entry of training.averaging' * bool(config.training.averaging)
         yield (
             "validating.ema_full_validation",
-            ' = true: needs "enable_ema": true in training. Add it, or set this to false.',
+            f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.',
         )
 
 
-@rule("loss", "validating.validation_metric", "validating.full_validation", "validating.ema_full_validation")
+@rule(
+    "loss", "training.averaging", "validating.validation_metric", "validating.full_validation",
+    "validating.ema_full_validation",
+)  # fmt: skip
 def metric_is_trained(config: RunConfig) -> Found:
     """What ranks the weights has weights in the loss, at the start and at the end."""
     v = config.validating
     letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[v.validation_metric[0]]
     start, limit = (getattr(config.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
-    if (v.full_validation or v.ema_full_validation) and not (start and limit):
+    if config.fully_validated and not (start and limit):
         yield (
             "validating.validation_metric",
             f" = {show(v.validation_metric)}: not in the loss, whose start_pref_{letter} = {start:g} and "
             f"limit_pref_{letter} = {limit:g} must both be > 0. Set them, or choose another metric.",
         )
+
+
+@rule("training.disp_training", "training.disp_file", "training.averaging", "validating")
+def rows_have_files_of_their_own(config: RunConfig) -> Found:
+    """No two of learning curves and logs of full validation are written to one file."""
+    written: dict[str, str] = {}
+    for path, about, file in _row_files(config):
+        if file in written:
+            yield path, f": {about} would be written to {file}, as {written[file]} is. Choose another name."
+        written.setdefault(file, about)
+
+
+def _row_files(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the option that names a file of rows, what is in it, and the file."""
+    training = config.training
+    if training.disp_training:
+        for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
+            yield "training.disp_file", f"the learning curve of {name}", _file_of(training.disp_file, name)
+    for name in config.fully_validated:
+        yield "validating.full_val_file", f"validation of {name}", _file_of(config.validating.full_val_file, name)
+
+
+def _file_of(file: str, name: str) -> str:
+    stem, suffix = os.path.splitext(os.path.normpath(file))
+    return f"{stem}{suffix}" if name == LIVE else f"{stem}_{name}{suffix}"

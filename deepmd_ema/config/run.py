@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepmd_ema.config.averaging import LIVE, SHORT_FORM
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.model import ModelConfig
 from deepmd_ema.config.optim import Adam, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
@@ -30,6 +31,13 @@ class RunConfig:
     validating: Validating = option(Validating(), doc="Full validation and the best weights.")
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def fully_validated(self) -> list[str]:
+        """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
+        validating, bank = self.validating, self.training.averaging
+        short = [LIVE] * validating.full_validation + [SHORT_FORM] * validating.ema_full_validation
+        return short + [average.name for average in bank if average.full_validation]
 
 
 def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from deepmd_ema.config.averaging import EmaAverage, PowerAverage, SwaAverage
 from deepmd_ema.config.fields import (
     Check,
     file_name,
@@ -169,10 +170,16 @@ class Training:
     ema_ckpt_keep: int | None = option(
         None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
     )
+    averaging: list[EmaAverage | PowerAverage | SwaAverage] = option(
+        [],
+        default_type="ema",
+        doc="Averages of the weights that are kept beside each other, each with a `name`. `enable_ema` adds one named "
+        "`ema`. Only in dp-ema.",
+    )
     change_bias_after_training: bool = option(
         False,
-        check=Check(lambda v: not v, "false: true is known to DeePMD-kit, not available in dp-ema 0.1"),
-        doc="Whether the energy bias is fitted again after training. Only false here.",
+        doc="Whether the energy bias of each element is fitted to the training data once more after the last step, for "
+        "the live weights and for each average with its own weights.",
     )
     disp_training: bool = option(True, doc="Whether lines are written to `disp_file`.")
     time_training: bool = option(True, doc="Has no effect: times and the time left are always shown.")

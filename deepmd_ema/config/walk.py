@@ -104,7 +104,10 @@ class Walk:
     def _foreign_key(self, kind: type, key: str, value: Any, path: Path, spelled: Path, missed: str | None) -> None:
         known = unavailable_key(_name(path), key)
         if known is None:
-            self.note((*spelled, key), unknown_key(key, keys_of(kind), _places(key), missed))
+            elsewhere = _other_types(kind, key) or _places(key) or _places_in_lists(kind, key)
+            self.note((*spelled, key), unknown_key(key, keys_of(kind), elsewhere, missed))
+            meant = (key, *close_names(key, keys_of(kind)))  # no rule says that this option is missing
+            self.broken.update((*path, name) for name in (key, *_names_of(kind, meant)))
         elif known.harmless is None and value:
             self.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
         elif not is_harmless(known, value):
@@ -132,6 +135,14 @@ class Walk:
         return value if option.convert is None else option.convert(value)
 
     def _nested(self, option: Option, value: Any, path: Path, spelled: Path) -> Any:
+        if not option.many:
+            return self._one(option, value, path, spelled)
+        if isinstance(value, list):
+            return [self._one(option, v, (*path, n), (*spelled, n)) for n, v in enumerate(value)]
+        self.note(spelled, wrong_type(option, value), broken=path)
+        return []
+
+    def _one(self, option: Option, value: Any, path: Path, spelled: Path) -> Any:
         kind = option.sections[0]
         if option.by_type and isinstance(value, dict):
             name = value.get("type", option.default_type)
@@ -220,6 +231,11 @@ def _misspelled(kind: type, raw: dict[Any, Any], path: Path) -> dict[str, str]:
     return found
 
 
+def _names_of(kind: type, keys: tuple[str, ...]) -> list[str]:
+    """Return the canonical names of those keys that are options of the section."""
+    return [o.name for o in options(kind) if not set(o.keys).isdisjoint(keys)]
+
+
 def _name(path: Path) -> str:
     return dotted(path) if path else ""
 
@@ -231,11 +247,34 @@ def _places(key: str) -> tuple[str, ...]:
     return found if len(found) <= 2 else ()
 
 
+@cache
+def _other_types(kind: type, key: str) -> tuple[str, ...]:
+    """Return the other types of a section that has several, where ``key`` is an option of one of them."""
+    several: tuple[Any, ...] = next((o.sections for o in _all_options(RunConfig) if kind in o.sections), ())
+    names = [s.type for s in several if s is not kind and key in keys_of(s)]
+    return (f"type {' or '.join(names)}, and this one is of type {getattr(kind, 'type', '')}",) if names else ()
+
+
+def _places_in_lists(kind: type, key: str) -> tuple[str, ...]:
+    """Return the lists of sections in ``kind`` whose entries have the option ``key``."""
+    lists = [o for o in options(kind) if o.many]
+    return tuple(f"an entry of {o.name}" for o in lists if any(key in keys_of(s) for s in o.sections))
+
+
+def _all_options(kind: type) -> Iterator[Option]:
+    for o in options(kind):
+        yield o
+        for s in o.sections:
+            yield from _all_options(s)
+
+
 def _find(kind: type, key: str, path: str) -> Iterator[str]:
     for o in options(kind):
         here = f"{path}.{o.name}" if path else o.name
         if key in o.keys:
             yield here
+        if o.many:
+            continue  # `name`, `device` are too common to be missed anywhere
         having = [s for s in o.sections if key in keys_of(s)]
         if len(having) < len(o.sections):
             for s in having:

@@ -153,6 +153,7 @@ def sequential_batches(
     labels: Sequence[str] = (),
     rank: int = 0,
     world_size: int = 1,
+    frames: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Batch]:
     """Yield all frames of all systems in order, as many to a batch as have at most ``max_atoms`` atoms, at least one.
 
@@ -164,10 +165,12 @@ def sequential_batches(
         labels: names that every batch has, even if none of its frames does.
         rank: which share of the batches.
         world_size: number of shares; every batch goes to one rank.
+        frames: which frames of each system, and in which order; all by default.
     """
     cache = cache if cache is not None else PairCache(layout, max_bytes=0)
     assert cache.layout == layout, "a cache of another layout"
-    for number, group in enumerate(_groups(systems, max_atoms)):
+    chosen = [range(system.num_frames) for system in systems] if frames is None else frames
+    for number, group in enumerate(_groups(systems, chosen, max_atoms)):
         if number % world_size == rank:
             yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
 
@@ -180,11 +183,13 @@ def _cache_bytes() -> int:
     return min(MOST_CACHE_BYTES, memory // 4)
 
 
-def _groups(systems: Sequence[System], max_atoms: int) -> Iterator[list[tuple[System, int]]]:
+def _groups(
+    systems: Sequence[System], frames: Sequence[Sequence[int]], max_atoms: int
+) -> Iterator[list[tuple[System, int]]]:
     group: list[tuple[System, int]] = []
     atoms = 0
-    for system in systems:
-        for index in range(system.num_frames):
+    for system, chosen in zip(systems, frames, strict=True):
+        for index in chosen:
             if group and atoms + system.natoms > max_atoms:
                 yield group
                 group, atoms = [], 0

@@ -53,6 +53,7 @@ class Sampler:
         batches: batches of each system in an epoch that has every frame once.
         probabilities: of each system.
         batches_per_epoch: their sum.
+        frames_per_step: mean number of frames in a batch, over all ranks together.
         warnings: what a user should know, such as systems left out.
     """
 
@@ -76,6 +77,7 @@ class Sampler:
         self.batches_per_epoch = sum(self.batches)
         self._probabilities = system_probabilities(self.batches, auto_prob, sys_probs)
         self.probabilities = tuple(float(p) for p in self._probabilities)
+        self.frames_per_step = sum(p * n / b for p, n, b in zip(self.probabilities, self.num_frames, self.batches) if b)
         # place of each system's upper edge when the epoch's batches are laid out side by side, in grid steps
         edges = accumulate(self._probabilities)
         self._edges = [0, *(math.floor(e * self.batches_per_epoch * _GRID) for e in edges)]

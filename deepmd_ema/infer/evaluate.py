@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -24,6 +24,8 @@ from deepmd_ema.runtime import make_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from deepmd_ema.config import ModelConfig
 
 
 WORST = 10  # frames shown at the end
@@ -148,17 +150,6 @@ class ErrorReport:
                 "# F RMSE (meV/Å)   E error (meV/atom)   where", *rows, _LINE]  # fmt: skip
 
 
-class _FirstFrames:
-    """The first frames of a system."""
-
-    def __init__(self, system: System, most: int) -> None:
-        self._system = system
-        self.num_frames = min(system.num_frames, most)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._system, name)
-
-
 def measure(
     model: str | Path,
     systems: Sequence[str | Path],
@@ -184,24 +175,12 @@ def measure(
     """
     loaded = load_model(model, use_average=use_average)
     where = make_runtime(device).device
-    fitting = loaded.config.fitting_net
     labels = (keys.ENERGY, keys.FORCE, keys.VIRIAL) + ((keys.ATOM_ENERGY,) if atomic else ())
-    opened = open_systems(
-        [str(path) for path in systems],
-        loaded.config.type_map,
-        labels,
-        fitting.numb_fparam,
-        fitting.numb_aparam,
-        rglob_patterns,
-        fitting.default_fparam,
-    )
-    problems = [text for s in opened for text in scan_system(s, len(loaded.config.type_map)).problems]
-    if problems:
-        raise DataError(problems)
-    chosen = cast("list[System]", [_FirstFrames(s, num_frames) for s in opened]) if num_frames > 0 else opened
+    opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
+    chosen = first_frames(opened, num_frames)
     network = loaded.model.to(where)
-    batches = sequential_batches(chosen, network.layout, labels=labels)
-    with tqdm(total=sum(s.num_frames for s in chosen), unit=" frames", disable=None, leave=False) as bar:
+    batches = sequential_batches(opened, network.layout, labels=labels, frames=chosen)
+    with tqdm(total=sum(map(len, chosen)), unit=" frames", disable=None, leave=False) as bar:
         total = evaluate(network, batches, where, progress=bar.update, collect=True)
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
@@ -252,6 +231,44 @@ def systems_to_test(
             raise ConfigError(f"{valid_data}: training.validation_data is not there. Give the systems with -s.")
         return list(data.systems), data.rglob_patterns
     return list(systems or ["."]), None
+
+
+def open_labelled(
+    systems: Sequence[str | Path],
+    config: ModelConfig,
+    labels: Sequence[str],
+    rglob_patterns: Sequence[str] | None = None,
+) -> list[System]:
+    """Return systems with what a model reads beside the labels, checked.
+
+    Args:
+        systems: systems, or folders searched for systems.
+        config: the section ``model``.
+        labels: names of the labels to read where they are.
+        rglob_patterns: names of systems to search for in folders.
+
+    Raises:
+        DataError: with every problem of the data at once.
+    """
+    fitting = config.fitting_net
+    opened = open_systems(
+        [str(path) for path in systems],
+        config.type_map,
+        labels,
+        fitting.numb_fparam,
+        fitting.numb_aparam,
+        rglob_patterns,
+        fitting.default_fparam,
+    )
+    problems = [text for s in opened for text in scan_system(s, len(config.type_map)).problems]
+    if problems:
+        raise DataError(problems)
+    return opened
+
+
+def first_frames(systems: Sequence[System], most: int) -> list[range]:
+    """Return the first ``most`` frames of each system; 0 takes all."""
+    return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
 
 
 def _refuse_non_finite(report: ErrorReport, rcut: float) -> None:

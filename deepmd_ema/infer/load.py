@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepmd_ema import checkpoint, interchange
+from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 LIVE = "live"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo")
@@ -27,13 +24,14 @@ class Provenance:
 
     Attributes:
         path: the file.
-        kind: ``training``, ``average``, ``best`` or ``frozen``.
+        kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights`` or ``frozen``.
         weights: ``live``, or the name of the average.
         step: optimizer steps behind the weights, or None when the file does not say.
-        average: profile, decay, updates and mean age of the average; empty for live weights.
+        average: profile, settings, updates and mean age of the average; empty for live weights.
         min_nbor_dist: nearest pair of the training data, angstrom, or None.
         version: the program that wrote the file.
         config: the whole config of the run as a dictionary, or only its model section under ``model``.
+        bias: how ``dp-ema change-bias`` changed the output bias; empty if it did not.
     """
 
     path: Path
@@ -44,18 +42,20 @@ class Provenance:
     min_nbor_dist: float | None = None
     version: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    bias: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what a frozen file records of its weights, as plain values."""
-        return {"weights": self.weights, "step": self.step, "kind": self.kind, "average": dict(self.average)}
+        facts = {"weights": self.weights, "step": self.step, "kind": self.kind, "average": dict(self.average)}
+        return {**facts, "bias": dict(self.bias)} if self.bias else facts
 
     def in_words(self) -> str:
         """Return one line: live or which average, of which step."""
         step = "an unknown step" if self.step is None else f"step {self.step}"
         if self.weights == LIVE:
             return f"live weights of {step}"
-        about = [f"{name.replace('_', ' ')} {_short(self.average[name])}" for name in ("decay", "updates", "mean_age")
-                 if name in self.average]  # fmt: skip
+        about = [f"{name.replace('_', ' ')} {_short(value)}" for name, value in facts_of_average(self.average).items()
+                 if name in ("decay", "sigma_rel", "updates", "mean_age")]  # fmt: skip
         return f"averaged weights ({self.weights}) of {step}" + (f": {', '.join(about)}" if about else "")
 
 
@@ -99,42 +99,27 @@ def load_model(path: str | Path, use_average: bool | None = None, profile: str |
     return loaded
 
 
-def average_in(payload: Mapping[str, Any], path: Path, profile: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights and the facts of an average that a training checkpoint holds: the live buffers complete it.
-
-    Raises:
-        CheckpointError: if there is none, or none of that name.
-    """
-    profiles = payload.get("averages", {}).get("profiles", {})
-    if not profiles:
-        raise CheckpointError(
-            f"{path}: no averaged weights in this checkpoint: training.enable_ema was false. Train with "
-            '"enable_ema": true, or leave out --use-ema to take the live weights.'
-        )
-    if profile is None and len(profiles) == 1:
-        profile = next(iter(profiles))
-    if profile not in profiles:
-        wanted = "which average?" if profile is None else f"no average is called {profile!r}."
-        raise CheckpointError(f"{path}: {wanted} Give --profile one of: {', '.join(profiles)}.")
-    state = profiles[profile]
-    facts = {"decay": state["decay"], "updates": max(0, state["updates"]), "mean_age": state["mean_age"]}
-    return {**payload["model"], **state["weights"]}, {"profile": profile, **facts}
+def facts_of_average(average: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what people want to know of an average, of whatever type, in the order in which it is said."""
+    facts = dict(average)
+    if "gamma" in facts:
+        facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))
+    names = ("decay", "sigma_rel", "gamma", "updates", "snapshots", "mean_age", "residual")
+    return {name: facts[name] for name in names if name in facts}
 
 
 def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, profile: str | None) -> LoadedModel:
-    weights, name, average = payload["model"], payload["weights"], payload.get("average", {})
     if use_average and payload["kind"] == "training":
-        weights, average = average_in(payload, path, profile)
-        name = average["profile"]
-    elif profile is not None and profile != name:
-        raise CheckpointError(f"{path}: holds the weights {name!r}, not the average {profile!r}.")
+        profile = checkpoint.choose_profile(payload, path, profile)
+    weights, average = checkpoint.weights_in(payload, path, profile)
+    name = profile or payload["weights"]
     config = model_config_from_dict(payload["config"]["model"], source=str(path))
     model = build_model(config)
     checkpoint.check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
     model.load_state_dict(weights)
     model.min_nbor_dist = payload.get("min_nbor_dist")
     info = Provenance(path, payload["kind"], name, payload["step"], average, payload.get("min_nbor_dist"),
-                      f"dp-ema {payload['version']}", payload["config"])  # fmt: skip
+                      f"dp-ema {payload['version']}", payload["config"], payload.get("bias", {}))  # fmt: skip
     return LoadedModel(model.eval(), config, info)
 
 
@@ -150,6 +135,7 @@ def _load_frozen(path: Path) -> LoadedModel:
         found.get("min_nbor_dist"),
         f"{found.get('software', 'unknown')} {found.get('version', '')}".strip(),
         ours.get("config") or {"model": found.get("model_def_script", {})},
+        ours.get("bias", {}),
     )
     return LoadedModel(model.eval(), config, info)
 

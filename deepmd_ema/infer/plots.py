@@ -1,4 +1,4 @@
-"""Pictures: learning curves of one or several runs, and predictions against labels."""
+"""Pictures: learning curves of one or several runs, errors over lengths of averages, predictions against labels."""
 
 from __future__ import annotations
 
@@ -122,6 +122,72 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
         return _write(figure, output)
 
 
+def plot_lengths(
+    sigma_rel: Sequence[float],
+    errors: Mapping[str, Sequence[float]],
+    others: Mapping[str, tuple[float | None, Mapping[str, float]]],
+    chosen: int,
+    output: str | Path,
+    title: str,
+) -> Path:
+    """Draw errors over the length of an average and return the picture's path.
+
+    Args:
+        sigma_rel: lengths, rising.
+        errors: ``E``, ``F``, ``V`` to RMSEs (meV/atom, meV/angstrom, meV/atom) at these lengths; nan without a label.
+        others: name of other weights to their length (None: they have none) and their RMSEs; the live ones first.
+        chosen: place of the length that was chosen.
+        output: picture to write.
+        title: what was measured.
+
+    Raises:
+        UserError: if the picture cannot be written.
+    """
+    panels = [(name, panel) for name, panel in zip("EFV", PANELS) if np.isfinite(errors[name]).any()]
+    with _style():
+        figure, axes = _figure(len(panels))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        for axis, (name, panel) in zip(axes, panels):
+            values = np.asarray(errors[name])
+            axis.plot(sigma_rel, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4,
+                      label="made of snapshots")  # fmt: skip
+            axis.plot(sigma_rel[chosen], values[chosen], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8,
+                      zorder=6, label="chosen")  # fmt: skip
+            _draw_others(axis, name, others, values)
+            axis.set(title=panel.title, xlabel="Length of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
+            axis.set_xscale("log")
+            _plain_lengths(axis)
+        _legend(figure, axes, "lower")
+        return _write(figure, output)
+
+
+def _draw_others(
+    axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], curve: NDArray[Any]
+) -> None:
+    """Draw weights that have a length as a point, and others as a line across; far ones would flatten the curve."""
+    colors = [LIVE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
+    live = next(iter(others.values()))[1][name]
+    low, high = min(live, curve.min()), max(live, curve.max())
+    span = high - low or 0.1 * high
+    for k, (label, (length, values)) in enumerate(others.items()):
+        color = colors[k % len(colors)]
+        if not low - 2 * span <= values[name] <= high + 2 * span:
+            continue
+        if length is None:
+            axis.axhline(values[name], color=color, lw=1.4, ls="-" if k == 0 else "--", label=label)
+        else:
+            axis.plot(length, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
+
+
+def _plain_lengths(axis: Any) -> None:
+    """Write plain numbers at the ticks of an axis of lengths."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+
+
 def _draw_parity(axis: Any, label: NDArray[Any], predicted: NDArray[Any]) -> None:
     low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
@@ -240,8 +306,8 @@ def _plain_ticks(axis: Any) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    """Put one legend into a free place of the grid, or above all panels: a line means the same in each."""
+def _legend(figure: Any, axes: Sequence[Any], side: str = "upper") -> None:
+    """Put one legend into a free place of the grid, or beside all panels: a line means the same in each."""
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
@@ -255,7 +321,7 @@ def _legend(figure: Any, axes: Sequence[Any]) -> None:
         free[0].legend(handles, labels, loc="center left", fontsize=10, labelspacing=0.9)
     else:
         columns = min(len(entries), 2 * len(axes) if len(axes) < 3 else 4)
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+        figure.legend(handles, labels, loc=f"outside {side} center", ncols=columns)
 
 
 def _style() -> AbstractContextManager[None]:

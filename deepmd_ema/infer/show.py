@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict, config_summary
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, LIVE, load_model
+from deepmd_ema.infer.change_bias import record_in_words
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LIVE, facts_of_average, load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -20,6 +21,8 @@ KINDS = {
     "training": "training checkpoint",
     "average": "averaged weights",
     "best": "best weights",
+    "snapshot": "snapshot of an average",
+    "weights": "weights",
     "frozen": "frozen model",
 }
 _IN_MODEL_ROWS = ("elements", "descriptor", "fitting")
@@ -57,6 +60,7 @@ def _checkpoint(path: Path, payload: Mapping[str, Any]) -> dict[str, Any]:
         "rows": [
             ("weights", f"{own}, step {payload['step']:,}"),
             *(("average", f"{name}: {_average(state)} (freeze it with --use-ema)") for name, state in profiles.items()),
+            *_bias(payload.get("bias", {}), payload.get("refitted_bias", {})),
         ],
         "more": [
             *_distance(payload.get("min_nbor_dist")),
@@ -76,7 +80,7 @@ def _frozen(path: Path) -> dict[str, Any]:
         "version": info.version,
         "config": info.config,
         "tensors": loaded.model.state_dict(),
-        "rows": [("weights", info.in_words())],
+        "rows": [("weights", info.in_words()), *_bias(info.bias)],
         "more": _distance(info.min_nbor_dist),
     }
 
@@ -110,7 +114,25 @@ def _options(section: Mapping[str, Any], *names: str) -> str:
 
 
 def _average(state: Mapping[str, Any]) -> str:
-    return f"decay {state['decay']:g}, {max(0, state['updates']):,} updates, mean age {state['mean_age']:.1f} steps"
+    words = {
+        "decay": "decay {:g}",
+        "sigma_rel": "sigma_rel {:.4g}",
+        "gamma": "gamma {:.4g}",
+        "updates": "{:,} updates",
+        "snapshots": "made of {:,} snapshots",
+        "mean_age": "mean age {:.1f} steps",
+        "residual": "residual {:.2%}",
+    }
+    facts = facts_of_average({**state, "updates": max(0, state["updates"])} if "updates" in state else state)
+    return ", ".join(["equal weights"] * (state.get("type") == "swa") + [words[n].format(v) for n, v in facts.items()])
+
+
+def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    if record:
+        yield "bias", record_in_words(record)
+    names = ", ".join(refitted)
+    if names:
+        yield "bias", f"fitted again after training, for {names}; a restart goes on from the one before"
 
 
 def _best(best: Mapping[str, Any]) -> Iterator[str]:

@@ -60,6 +60,29 @@ def write_dp(
     write_tree(path, tree)
 
 
+def rewrite_bias(
+    path: str | Path, target: str | Path, bias: np.ndarray, std: np.ndarray | None, facts: Mapping[str, Any]
+) -> None:
+    """Write the model file ``path`` to ``target`` with another output bias; everything else in it stays.
+
+    Args:
+        path: a file that :func:`read_dp` reads.
+        target: ends in ``.dp`` or ``.yaml``; may be ``path`` itself.
+        bias: (T,) eV.
+        std: (T,) spread of what the bias leaves unexplained, eV, or None to keep that of the file.
+        facts: plain facts to add to those under ``dp_ema``.
+
+    Raises:
+        CheckpointError: if a file cannot be read or written.
+    """
+    tree = read_tree(Path(path))
+    variables = tree["model"][VARIABLES]
+    variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
+    if std is not None:
+        variables["out_std"] = np.array(std, dtype=np.float64).reshape(1, -1, 1)
+    write_tree(Path(target), {**tree, EXTRA: {**(tree.get(EXTRA) or {}), **facts}})
+
+
 def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
     """Return the section ``model``, the model in evaluation mode, and what else the file says.
 

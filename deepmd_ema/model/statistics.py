@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from deepmd_ema import keys
+from deepmd_ema.model.bias import FrameEnergies, set_bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,38 +103,42 @@ def collect_statistics(config: ModelConfig, batches: Iterable[Batch]) -> Statist
         config: ``model`` with ``sel`` resolved to numbers.
         batches: on the CPU, in the layout of the model.
     """
-    sums = _Sums(len(config.type_map))
+    sums = _Sums(config)
     for batch in batches:
-        sums.add(config, batch)
-    fitted = _fit_energies(config, sums)
+        sums.add(batch)
+    fit = set_bias(sums.energies, sums.atomic)
     return Statistics(
         type_map=tuple(config.type_map),
         radial=sums.radial,
         angular=sums.angular,
+        bias=fit.bias,
+        bias_std=fit.std,
         fparam=sums.fparam,
         aparam=sums.aparam,
         observed=tuple(sorted(name for name, seen in zip(config.type_map, sums.radial[:, 0] > 0) if seen)),
         set_davg_zero=config.descriptor.set_davg_zero,
         protect=config.data_stat_protect,
-        **fitted,
+        rmse_per_atom=fit.rmse_per_atom,
+        undetermined=fit.undetermined,
     )
 
 
 @dataclass
 class _Sums:
-    num_types: int
+    config: ModelConfig
     radial: Array = field(init=False)
     angular: Array = field(init=False)
     atomic: Array = field(init=False)
+    energies: FrameEnergies = field(init=False)
     fparam: Array | None = None
     aparam: Array | None = None
-    counts: list[Array] = field(default_factory=list)
-    energies: list[Array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.radial, self.angular, self.atomic = (np.zeros((self.num_types, 3)) for _ in range(3))
+        self.radial, self.angular, self.atomic = (np.zeros((len(self.config.type_map), 3)) for _ in range(3))
+        self.energies = FrameEnergies(self.config)
 
-    def add(self, config: ModelConfig, batch: Batch) -> None:
+    def add(self, batch: Batch) -> None:
+        config = self.config
         radial, angular = _environment_sums(config, batch)
         self.radial += radial
         self.angular += angular
@@ -141,12 +146,7 @@ class _Sums:
             self.fparam = _added(self.fparam, batch.fparam)
         if config.fitting_net.numb_aparam and batch.aparam is not None:
             self.aparam = _added(self.aparam, batch.aparam)
-        if keys.ENERGY in batch.labels:
-            seen = batch.found[keys.ENERGY].numpy() > 0
-            cell = batch.atom_frame * self.num_types + batch.atom_type
-            counts = torch.bincount(cell, minlength=batch.num_frames * self.num_types)
-            self.counts.append(counts.view(-1, self.num_types).numpy()[seen].astype(float))
-            self.energies.append(batch.labels[keys.ENERGY].numpy()[seen])
+        self.energies.add(batch)
         if keys.ATOM_ENERGY in batch.labels:
             seen_atoms = batch.found[keys.ATOM_ENERGY][batch.atom_frame]
             energy = batch.labels[keys.ATOM_ENERGY].view(-1)
@@ -196,45 +196,3 @@ def _mean_and_spread(sums: Array, smallest: float) -> tuple[Array, Array]:
     mean = sums[:, 1] / count
     variance = np.maximum(sums[:, 2] / count - mean**2, 0)
     return mean, np.maximum(np.sqrt(variance), smallest)
-
-
-def _fit_energies(config: ModelConfig, sums: _Sums) -> dict[str, Any]:
-    """Return bias, its spread and how well it explains the energies.
-
-    Energies that the config gives come first, then means of atomic labels; the rest is fitted by least squares.
-    """
-    num_types = len(config.type_map)
-    bias, known = _given_energies(config, sums)
-    if not sums.energies or not sum(len(e) for e in sums.energies):
-        return {"bias": bias, "bias_std": np.ones(num_types)}
-    counts, energies = np.concatenate(sums.counts), np.concatenate(sums.energies)
-    num_atoms = counts.sum(1)
-    counts[:, list(config.atom_exclude_types)] = 0
-    free = ~known
-    fit, _, rank, _ = np.linalg.lstsq(
-        counts[:, free], energies - counts[:, known] @ bias[known], rcond=config.fitting_net.rcond
-    )
-    bias[free] = fit
-    residual = energies - counts @ bias
-    seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
-    return {
-        "bias": bias,
-        "bias_std": np.full(num_types, residual.std()),
-        "rmse_per_atom": float(np.sqrt(np.mean((residual / num_atoms) ** 2))),
-        "undetermined": tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
-    }
-
-
-def _given_energies(config: ModelConfig, sums: _Sums) -> tuple[Array, Array]:
-    """Return energies (T,) and which of them are known without a fit."""
-    num_types = len(config.type_map)
-    preset = (config.preset_out_bias or {}).get("energy") or [None] * num_types
-    vacuum = list(config.fitting_net.atom_ener or []) + [None] * num_types
-    bias, known = np.zeros(num_types), np.zeros(num_types, bool)
-    for t in range(num_types):
-        given = preset[t] if preset[t] is not None else vacuum[t]
-        if given is not None:
-            bias[t], known[t] = float(np.ravel(given)[0]), True
-        elif sums.atomic[t, 0] > 0:
-            bias[t], known[t] = sums.atomic[t, 1] / sums.atomic[t, 0], True
-    return bias, known

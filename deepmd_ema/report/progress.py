@@ -80,6 +80,10 @@ class Progress:
             loss = training.get("rmse", next(iter(training.values()), float("nan")))
             self._bar.set_postfix_str(f"rmse {loss:.2e}, lr {lr:.1e}", refresh=False)
 
+    def show_average(self, step: int, name: str, errors: Mapping[str, float]) -> None:
+        """Log the displayed errors of an average on the same batches."""
+        logger.info("Batch %7d: %s: %s", step, name, _join(errors))
+
     def show_validation(self, step: int, results: Mapping[str, _HasMetrics]) -> None:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
         width = max(map(len, results))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from deepmd_ema.averaging import AverageBank
+    from deepmd_ema.batch import Batch
     from deepmd_ema.metrics import Errors
     from deepmd_ema.report import IntervalTimes, LcurveFile, Progress
     from deepmd_ema.train.step import Outcome
@@ -27,6 +29,8 @@ class Display:
         times: stopwatch of the current interval.
         every: steps between two rows; step 1 has a row as well.
         average: whether a row shows the mean over its interval instead of the current batch.
+        curves: name of an average to the file of its own learning curve, on the same batches.
+        bank: holds these averages.
         device: where validation batches are evaluated.
         board: TensorBoard writer, or None.
         board_every: steps between two points on the board.
@@ -38,6 +42,8 @@ class Display:
     every: int
     device: torch.device
     average: bool = False
+    curves: Mapping[str, LcurveFile] = field(default_factory=dict)
+    bank: AverageBank | None = None
     board: Any = None
     board_every: int = 1
     _sums: dict[str, Tensor] = field(default_factory=dict)
@@ -62,18 +68,37 @@ class Display:
             for name, value in outcome.values.items():
                 self.board.add_scalar(prefix + name, float(value), step)
 
-    def show(self, step: int, task: Task, outcome: Outcome) -> None:
-        """Write the row of ``step`` and a line with losses, speed and the split of the interval's time."""
+    def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
+        """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
+
+        Args:
+            step: optimizer steps so far.
+            task: whose step it was.
+            batch: the training batch of the step, on which averages with a curve of their own are evaluated.
+            outcome: of the step.
+        """
+        rate = outcome.learning_rate
         train = {name: float(value) for name, value in self._train_values(outcome).items()}
         with self.times.of("validation"):
-            valid = _display_errors(task, outcome.learning_rate, self.device)
+            batches = _display_batches(task)
+            valid = _mean_values(task, batches, rate, self.device)
+            self._show_averages(step, task, batch, batches, rate)
         if self.lcurve is not None:
-            self.lcurve.write(step, outcome.learning_rate, train, valid)
+            self.lcurve.write(step, rate, train, valid)
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
-        self.progress.show(step, outcome.learning_rate, train, valid, seconds, self.times.split())
+        self.progress.show(step, rate, train, valid, seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
         self._sums, self._count = {}, 0
+
+    def _show_averages(self, step: int, task: Task, batch: Batch, batches: Sequence[Batch], rate: float) -> None:
+        for name, file in self.curves.items():
+            assert self.bank is not None
+            with self.bank.swapped_in(name):
+                train = _mean_values(task, [batch], rate, self.device)
+                valid = _mean_values(task, batches, rate, self.device)
+            file.write(step, rate, train, valid)
+            self.progress.show_average(step, name, valid or train)
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
@@ -101,29 +126,36 @@ class Display:
         self._sums = {name: value.to(self.device) for name, value in state["sums"].items()}
         self._count = state["count"]
         self._shown_step = step
-        if self.lcurve is not None:
-            self.lcurve.cut_after(step)
+        for file in self._files():
+            file.cut_after(step)
         self.progress.start_at(step)
 
     def close(self) -> None:
         """Close files and the bar."""
         self.progress.close()
-        if self.lcurve is not None:
-            self.lcurve.close()
+        for file in self._files():
+            file.close()
         if self.board is not None:
             self.board.close()
 
+    def _files(self) -> list[LcurveFile]:
+        return [*([self.lcurve] if self.lcurve is not None else []), *self.curves.values()]
 
-def _display_errors(task: Task, rate: float, device: torch.device) -> dict[str, float]:
-    """Return each displayed value over the next validation batches, weighted by their atoms; empty without any."""
+
+def _display_batches(task: Task) -> list[Batch]:
+    """Return the next validation batches of a row, in host memory; none without validation data."""
     if task.display_frames is None:
-        return {}
+        return []
+    return [next(task.display_frames) for _ in range(task.display_batches)]
+
+
+def _mean_values(task: Task, batches: Sequence[Batch], rate: float, device: torch.device) -> dict[str, float]:
+    """Return each displayed value over ``batches``, weighted by their atoms; empty without any."""
     sums: dict[str, Tensor] = {}
     atoms = 0
     was_training = task.model.training
     task.model.eval()
-    for _ in range(task.display_batches):
-        batch = next(task.display_frames).to(device)
+    for batch in (b.to(device) for b in batches):
         prediction = task.model(batch, need_virial=task.loss.need_virial)
         _, values = task.loss(prediction, batch, rate)
         number = batch.atom_type.shape[0]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema import checkpoint
+from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 
@@ -129,6 +131,22 @@ def _refuse_another_optimizer(config: RunConfig, before: Mapping[str, Any]) -> N
         )
 
 
+def run_id(config: RunConfig, origin: Origin) -> str:
+    """Return what tells this trajectory of weights from others: the same config and start always give the same one.
+
+    A restart goes on with that of its checkpoint.
+    """
+    if origin.kind == "restart":
+        # files of 0.1.0 have none
+        return origin.payload.get("run") or _digest(origin.payload["config"], "")
+    return _digest(to_dict(config), str(origin.path or ""))
+
+
+def _digest(config: Mapping[str, Any], start: str) -> str:
+    text = json.dumps([__version__, config, start], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def load_weights(model: Any, origin: Origin) -> None:
     """Put the weights of the file into ``model``.
 
@@ -136,7 +154,10 @@ def load_weights(model: Any, origin: Origin) -> None:
         CheckpointError: naming every missing, extra or reshaped tensor.
     """
     assert origin.path is not None
-    found = origin.payload["model"]
+    if origin.kind == "restart":
+        found = origin.payload["model"]  # raw, whatever was made of them after training
+    else:
+        found, _ = checkpoint.weights_in(origin.payload, origin.path)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     checkpoint.check_weights(expected, found, origin.path)
     model.load_state_dict(found)

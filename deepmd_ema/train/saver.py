@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.train.validate import LIVE
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from deepmd_ema.averaging import AverageBank
 
@@ -24,12 +26,14 @@ class Payloads:
         bank: averages, or None.
         config: normalized config of the run, ``sel`` resolved.
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for.
+        run: identifies the trajectory of weights; a restart goes on with that of the checkpoint.
     """
 
     model: nn.Module
     bank: AverageBank | None
     config: Mapping[str, Any]
     min_nbor_dist: float | None
+    run: str
 
     def training(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights and everything that a restart needs."""
@@ -42,7 +46,15 @@ class Payloads:
         if name == LIVE or self.bank is None:
             return checkpoint.snapshot({**head, "model": dict(self.model.state_dict())})
         info = {"profile": name, **self.bank.info(name)}
-        return checkpoint.snapshot({**head, "average": info, "model": dict(self.bank.weights(name))})
+        return checkpoint.snapshot({**head, "average": info, "model": dict(self.bank.weights(name, copy=False))})
+
+    def snapshot(self, name: str, step: int) -> dict[str, Any]:
+        """Return a copy of the average ``name`` for ``dp-ema posthoc``; what is averaged is narrowed to float32."""
+        assert self.bank is not None
+        content = self.weights(name, step, "snapshot")
+        averaged = self.bank.averaged_names(name)
+        narrow = {n: content["model"][n].to(torch.float32) for n in averaged}
+        return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}
 
     def _head(self, kind: str, weights: str, step: int) -> dict[str, Any]:
         return {
@@ -53,7 +65,23 @@ class Payloads:
             "step": step,
             "config": dict(self.config),
             "min_nbor_dist": self.min_nbor_dist,
+            "run": self.run,
         }
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Kept copies of one average, from which ``dp-ema posthoc`` makes averages of other lengths.
+
+    Attributes:
+        name: of the average.
+        family: names of the files; all of them stay.
+        every: steps between two.
+    """
+
+    name: str
+    family: checkpoint.Family
+    every: int
 
 
 @dataclass
@@ -66,6 +94,7 @@ class Saver:
         averages: the same for each average, by its name.
         bests: best files, whose ranks settle once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
+        snapshots: kept copies of averages, at a cadence of their own and after the last step.
     """
 
     payloads: Payloads
@@ -73,13 +102,39 @@ class Saver:
     averages: Mapping[str, checkpoint.Family]
     bests: Sequence[checkpoint.BestFiles]
     every: int
+    snapshots: Sequence[Snapshots] = field(default=())
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after ``step``."""
         return last or (self.every > 0 and step % self.every == 0)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> list[str]:
-        """Write all files of ``step``, move the links, rotate; return the names that were written."""
-        files = [(self.live, self.payloads.training(step, state))]
-        files += [(family, self.payloads.weights(name, step, "average")) for name, family in self.averages.items()]
+    def snapshots_due(self, step: int, last: bool) -> list[Snapshots]:
+        """Return the averages of which a copy is kept after ``step``."""
+        return [s for s in self.snapshots if last or step % s.every == 0]
+
+    def keep_snapshots(self, due: Sequence[Snapshots], step: int) -> None:
+        """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
+        for kept in due:
+            content = self.payloads.snapshot(kept.name, step)
+            if content["average"]["updates"]:
+                kept.family.sweep()
+                checkpoint.save(kept.family.file(step), content)
+                kept.family.rotate(step)
+
+    def save(self, step: int, state: Mapping[str, Any], biases: Mapping[str, Tensor] | None = None) -> list[str]:
+        """Write all files of ``step``, move the links, rotate; return the names that were written.
+
+        Args:
+            step: optimizer steps so far.
+            state: everything a restart needs beside the weights.
+            biases: by name of the weights the bias (1, T, 1) in eV that was fitted again after the last step. Averaged
+                files have it in the model; the training file has it beside raw weights, so that a restart stays exact.
+        """
+        extra = {"refitted_bias": dict(biases)} if biases else {}
+        files = [(self.live, self.payloads.training(step, {**state, **extra}))]
+        for name, family in self.averages.items():
+            content = self.payloads.weights(name, step, "average")
+            if biases:
+                content["model"]["out_bias"] = biases[name].clone()
+            files.append((family, content))
         return [str(path) for path in checkpoint.save_together(step, files, self.bests)]

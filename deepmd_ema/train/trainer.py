@@ -13,11 +13,13 @@ from deepmd_ema.errors import Interrupted
 from deepmd_ema.train.validate import ValidationAborted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
+    from torch import Tensor
 
     from deepmd_ema.averaging import AverageBank
+    from deepmd_ema.batch import Batch
     from deepmd_ema.train.display import Display
     from deepmd_ema.train.saver import Saver
     from deepmd_ema.train.step import GradientStep, Outcome
@@ -56,6 +58,7 @@ class Trainer:
     """Takes optimizer steps until ``num_steps``, and does what is due after each.
 
     Every part is built by :mod:`deepmd_ema.train.assemble`; the trainer only decides the order in which they act.
+    ``refit`` fits the energy bias again after the last step, for each set of weights by name.
     """
 
     tasks: TaskMixture
@@ -66,6 +69,8 @@ class Trainer:
     display: Display
     device: torch.device
     num_steps: int
+    steps_per_epoch: int = 1
+    refit: Callable[[], Mapping[str, Tensor]] | None = None
     input_file: str = "input.json"
     step: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
@@ -115,15 +120,21 @@ class Trainer:
                 self._raise_if_diverged()
             if self.bank is not None:
                 # a step that was checked on the host is good; else the device decides, and nothing waits for it
-                self.bank.update(None if self.take_step.checks_are_free else outcome.ok)
-        self._do_what_is_due(task, outcome)
+                ok = None if self.take_step.checks_are_free else outcome.ok
+                self.bank.update(ok, epoch=number / self.steps_per_epoch)
+        self._do_what_is_due(task, batch, outcome)
 
-    def _do_what_is_due(self, task: Task, outcome: Outcome) -> None:
+    def _do_what_is_due(self, task: Task, batch: Batch, outcome: Outcome) -> None:
         last = self.step == self.num_steps
         self.display.record(self.step, task, outcome)
         if self.display.is_due(self.step):
             self._raise_if_diverged()
-            self.display.show(self.step, task, outcome)
+            self.display.show(self.step, task, batch, outcome)
+        snapshots = self.saver.snapshots_due(self.step, last)
+        if snapshots:  # before a validation, which a stop may break off
+            self._raise_if_diverged()
+            with self.display.times.of("checkpoint"):
+                self.saver.keep_snapshots(snapshots, self.step)
         if self.validator is not None and self.validator.is_due(self.step):
             self._raise_if_diverged()
             self._validate()
@@ -140,8 +151,9 @@ class Trainer:
         self.display.show_validation(self.step, results)
 
     def _save(self) -> None:
+        biases = self.refit() if self.refit is not None and self.step >= self.num_steps else None
         with self.display.times.of("checkpoint"):
-            written = self.saver.save(self.step, self.state_dict())
+            written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
         self.display.say(f"saved {', '.join(written)}")
 

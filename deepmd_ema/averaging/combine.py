@@ -1,0 +1,295 @@
+"""The average of any length, as a combination of averages that were kept along a run.
+
+EDM2 (Karras et al., arXiv:2312.02696, section 3.2 and appendix C) keeps averages of power profiles at many steps of a
+run and finds, after it, the combination of them whose profile is nearest to that of an average which was never tracked.
+A *profile* says how much of the weights after each step is in an average. With p = gamma + 1, an average that has seen
+n updates holds of those at update j the share
+
+    (j^p - (j - 1)^p) / n^p
+
+exactly, so all products of profiles here are exact sums and not the integrals of the paper. Unlike there, coefficients
+add up to one, so that a weight which never moves keeps its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_ema.averaging.profile import gamma_of, sigma_rel_of
+from deepmd_ema.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+# S averages that were kept, L lengths asked for, C classes: averages of one gamma that were updated at the same steps
+
+TOLERANCE = 0.05  # largest residual, see doc/decisions/0005-averages-found-after-training.md
+SHORTEST, LONGEST = 0.005, 12**-0.5  # sigma_rel that are looked at; the longest is that of equal weights
+_LOOKED_AT = 49
+_CHUNK = 1 << 14  # places of the axis at a time: with 50 classes the work fits into a processor's cache
+_NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average
+
+
+@dataclass(frozen=True)
+class Track:
+    """An average of a power profile as it stands after its last update.
+
+    Attributes:
+        gamma: exponent of the profile; 0 is equal weights.
+        updates: how many it has seen, at least 1.
+        start: step at which it began; its first update was at ``start + every``.
+        every: steps between two updates.
+    """
+
+    gamma: float
+    updates: int
+    start: int = 0
+    every: int = 1
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any], step: int) -> Track:
+        """Return the track of an average from ``AverageBank.info`` after ``step`` steps; of type power or swa."""
+        every, updates = int(info["update_every"]), int(info["updates"])
+        last = step - (step - int(info["start_step"])) % every  # it may be saved between two updates
+        return cls(float(info.get("gamma", 0.0)), updates, last - updates * every, every)
+
+    @property
+    def end(self) -> int:
+        """Step of the last update."""
+        return self.start + self.updates * self.every
+
+    @property
+    def sigma_rel(self) -> float:
+        """Width of the profile as a part of its length."""
+        return sigma_rel_of(self.gamma)
+
+    def shares(self) -> Array:
+        """Return how much of the weights at each update is in the average, (updates,); they add up to one."""
+        update = np.arange(1, self.updates + 1, dtype=np.float64)
+        return _shares(update, np.log(update / self.updates), self.gamma + 1)
+
+    def mean_age(self) -> float:
+        """Return how many steps lie, on average, between the weights in it and its last update."""
+        # the sum over updates of the part that is older than each: (m / n)^p
+        older = 0.0
+        for low in range(1, self.updates, _CHUNK):
+            update = np.arange(low, min(low + _CHUNK, self.updates), dtype=np.float64)
+            older += float(np.sum((update / self.updates) ** (self.gamma + 1)))
+        return self.every * older
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A combination of kept averages that stands for one that was not tracked.
+
+    Attributes:
+        target: the average it stands for.
+        coefficients: (S,) one per kept average; they add up to one.
+        residual: length of what is missing of the profile, as a part of the length of the profile.
+        amplification: length of the coefficients: how many times the rounding of one kept average is in the result.
+    """
+
+    target: Track
+    coefficients: Array
+    residual: float
+    amplification: float
+
+
+@dataclass(frozen=True)
+class Mixes:
+    """What was found for several lengths.
+
+    Attributes:
+        mixes: in the order in which lengths were asked for.
+        condition: largest by smallest eigenvalue of the matrix that was solved with, of profiles of unit length.
+        dropped: directions left out because they are below what rounding lets one tell.
+    """
+
+    mixes: Sequence[Mix]
+    condition: float
+    dropped: int
+
+
+def target_track(kept: Sequence[Track], sigma_rel: float, step: int) -> Track:
+    """Return the average of width ``sigma_rel`` after ``step`` that would have been tracked beside ``kept``.
+
+    It starts with the earliest of them and is updated as often as the one that is updated most often.
+    """
+    every, start = min(track.every for track in kept), min(track.start for track in kept)
+    return Track(gamma_of(sigma_rel), (step - start) // every, start, every)
+
+
+def find_mixes(kept: Sequence[Track], sigma_rels: Sequence[float], step: int) -> Mixes:
+    """Return the combinations of ``kept`` nearest to averages of the widths ``sigma_rels`` after ``step``.
+
+    Args:
+        kept: averages that were kept, none of them later than ``step``.
+        sigma_rels: widths.
+        step: the last step that is averaged over.
+    """
+    return _solve(kept, [target_track(kept, sigma_rel, step) for sigma_rel in sigma_rels])
+
+
+def find_reach(kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
+    """Return the shortest and longest sigma_rel that ``kept`` can tell after ``step``, or None if there is none."""
+    looked_at = np.geomspace(SHORTEST, LONGEST, _LOOKED_AT).tolist()
+    told = [mix.residual <= tolerance for mix in find_mixes(kept, looked_at, step).mixes]
+    return _longest_stretch(looked_at, told)
+
+
+def refuse_untold(found: Mixes, kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
+    """Check that every length of ``found`` can be told from ``kept`` after ``step``.
+
+    Raises:
+        UserError: naming each that cannot, what can, and how to get more.
+    """
+    bad = [mix for mix in found.mixes if mix.residual > tolerance]
+    if not bad:
+        return
+    reach = find_reach(kept, step, tolerance)
+    widths = sorted({round(track.sigma_rel, 4) for track in kept})
+    about = f"{len(kept)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in widths)}"
+    can = "no length" if reach is None else f"sigma_rel {reach[0]:.3g} to {reach[1]:.3g}"
+    advice = (
+        f"{about} can tell {can}. For more, keep snapshots of two profiles, one on either side of the lengths in "
+        "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
+    )
+    *others, last = [
+        f"sigma_rel {mix.target.sigma_rel:.4g}: {100 * mix.residual:.2g} % of its profile would be missing, more than "
+        f"{100 * tolerance:g} %."
+        for mix in bad
+    ]
+    raise UserError([*others, f"{last} {advice}"])
+
+
+def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Mixes:
+    """Return the combinations of ``kept`` nearest to ``targets``."""
+    gram = _products([*kept, *targets])
+    num = len(kept)
+    length = np.sqrt(np.diag(gram))
+    unit = gram / np.outer(length, length)
+    matrix, right = unit[:num, :num], unit[:num, num:] * length[num:]
+    # unknown z = x * length; sum of x = 1 leaves z = z0 + free @ y, with the columns of free orthogonal to 1 / length
+    free = np.linalg.qr((1 / length[:num])[:, None], mode="complete")[0][:, 1:]
+    values, vectors = np.linalg.eigh(free.T @ matrix @ free)
+    good = values > _NOISE * num * values.max(initial=0.0)
+    directions = free @ vectors[:, good] / np.sqrt(values[good])
+    mixes = []
+    for k, target in enumerate(targets):
+        b, square = right[:, k], gram[num + k, num + k]
+        nearest = int(np.argmin(length[:num] ** 2 - 2 * length[:num] * b))
+        start = np.zeros(num)
+        start[nearest] = length[nearest]  # so that an average which was kept comes back as it is
+        z = start + directions @ (directions.T @ (b - matrix @ start))
+        missing = square - 2 * z @ b + z @ matrix @ z
+        x = z / length[:num]
+        mixes.append(Mix(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x))))
+    condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
+    return Mixes(mixes, condition, int((~good).sum()))
+
+
+@dataclass
+class _Axis:
+    """Where the updates of all averages lie: place m is step ``origin + m * stride``, m = 1, 2, ..."""
+
+    origin: int
+    stride: int
+
+    @classmethod
+    def of(cls, tracks: Sequence[Track]) -> _Axis:
+        """Return one place per update when all are updated at the same steps, else one per step."""
+        grids = {(track.start, track.every) for track in tracks}
+        return cls(*grids.pop()) if len(grids) == 1 else cls(min(start for start, _ in grids), 1)
+
+    def place(self, track: Track) -> int:
+        """Return the place of the last update."""
+        return (track.end - self.origin) // self.stride
+
+    def update(self, grid: tuple[int, int], place: Any) -> Any:
+        """Return the number of the update that ``place`` (a number or array) belongs to; below 1 before the first."""
+        start, every = grid
+        return -((start - self.origin - place * self.stride) // every)
+
+
+def _products(tracks: Sequence[Track]) -> Array:
+    """Return the exact products of all profiles with each other, (T, T) for T tracks, up to a factor common to all.
+
+    Averages of one gamma and one grid of updates share a profile up to where it ends and its scale: so one walk along
+    the axis gives all products as running sums, in memory that does not grow with the run. An average that is updated
+    every k steps counts as spread evenly over those, when others are updated at other steps.
+    """
+    axis = _Axis.of(tracks)
+    classes = list(dict.fromkeys((t.gamma, t.start, t.every) for t in tracks))
+    kind = np.array([classes.index((t.gamma, t.start, t.every)) for t in tracks])
+    power = np.array([gamma + 1 for gamma, _, _ in classes])
+    grids = [(start, every) for _, start, every in classes]
+    ends = np.array([axis.place(t) for t in tracks])
+    stops = np.unique(ends)
+    sums = _running_sums(axis, grids, power, stops)
+    number = np.array([[max(1, axis.update(grid, int(stop))) for grid in grids] for stop in stops], dtype=np.float64)
+    which, updates = np.searchsorted(stops, ends), np.array([t.updates for t in tracks], dtype=np.float64)
+    gram = np.empty((len(tracks), len(tracks)))
+    for i in range(len(tracks)):
+        # both reach up to where the shorter one ends; the longer one is scaled by its own number of updates
+        scale = (number[which[i]][kind] / updates) ** power[kind]
+        gram[i] = np.where(which >= which[i], sums[which[i], kind[i], kind] * scale, 0.0)
+    return np.where(which[:, None] <= which[None, :], gram, gram.T)
+
+
+def _running_sums(axis: _Axis, grids: Sequence[tuple[int, int]], power: Array, stops: NDArray[np.int64]) -> Array:
+    """Return (stops, C, C): products of the classes up to each stop, each scaled as if it ended there."""
+    sums, now = np.empty((len(stops), len(power), len(power))), np.zeros((len(power), len(power)))
+    before = np.ones(len(power))  # number of the last update so far, which the sums are scaled by
+    low = 0
+    for k, stop in enumerate(stops.tolist()):
+        while low < stop:
+            high = min(low + _CHUNK, stop)
+            latest = np.array([max(1, axis.update(grid, high)) for grid in grids], dtype=np.float64)
+            shrink = (before / latest) ** power
+            part = _profiles(axis, grids, power, np.arange(low + 1, high + 1), latest)
+            now = now * np.outer(shrink, shrink) + part @ part.T
+            before, low = latest, high
+        sums[k] = now
+    return sums
+
+
+def _profiles(
+    axis: _Axis, grids: Sequence[tuple[int, int]], power: Array, places: NDArray[np.int64], latest: Array
+) -> Array:
+    """Return the shares of each class at ``places``, scaled as if it ended with update ``latest``, (C, places)."""
+    out = np.zeros((len(power), len(places)))
+    for grid in set(grids):
+        update = axis.update(grid, places).astype(np.float64)
+        begun = update >= 1
+        update = update[begun]
+        for c in [c for c, other in enumerate(grids) if other == grid]:
+            spread = grid[1] / axis.stride
+            out[c, begun] = _shares(update, np.log(update / latest[c]), power[c]) / spread
+    return out
+
+
+def _shares(update: Array, log_ratio: Array, power: float) -> Array:
+    """Return ``(j^p - (j - 1)^p) / n^p`` for j = ``update`` and ln(j / n) = ``log_ratio``, without cancellation."""
+    with np.errstate(divide="ignore"):  # the first update has no one before it: log(0)
+        step_back = np.log1p(-1 / update)
+    return np.exp(power * log_ratio) * -np.expm1(power * step_back)
+
+
+def _longest_stretch(values: Sequence[float], told: Sequence[bool]) -> tuple[float, float] | None:
+    """Return the first and the last of the longest stretch of ``values`` that are all told."""
+    best: tuple[int, int] | None = None
+    begin: int | None = None
+    for k, good in enumerate([*told, False]):
+        if good and begin is None:
+            begin = k
+        elif not good and begin is not None:
+            if best is None or k - begin > best[1] - best[0] + 1:
+                best = (begin, k - 1)
+            begin = None
+    return None if best is None else (values[best[0]], values[best[1]])

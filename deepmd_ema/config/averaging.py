@@ -1,0 +1,167 @@
+"""The sections of ``training.averaging``: one average of the weights each."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deepmd_ema.config.fields import Check, fraction, not_negative, not_negative_int, option, positive_int
+
+LIVE = "live"  # name of the weights that are trained, which no average may have
+SHORT_FORM = "ema"  # name of the average that enable_ema keeps
+LARGEST_SIGMA_REL = 1 / math.sqrt(12)  # width of equal weights over the run, EDM2 (arXiv:2312.02696), section 3.1
+_LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
+
+
+def _is_name(value: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", value) is not None and value.lower() != LIVE
+
+
+_name = Check(
+    _is_name,
+    f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, and not {LIVE}",
+)
+_half_life = Check(lambda v: 0 < v <= _LONGEST_HALF_LIFE, "a number > 0 and <= 1e9")
+_sigma_rel = Check(
+    lambda v: 0 < v <= LARGEST_SIGMA_REL,
+    f"a number > 0 and <= {math.floor(LARGEST_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Average:
+    """What all averages have in common."""
+
+    name: str = option(
+        check=_name,
+        doc="Name of the average in the log, in checkpoints and in names of files: `model_NAME.ckpt-*`, "
+        "`best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
+    )
+    start_step: int = option(
+        0,
+        check=not_negative_int,
+        unit="steps",
+        doc="Step at which the average starts, as a copy of the live weights; before it there is none.",
+    )
+    start_epoch: float | None = option(
+        None, check=not_negative, unit="epochs", doc="The start in epochs instead of `start_step`; may be a fraction."
+    )
+    update_every: int = option(
+        1,
+        check=positive_int,
+        unit="steps",
+        doc="Steps between two updates. One update counts for all steps since the last one, so that the length of the "
+        "average does not change.",
+    )
+    device: str = option(
+        "live",
+        choices=("live", "cpu"),
+        doc="Where the average is held: `live`: beside the live weights; `cpu`: in the memory of the host, to which "
+        "live weights are copied while training goes on.",
+    )
+    dtype: str = option(
+        "float32",
+        choices=("float32", "float64"),
+        doc="Precision of the average; never less than that of the live weights.",
+    )
+    layout: str = option(
+        "local_shard",
+        choices=("local_shard", "full_tensor"),
+        doc="Where several processes share the weights: `local_shard`: each averages the part that it holds, without "
+        "communication; `full_tensor`: each holds the whole average, gathered at each update.",
+    )
+    buffers: str = option(
+        "copy",
+        choices=("copy", "average"),
+        doc="What stands with the averaged weights for numbers of the model that are not trained: `copy`: the live "
+        "ones; `average`: their average, floating-point numbers only.",
+    )
+    full_validation: bool = option(
+        False,
+        doc="Whether the average is validated on all validation data, when `validating` says, in `val_NAME.log`, and "
+        "its best weights are kept in `best_NAME.ckpt-*`.",
+    )
+    lcurve: bool = option(
+        False,
+        doc="Whether the displayed errors are shown for the average as well, on the same batches, in "
+        "`lcurve_NAME.out`.",
+    )
+    ckpt_keep: int | None = option(
+        None, check=positive_int, doc="Checkpoints of the average kept; null: as many as `max_ckpt_keep`."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored(_Average):
+    """What averages have in common that can be stored for `dp-ema posthoc`."""
+
+    snapshots: bool = option(
+        False,
+        doc="Whether copies of the average are kept in the folder `snapshots`, all of them, for `dp-ema posthoc`, "
+        "which makes averages of any other length from those of two power averages.",
+    )
+    snapshot_freq: int | None = option(
+        None, check=positive_int, unit="steps", doc="Steps between two snapshots; null: `save_freq`."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaAverage(_Average):
+    """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`."""
+
+    type: ClassVar[str] = "ema"
+
+    decay: float | None = option(
+        None,
+        check=fraction,
+        doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps. Exactly one of `decay` "
+        "and `half_life` is given.",
+    )
+    half_life: float | None = option(
+        None,
+        check=_half_life,
+        doc="Time in which the weight of a step goes down to a half, in `half_life_unit`, instead of `decay`: "
+        "decay = 0.5^(1/half_life) in steps.",
+    )
+    half_life_unit: str = option(
+        "steps",
+        choices=("steps", "frames", "epochs"),
+        doc="Unit of `half_life`. Half-lives in frames or epochs stay the same for other batch sizes.",
+    )
+    warmup: bool = option(
+        True,
+        doc="Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the start, "
+        "so that the first weights are soon forgotten.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerAverage(_Stored):
+    """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run."""
+
+    type: ClassVar[str] = "power"
+
+    gamma: float | None = option(
+        None,
+        check=not_negative,
+        doc="Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
+        "`sigma_rel` is given.",
+    )
+    sigma_rel: float | None = option(
+        None,
+        check=_sigma_rel,
+        doc="Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
+        "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwaAverage(_Stored):
+    """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
+
+    type: ClassVar[str] = "swa"
+
+
+Average = EmaAverage | PowerAverage | SwaAverage

@@ -1,0 +1,229 @@
+"""`dp-ema change-bias`: another output bias in a model file, fitted to data or as given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from deepmd_ema import __version__, checkpoint, interchange, keys
+from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.infer.evaluate import first_frames, open_labelled
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
+from deepmd_ema.model.bias import BiasFit, change_bias, energies_of, fixed_elements, set_bias
+from deepmd_ema.runtime import make_runtime
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.bias import FrameEnergies
+
+Array: TypeAlias = np.ndarray
+
+CHANGE, SET, GIVEN = "change", "set", "given"
+WRITTEN_SUFFIXES = (".dp", ".yaml", ".yml")
+_NAMED = 3  # systems named in the record of a file
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the bias shall be: fitted to ``systems``, or ``values``.
+
+    Attributes:
+        mode: ``change`` adds what makes the mean residual per atom zero, ``set`` takes the fit of the labels alone.
+        systems: systems, or folders searched for systems.
+        patterns: names of systems to search for in folders.
+        num_frames: frames of each system, from its first; 0 takes all.
+        values: eV, one per element of the model, instead of a fit.
+        source: what stands in the record of the file; by default the systems.
+    """
+
+    mode: str = CHANGE
+    systems: Sequence[str] = ()
+    patterns: Sequence[str] | None = None
+    num_frames: int = 0
+    values: Sequence[float] | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedBias:
+    """A model file with another bias.
+
+    Attributes:
+        path: the file that was written.
+        loaded: the model as it was.
+        record: what the file says of the change: mode, frames, source.
+        before: (T,) eV.
+        after: (T,) eV.
+        frames: with labels and the predictions of the model as it was, or None without data.
+        undetermined: elements whose energies the compositions do not tell apart.
+    """
+
+    path: Path
+    loaded: LoadedModel
+    record: Mapping[str, Any]
+    before: Array
+    after: Array
+    frames: FrameEnergies | None = None
+    undetermined: tuple[str, ...] = ()
+
+    def residuals(self) -> tuple[Array, Array]:
+        """Return label minus prediction per atom (F,), eV, of the model as it was and as it is now."""
+        frames = self.frames
+        assert frames is not None, "values were given: nothing was evaluated"
+        one, two = frames.residual(), frames.residual(self.after - self.before)
+        return one / frames.num_atoms, two / frames.num_atoms
+
+    def text(self) -> str:
+        """Return the bias before and after, and what it does to the residuals."""
+        info = self.loaded.info
+        lines = [f"{info.path}: {info.in_words()}", f"output bias: {record_in_words(self.record)}"]
+        lines.append(f"# {'element':<8s} {'before (eV)':>16s} {'after (eV)':>16s} {'change (eV)':>16s}")
+        for t, name in enumerate(self.loaded.config.type_map):
+            change = round(self.after[t] - self.before[t], 6) + 0.0
+            row = f"# {name:<8s} {self.before[t]:16.6f} {self.after[t]:16.6f} {change:+16.6f}"
+            lines.append(f"{row}  {self._remark(t, name)}".rstrip())
+        if self.undetermined:
+            names, shared = ", ".join(self.undetermined), "them" if self.record["mode"] == SET else "the change"
+            lines.append(f"the compositions in the data do not tell the energies of {names} apart: they share {shared}")
+        if self.frames is not None:
+            before, after = ([_milli(r.mean()), _milli(np.sqrt(np.mean(r**2)))] for r in self.residuals())
+            lines.append("label minus prediction, meV/atom:")
+            lines += [f"  {what} {old} before, {new} after" for what, old, new in zip(("mean", "RMSE"), before, after)]
+        return "\n".join([*lines, f"wrote {self.path}"])
+
+    def _remark(self, t: int, name: str) -> str:
+        if self.frames is None:
+            return ""
+        if t in self.loaded.config.atom_exclude_types:
+            return "has no energy of its own (atom_exclude_types)"
+        if name in fixed_elements(self.loaded.config):
+            return "given by the config of the model"
+        return "" if self.frames.counts[:, t].any() else "not in the data"
+
+
+def write_changed(
+    model: str | Path,
+    asked: Asked,
+    output: str | Path | None = None,
+    use_average: bool = False,
+    profile: str | None = None,
+    device: str | None = None,
+) -> ChangedBias:
+    """Write a model file with another output bias; everything else in it stays.
+
+    Of a checkpoint (``.pt``) the result is a file of kind ``weights``: the live weights or one average, without what a
+    restart needs. Of a ``.dp`` or ``.yaml`` file it is a file of that format.
+
+    Args:
+        model: a checkpoint of any kind, the folder of a run, or a ``.dp`` or ``.yaml`` file.
+        asked: what the bias shall be.
+        output: the file to write; ``<stem>_updated<suffix>`` beside the model if not given.
+        use_average: takes the averaged weights of a training checkpoint.
+        profile: which average, when there are several.
+        device: ``cpu``, ``cuda``; CUDA when there is one if not given.
+
+    Raises:
+        UserError: if the model or the data cannot be read, no frame has an energy, the values are not one per element,
+            or the file cannot be written.
+    """
+    loaded = load_model(model, use_average=use_average or profile is not None, profile=profile)
+    path = _target(loaded, model, output)
+    before = loaded.model.out_bias.view(-1).numpy().copy()
+    if asked.values is not None:
+        after = _given(asked.values, loaded.config.type_map)
+        done = ChangedBias(path, loaded, {"mode": GIVEN, "source": "values given"}, before, after)
+        _write(done, None)
+        return done
+    where = make_runtime(device).device
+    systems = open_labelled(asked.systems, loaded.config, (keys.ENERGY,), asked.patterns)
+    network = loaded.model.to(where)
+    batches = sequential_batches(
+        systems, network.layout, labels=(keys.ENERGY,), frames=first_frames(systems, asked.num_frames)
+    )
+    frames = energies_of(network, loaded.config, batches)
+    if not len(frames):
+        raise UserError(f"no frame of {', '.join(map(str, asked.systems))} has an energy to fit the bias to.")
+    fit: BiasFit = set_bias(frames) if asked.mode == SET else change_bias(frames, before)
+    record = {"mode": asked.mode, "frames": len(frames), "source": asked.source or _some(asked.systems)}
+    done = ChangedBias(path, loaded, record, before, fit.bias, frames, fit.undetermined)
+    _write(done, fit.std)
+    return done
+
+
+def record_in_words(record: Mapping[str, Any]) -> str:
+    """Return one line of what ``dp-ema change-bias`` has recorded in a file."""
+    if record["mode"] == GIVEN:
+        return "set to values given"
+    how = "set to a fit of the labels" if record["mode"] == SET else "moved by a fit of label minus prediction"
+    return f"{how}, {record['frames']:,} frames of {record['source']}"
+
+
+def _write(done: ChangedBias, std: Array | None) -> None:
+    loaded, info = done.loaded, done.loaded.info
+    if info.path.suffix.lower() in FROZEN_SUFFIXES:
+        interchange.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
+        return
+    weights = loaded.model.state_dict()
+    weights["out_bias"] = torch.from_numpy(done.after).view_as(weights["out_bias"])
+    if std is not None:
+        weights["out_std"] = torch.from_numpy(std).view_as(weights["out_std"])
+    head = {
+        "format": checkpoint.FORMAT,
+        "version": __version__,
+        "kind": "weights",
+        "weights": info.weights,
+        "step": info.step,
+        "config": dict(info.config),
+        "min_nbor_dist": info.min_nbor_dist,
+        "bias": dict(done.record),
+    }
+    average = {"average": dict(info.average)} if info.average else {}
+    checkpoint.save(done.path, {**head, **average, "model": dict(weights)})
+
+
+def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -> Path:
+    """Return the file to write, once it is clear that it may be written."""
+    source = loaded.info.path
+    frozen = source.suffix.lower() in FROZEN_SUFFIXES
+    if frozen and source.suffix.lower() not in WRITTEN_SUFFIXES:
+        raise UserError(f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of.")
+    path = source.with_name(f"{source.stem}_updated{source.suffix}") if output is None else Path(output)
+    known = WRITTEN_SUFFIXES if frozen else (".pt",)
+    if path.suffix.lower() not in known:
+        more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
+        raise UserError(f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}")
+    if not path.parent.is_dir():
+        raise CheckpointError(f"-o {path}: the folder {path.parent} is not there. Make it, or choose another -o.")
+    if loaded.info.kind == "training" and path.exists() and path.samefile(source):
+        raise CheckpointError(
+            f"-o {path}: the training checkpoint itself. The file written holds weights only, so that no restart could "
+            "go on from here. Choose another -o."
+        )
+    return path
+
+
+def _given(values: Sequence[float], type_map: Sequence[str]) -> Array:
+    if len(values) != len(type_map):
+        found = f"{len(values)} value{'s' * (len(values) != 1)}"
+        raise UserError(
+            f"-b: {found}, expected one for each of the {len(type_map)} elements of the model, in this order: "
+            f"{' '.join(type_map)}."
+        )
+    bad = [f"{name} {value}" for name, value in zip(type_map, values) if not np.isfinite(value)]
+    if bad:
+        raise UserError(f"-b: {', '.join(bad)}: expected finite energies in eV.")
+    return np.array(values, float)
+
+
+def _some(systems: Sequence[str]) -> str:
+    more = f" and {len(systems) - _NAMED} more" if len(systems) > _NAMED else ""
+    return ", ".join(map(str, systems[:_NAMED])) + more
+
+
+def _milli(energy: float) -> str:
+    return f"{round(1000 * energy, 6) + 0.0:.6g}"

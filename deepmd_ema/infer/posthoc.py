@@ -1,0 +1,291 @@
+"""``dp-ema posthoc``: averages of many lengths made from the snapshots of a run, ranked, and the best one written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from deepmd_ema import __version__, checkpoint, keys
+from deepmd_ema.averaging import sigma_rel_of
+from deepmd_ema.averaging.combine import LONGEST, Mixes, find_mixes, find_reach, refuse_untold
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.data.loader import PairCache, sequential_batches
+from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
+from deepmd_ema.infer.evaluate import open_labelled
+from deepmd_ema.infer.lengths import LengthReport, Row
+from deepmd_ema.infer.snapshots import KeptRun, combine, find_snapshots
+from deepmd_ema.metrics import METRICS, evaluate
+from deepmd_ema.model.build import build_model
+from deepmd_ema.runtime import make_runtime
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from deepmd_ema.averaging.combine import Mix
+    from deepmd_ema.config import ModelConfig, RunConfig
+    from deepmd_ema.data.npy import System
+    from deepmd_ema.metrics import Errors
+
+NAME = "posthoc"  # what the weights are called in files and tables
+KIND = "weights"
+OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
+NUM_LENGTHS = 9
+LABELS = (keys.ENERGY, keys.FORCE, keys.VIRIAL)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Lengths from ``low`` to ``high``, ``count`` of them, evenly on a logarithmic scale."""
+
+    low: float
+    high: float
+    count: int = NUM_LENGTHS
+
+    def values(self) -> list[float]:
+        """Return the lengths, the shortest first."""
+        if self.count == 1 or self.low == self.high:
+            return [self.low]
+        return [self.low, *np.geomspace(self.low, self.high, self.count)[1:-1].tolist(), self.high]
+
+
+def run_posthoc(
+    folder: str | Path,
+    sigma_rel: Sequence[str | float] | None = None,
+    step: int | None = None,
+    *,
+    metric: str = OVERALL,
+    systems: Sequence[str | Path] | None = None,
+    rglob_patterns: Sequence[str] | None = None,
+    output: str | Path | None = None,
+    plot: str | Path | None = None,
+    table: str | Path | None = None,
+    device: str | None = None,
+    say: Callable[[str], Any],
+) -> LengthReport:
+    """Make averages of the lengths ``sigma_rel``, say how good each is, and write the best one.
+
+    Args:
+        folder: where the run was started.
+        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default all that the snapshots can tell.
+        step: the last step to average over; that of the newest snapshot by default.
+        metric: what best means: ``overall``, or a metric of validation such as ``F:RMSE``.
+        systems: validation systems; by default those of the run's input.
+        rglob_patterns: names of systems to search for in ``systems``.
+        output: model file; ``model_posthoc.pt`` in ``folder`` by default.
+        plot: picture; ``posthoc.png`` in ``folder`` by default.
+        table: ``posthoc.csv`` in ``folder`` by default.
+        device: ``cpu``, ``cuda``; CUDA when there is one if not given.
+        say: prints a text.
+
+    Raises:
+        UserError: if snapshots or data are missing or wrong, or a length cannot be told from the snapshots.
+    """
+    folder, wanted = Path(folder), parse_lengths(sigma_rel)
+    _check_metric(metric)
+    where = make_runtime(device).device
+    run = find_snapshots(folder, step)
+    for note in run.notes:
+        say(note)
+    found, reach = choose_lengths(run, wanted)
+    config = config_from_dict(run.payload["config"], source=str(run.reference))
+    opened = _open(config, run, systems, rglob_patterns)
+    rows, best, weights = measure_lengths(run, found.mixes, config.model, opened, where, metric)
+    report = LengthReport(run, found, reach, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
+    say(report.text())
+    path = Path(folder / "model_posthoc.pt" if output is None else output)
+    checkpoint.save(path, _payload(run, report.chosen, found, weights))
+    say(f"wrote {path}: {report.chosen.words()}")
+    say(f"wrote {report.write_table(folder / 'posthoc.csv' if table is None else table)}")
+    try:
+        say(f"wrote {report.plot(folder / 'posthoc.png' if plot is None else plot)}")
+    except ModuleNotFoundError:
+        say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
+    if "refitted_bias" in run.payload:
+        say(
+            "the run refitted the output bias after its last step (training.change_bias_after_training); the bias of "
+            f"this file is not refitted. To do so: dp-ema change-bias {path} -s TRAINING_SYSTEMS"
+        )
+    return report
+
+
+def parse_lengths(words: Sequence[str | float] | None) -> list[float] | Range:
+    """Return the lengths that a command line names: ``0.05``, several, or ``0.02:0.2`` or ``0.02:0.2:9``.
+
+    Raises:
+        UserError: naming every word that is none of these.
+    """
+    if not words:
+        return Range(0.0, math.inf)
+    lengths: list[float] = []
+    problems = []
+    for word in words:
+        found = _lengths(str(word))
+        lengths += found
+        if not found:
+            problems.append(
+                f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
+                "0.02:0.2:9 (from, to, how many, at least 2)."
+            )
+    if problems:
+        raise UserError(problems)
+    return sorted(set(lengths))
+
+
+def choose_lengths(run: KeptRun, wanted: list[float] | Range) -> tuple[Mixes, tuple[float, float] | None]:
+    """Return the combinations for the lengths that are wanted, or for all that can be told, and from where to where.
+
+    Raises:
+        UserError: if a length cannot be told from the snapshots.
+    """
+    tracks = run.tracks
+    if isinstance(wanted, list):
+        found = find_mixes(tracks, wanted, run.step)
+        refuse_untold(found, tracks, run.step)
+        return found, find_reach(tracks, run.step)
+    reach = find_reach(tracks, run.step)
+    lengths = sorted({kept.track.sigma_rel for kept in run.kept if kept.step == run.step})
+    if reach is not None:
+        lengths = Range(*reach).values()
+    return find_mixes(tracks, lengths, run.step), reach
+
+
+def measure_lengths(
+    run: KeptRun,
+    mixes: Sequence[Mix],
+    config: ModelConfig,
+    systems: Sequence[System],
+    device: torch.device,
+    metric: str = OVERALL,
+) -> tuple[list[Row], int, dict[str, Tensor]]:
+    """Return the errors of live weights, tracked averages and mixes; which mix is the best, and its weights."""
+    model = build_model(config).to(device)
+    cache = PairCache(model.layout)
+
+    def errors_of(weights: Mapping[str, Tensor]) -> Errors:
+        model.load_state_dict(dict(weights))
+        return evaluate(model, sequential_batches(systems, model.layout, cache, labels=LABELS), device)
+
+    rows: list[Row] = []
+    best: tuple[float, int, dict[str, Tensor]] | None = None
+    tracked = list(_tracked(run))
+    with tqdm(total=len(tracked) + len(mixes), unit=" models", disable=None, leave=False) as bar:
+        for about, weights in tracked:
+            rows.append(Row(**about, errors=errors_of(weights)))
+            bar.update()
+        live = rows[0].errors
+        _check_labels(live, metric, systems)
+        for mix, weights in zip(mixes, combine(run, mixes)):
+            to = mix.target
+            row = Row(NAME, NAME, to.sigma_rel, to.gamma, to.mean_age(), mix, errors_of(weights))
+            value = row.score(metric, live)
+            if best is None or value < best[0]:
+                best = (value, len(rows), weights)
+            rows.append(row)
+            bar.update()
+    assert best is not None, "no length"
+    return rows, best[1], best[2]
+
+
+def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Yield the live weights and every average of the training checkpoint, each with what the table says of it."""
+    payload, at = run.payload, f", step {run.payload['step']:,}" if run.payload["step"] != run.step else ""
+    none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "mix": None}
+    live, _ = checkpoint.weights_in(payload, run.reference)
+    yield {**none, "kind": "live", "name": f"live{at}", "mean_age": 0.0}, live
+    for name, state in payload.get("averages", {}).get("profiles", {}).items():
+        if state["updates"] < 1:
+            continue  # it still is the live weights
+        weights, facts = checkpoint.weights_in(payload, run.reference, name)
+        about = {**none, "kind": "tracked", "name": f"{name}{at}", "mean_age": facts["mean_age"]}
+        if facts.get("type") in ("power", "swa"):
+            gamma = float(facts.get("gamma", 0.0))
+            about |= {"sigma_rel": sigma_rel_of(gamma), "gamma": gamma}
+        yield about, weights
+
+
+def _open(
+    config: RunConfig, run: KeptRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
+) -> list[System]:
+    """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
+    paths = [str(path) for path in systems or ()]
+    if systems is None:
+        data = config.training.validation_data
+        if data is None:
+            raise ConfigError(
+                f"{run.reference}: the run has no training.validation_data to rank lengths with. Give systems with -s, "
+                "or an input that has some with --valid-data."
+            )
+        # as the run has found them: a path is looked up from the folder in which it was started
+        paths, patterns = [str(run.folder / path) for path in data.systems], data.rglob_patterns
+    try:
+        return open_labelled(paths, config.model, LABELS, patterns)
+    except DataError as error:
+        if systems is not None:
+            raise
+        hint = "These are the validation data of the run's input. Give others with -s, or an input with --valid-data."
+        raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
+
+
+def _check_metric(metric: str) -> None:
+    known = [OVERALL, *(f"{name}:{kind}" for name in METRICS for kind in ("RMSE", "MAE"))]
+    if metric.upper() not in [name.upper() for name in known]:
+        raise UserError(f"--metric {metric}: unknown. {did_you_mean(metric, known)}")
+
+
+def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
+    """Check that the frames have what ``metric`` compares with."""
+    if metric.lower() == OVERALL:
+        if all(math.isnan(live.metric(f"{name}:RMSE")) for name in ("E", "F", "V")):
+            names = ", ".join(system.name for system in systems)
+            raise UserError(f"no frame of {names} has an energy, a force or a virial to compare.")
+    elif math.isnan(live.metric(metric)):
+        raise UserError(f"--metric {metric}: no frame of the validation data has this label. Choose another metric.")
+
+
+def _lengths(word: str) -> list[float]:
+    """Return the lengths that one word names; none if it is not understood."""
+    *first, last = word.split(":")
+    count = int(last) if len(first) == 2 and last.isdecimal() else NUM_LENGTHS
+    try:
+        ends = [float(part) for part in (first if len(first) == 2 else [*first, last])]
+    except ValueError:
+        return []
+    if not all(0 < end <= LONGEST for end in ends) or not (len(first) < 2 or last.isdecimal()):
+        return []
+    if len(ends) == 1:
+        return ends
+    return Range(ends[0], ends[1], count).values() if len(ends) == 2 and ends[0] < ends[1] and count > 1 else []
+
+
+def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the content of the model file of the chosen length."""
+    assert chosen.mix is not None
+    return {
+        "format": checkpoint.FORMAT,
+        "version": __version__,
+        "kind": KIND,
+        "weights": NAME,
+        "step": run.step,
+        "run": run.payload.get("run"),
+        "config": run.payload["config"],
+        "min_nbor_dist": run.payload.get("min_nbor_dist"),
+        "average": {
+            "profile": NAME,
+            "type": "power",
+            "sigma_rel": chosen.sigma_rel,
+            "gamma": chosen.gamma,
+            "mean_age": chosen.mean_age,
+            "step": run.step,
+            "residual": chosen.mix.residual,
+            "condition": found.condition,
+            "snapshots": len(run.kept),
+        },
+        "model": dict(weights),
+    }

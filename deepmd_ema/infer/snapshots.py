@@ -1,0 +1,220 @@
+"""The averages that a run has kept along its way (files of kind snapshot): found, checked and combined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from deepmd_ema import checkpoint
+from deepmd_ema.averaging.combine import Track
+from deepmd_ema.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from deepmd_ema.averaging.combine import Mix
+
+FOLDER = "snapshots"  # beside the numbered checkpoints of a run
+KIND = "snapshot"
+HOW_TO_KEEP = (
+    'Train with training.averaging: [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": true}, {"name": '
+    '"p10", "type": "power", "sigma_rel": 0.10, "snapshots": true}]; snapshot_freq says how often (default: save_freq).'
+)
+MOST_BYTES = 2 << 30  # of sums held at once; more lengths than fit take another pass over the files
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One snapshot.
+
+    Attributes:
+        path: the file.
+        step: optimizer steps behind it.
+        profile: name of the average.
+        track: how much of the weights after each step is in it.
+    """
+
+    path: Path
+    step: int
+    profile: str
+    track: Track
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """What a run has left in its folder.
+
+    Attributes:
+        folder: the folder.
+        reference: training checkpoint of ``step``, or the newest one when that is gone.
+        payload: its content.
+        step: the last step that is averaged over.
+        kept: snapshots up to ``step``, the oldest first; the last is of ``step``.
+        averaged: names of the tensors that are averaged.
+        notes: files that were left out, and why.
+    """
+
+    folder: Path
+    reference: Path
+    payload: Mapping[str, Any]
+    step: int
+    kept: Sequence[Kept]
+    averaged: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def tracks(self) -> list[Track]:
+        """The tracks of the snapshots, in their order."""
+        return [kept.track for kept in self.kept]
+
+
+def find_snapshots(folder: str | Path, step: int | None = None) -> KeptRun:
+    """Return the snapshots of the run in ``folder``, checked to be of one trajectory of one model.
+
+    Args:
+        folder: where the run was started, with its file ``checkpoint``.
+        step: the last step to average over, one that has a snapshot; the newest by default.
+
+    Raises:
+        CheckpointError: if there are no checkpoints or too few snapshots, or some cannot be read or combined.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "no such folder"
+        raise CheckpointError(f"{folder}: {what}. Give the folder in which the run was started.")
+    newest = checkpoint.resolve(folder)
+    payload = checkpoint.load(newest)
+    place = newest.parent / FOLDER
+    found, notes = _read_all(place, payload, newest)
+    step = _choose_step(found, step, place)
+    kept = [(k, facts) for k, facts in found if k.step <= step]
+    later = len(found) - len(kept)
+    notes += [f"{later} snapshots after step {step} are left out"] if later else []
+    if len(kept) < 2:
+        raise CheckpointError(
+            f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other lengths. Keep "
+            "them more often (a smaller snapshot_freq)."
+        )
+    averaged = _check_alike(kept, payload)
+    reference = newest.with_name(f"{newest.name.rpartition('-')[0]}-{step}.pt")
+    if reference != newest and reference.is_file():
+        other = checkpoint.load(reference)
+        if other.get("run") == payload["run"]:
+            newest, payload = reference, other
+    return KeptRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
+
+
+def combine(run: KeptRun, mixes: Sequence[Mix], most_bytes: int = MOST_BYTES) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of each mix in turn: averaged tensors combined, all others as in the last snapshot.
+
+    One snapshot at a time is in memory. Sums are in float64; the results have the precision of an average that was
+    tracked, float32 or wider.
+
+    Args:
+        run: whose snapshots.
+        mixes: coefficients over ``run.kept``.
+        most_bytes: of sums held at once.
+    """
+    model = run.payload["model"]
+    size = sum(model[name].numel() for name in run.averaged)
+    group = max(1, most_bytes // (8 * max(1, size)))
+    for low in range(0, len(mixes), group):
+        coefficients = torch.from_numpy(np.stack([mix.coefficients for mix in mixes[low : low + group]]))
+        sums = torch.zeros(len(coefficients), size, dtype=torch.float64)
+        last: dict[str, Tensor] = {}
+        for k, kept in enumerate(run.kept):
+            last = checkpoint.load(kept.path)["model"]
+            flat = torch.cat([last[name].to(torch.float64).ravel() for name in run.averaged])
+            sums.addr_(coefficients[:, k], flat)
+        for row in sums:
+            parts = row.split([model[name].numel() for name in run.averaged])
+            averaged = {
+                name: part.view(model[name].shape).to(torch.promote_types(model[name].dtype, torch.float32))
+                for name, part in zip(run.averaged, parts)
+            }
+            yield {name: averaged.get(name, last[name]) for name in model}
+
+
+def _read_all(
+    place: Path, payload: Mapping[str, Any], newest: Path
+) -> tuple[list[tuple[Kept, Mapping[str, Any]]], list[str]]:
+    """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
+    found, others, beyond, problems = [], [], [], []
+    for path in sorted(place.glob("*.pt")) if place.is_dir() else []:
+        try:
+            facts = _facts(path)
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        if facts["kind"] != KIND or facts.get("run") != payload.get("run"):
+            others.append(path.name)
+        elif facts["step"] > payload["step"]:
+            beyond.append(path.name)
+        else:
+            average = facts["average"]
+            if average.get("should_update") is not None:
+                problems.append(f"{path}: was updated when {average['should_update']} said so, and not at known steps.")
+            elif average["updates"] > 0:
+                found.append((Kept(path, facts["step"], facts["weights"], Track.of(average, facts["step"])), facts))
+    if problems:
+        raise CheckpointError(problems)
+    notes = [f"of another run, left out: {_some(others)}"] if others else []
+    notes += [f"beyond {newest.name}, left out: {_some(beyond)}"] if beyond else []
+    if not found:
+        raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {_because(notes)}{HOW_TO_KEEP}")
+    return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Return what a file says, with shapes in place of tensors."""
+    facts = checkpoint.load_facts(path)
+    return {**facts, "model": {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}}
+
+
+def _choose_step(found: Sequence[tuple[Kept, Any]], step: int | None, place: Path) -> int:
+    steps = sorted({kept.step for kept, _ in found})
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        near = sorted(steps, key=lambda s: abs(s - step))[:_MOST_NAMED]
+        raise CheckpointError(
+            f"--step {step}: no snapshot of this step in {place}. There are {len(steps)} steps, {steps[0]} to "
+            f"{steps[-1]}; the nearest: {', '.join(map(str, sorted(near)))}."
+        )
+    return step
+
+
+def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
+    """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
+    averaged, problems = list(kept[-1][1]["averaged"]), []
+    for one, facts in kept:
+        try:
+            checkpoint.check_weights(shapes, facts["model"], one.path)
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        differ = set(averaged) ^ set(facts["averaged"])
+        if differ:
+            problems.append(
+                f"{one.path}: averages {len(facts['averaged'])} tensors, {kept[-1][0].path} {len(averaged)}; "
+                f"different: {_some(sorted(differ))}. Only averages of the same tensors combine: move the others away."
+            )
+    if problems:
+        raise CheckpointError(problems)
+    return averaged
+
+
+def _because(notes: Sequence[str]) -> str:
+    return f"({'; '.join(notes)}) " if notes else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

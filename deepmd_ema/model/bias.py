@@ -1,0 +1,209 @@
+"""The output bias of a model, the energy that each atom of an element adds, from the energies of data.
+
+A fit finds, by least squares over frames f, the energies x of the elements t that explain what is given::
+
+    sum_t counts[f, t] * x[t] = target[f]
+
+``set`` takes the labels as the target, as the statistics of a new model do. ``change`` takes what the model leaves
+unexplained, label minus prediction, and adds x to the bias that the model has. There each frame is divided by its
+number of atoms first: the sum over t of ``counts[f, t] / num_atoms[f]`` is 1 for every frame, so the residual of the
+least squares is orthogonal to ones, which says that the mean residual per atom is zero. DeePMD-kit fits total energies,
+which is the same when all frames have the same number of atoms; otherwise its mean per atom is not zero.
+
+The mean is not zero where the fit may not have its way: if the config fixes the energy of an element or an excluded
+element has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from deepmd_ema import keys
+from deepmd_ema.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.model.energy import EnergyModel
+
+# F frames, T types
+Array: TypeAlias = np.ndarray
+
+
+@dataclass
+class FrameEnergies:
+    """Energies of the frames that have one, beside their compositions; gathered batch by batch.
+
+    Args:
+        config: the section ``model``.
+    """
+
+    config: ModelConfig
+    _counts: list[Array] = field(default_factory=list)
+    _labels: list[Array] = field(default_factory=list)
+    _predicted: list[Array] = field(default_factory=list)
+
+    def add(self, batch: Batch, predicted: Tensor | None = None) -> None:
+        """Take in the labels of a batch, and what a model gives for it: (F,) eV."""
+        if keys.ENERGY not in batch.labels:
+            return
+        num_types = len(self.config.type_map)
+        seen = batch.found[keys.ENERGY].numpy() > 0
+        cell = batch.atom_frame * num_types + batch.atom_type
+        counts = torch.bincount(cell, minlength=batch.num_frames * num_types)
+        self._counts.append(counts.view(-1, num_types).numpy()[seen].astype(float))
+        self._labels.append(batch.labels[keys.ENERGY].numpy()[seen])
+        if predicted is not None:
+            self._predicted.append(_finite(predicted.cpu().numpy(), batch)[seen])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._labels))
+
+    @property
+    def num_atoms(self) -> Array:
+        """Atoms of each frame (F,)."""
+        return _joined(self._counts, len(self.config.type_map)).sum(1)
+
+    @property
+    def counts(self) -> Array:
+        """Atoms of each type that have an energy of their own (F, T)."""
+        counts = _joined(self._counts, len(self.config.type_map))
+        counts[:, list(self.config.atom_exclude_types)] = 0
+        return counts
+
+    @property
+    def labels(self) -> Array:
+        """Energies of the data (F,), eV."""
+        return _joined(self._labels)
+
+    def residual(self, change: Array | None = None) -> Array:
+        """Return label minus prediction (F,), eV, of the model with its bias moved by ``change`` (T,)."""
+        residual = self.labels - _joined(self._predicted)
+        return residual if change is None else residual - self.counts @ change
+
+
+@dataclass(frozen=True, eq=False)
+class BiasFit:
+    """Energies of elements that a fit has found.
+
+    Attributes:
+        bias: (T,) eV.
+        std: (T,) spread over frames of the energy that it leaves unexplained, eV; ones without energies.
+        rmse_per_atom: root mean square of the same, eV/atom, or None without energies.
+        undetermined: elements whose energies the compositions do not tell apart.
+    """
+
+    bias: Array
+    std: Array
+    rmse_per_atom: float | None = None
+    undetermined: tuple[str, ...] = ()
+
+
+def energies_of(model: EnergyModel, config: ModelConfig, batches: Iterable[Batch]) -> FrameEnergies:
+    """Return the energies of all frames in ``batches`` beside those of the model with the weights it has now.
+
+    Args:
+        model: on any device; nothing in it changes.
+        config: its section ``model``.
+        batches: on the CPU, in the layout of the model.
+
+    Raises:
+        DataError: if the model gives no finite energy for a frame.
+    """
+    frames = FrameEnergies(config)
+    for batch in batches:
+        # without autograd the forces cost a twelfth of the energies: there is no way of its own without them
+        frames.add(batch, model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)[keys.ENERGY])
+    return frames
+
+
+def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
+    """Return the bias that explains the labels best, whatever the model gives.
+
+    Energies that the config gives come first, then means of atomic labels; the rest is fitted.
+
+    Args:
+        frames: with their labels.
+        atomic: (T, 3) number, sum and sum of squares of the labels of atomic energies, or None.
+    """
+    bias, known = _given_energies(frames.config, atomic)
+    if not len(frames):
+        return BiasFit(bias, np.ones(len(bias)))
+    target = frames.labels - frames.counts[:, known] @ bias[known]
+    return _fit(frames, target, bias, ~known, np.ones(len(frames)))
+
+
+def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
+    """Return ``bias`` moved so that the mean residual per atom of the model is zero.
+
+    Elements whose energy the config fixes (``preset_out_bias``, ``fitting_net.atom_ener``) stay as they are. Where the
+    compositions do not tell elements apart, the change with the smallest sum of squares is taken.
+
+    Args:
+        frames: at least one, with the energies that the model gives with ``bias``.
+        bias: (T,) eV, of the model now.
+    """
+    assert len(frames), "no frame has an energy"
+    fixed = np.array([name in fixed_elements(frames.config) for name in frames.config.type_map])
+    return _fit(frames, frames.residual(), np.array(bias, float), ~fixed, 1 / frames.num_atoms)
+
+
+def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
+    """Return the elements whose energy the config gives, which no fit changes."""
+    known = _given_energies(config, None)[1]
+    return tuple(name for name, given in zip(config.type_map, known) if given)
+
+
+def _fit(frames: FrameEnergies, target: Array, start: Array, free: Array, weight: Array) -> BiasFit:
+    """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) best."""
+    config, counts = frames.config, frames.counts
+    change = np.zeros(len(start))
+    change[free], _, rank, _ = np.linalg.lstsq(
+        counts[:, free] * weight[:, None], target * weight, rcond=config.fitting_net.rcond
+    )
+    residual = target - counts @ change
+    seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
+    return BiasFit(
+        start + change,
+        np.full(len(start), residual.std()),
+        rmse_per_atom=float(np.sqrt(np.mean((residual / frames.num_atoms) ** 2))),
+        undetermined=tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
+    )
+
+
+def _given_energies(config: ModelConfig, atomic: Array | None) -> tuple[Array, Array]:
+    """Return energies (T,) and which of them are known without a fit."""
+    num_types = len(config.type_map)
+    preset = (config.preset_out_bias or {}).get("energy") or [None] * num_types
+    vacuum = list(config.fitting_net.atom_ener or []) + [None] * num_types
+    bias, known = np.zeros(num_types), np.zeros(num_types, bool)
+    for t in range(num_types):
+        given = preset[t] if preset[t] is not None else vacuum[t]
+        if given is not None:
+            bias[t], known[t] = float(np.ravel(given)[0]), True
+        elif atomic is not None and atomic[t, 0] > 0:
+            bias[t], known[t] = atomic[t, 1] / atomic[t, 0], True
+    return bias, known
+
+
+def _joined(parts: list[Array], *shape: int) -> Array:
+    return np.concatenate([np.zeros((0, *shape)), *parts])
+
+
+def _finite(energy: Array, batch: Batch) -> Array:
+    bad = np.flatnonzero(~np.isfinite(energy))
+    if len(bad):
+        system, frame = batch.frames[bad[0]]
+        raise DataError(
+            f"{system}: frame {frame} (from 0): the model gives no finite energy. Does it hold nan, or do two atoms "
+            "stand in one place?"
+        )
+    return energy

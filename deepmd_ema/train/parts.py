@@ -1,0 +1,151 @@
+"""Makes the parts of a run: frames, validation, files, display. Each function makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema import checkpoint
+from deepmd_ema.config import to_dict
+from deepmd_ema.data.loader import Loader, sequential_batches
+from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
+from deepmd_ema.runtime import seed_for
+from deepmd_ema.train.display import Display
+from deepmd_ema.train.places import snapshot_folder, suffixed
+from deepmd_ema.train.saver import Payloads, Saver, Snapshots
+from deepmd_ema.train.task import Task
+from deepmd_ema.train.validate import LIVE, FullValidation, Validated
+
+if TYPE_CHECKING:
+    from deepmd_ema.averaging import AverageBank
+    from deepmd_ema.data.npy import System
+    from deepmd_ema.loss import EnerLoss
+    from deepmd_ema.runtime import Runtime
+    from deepmd_ema.train.averages import Tracked
+    from deepmd_ema.train.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the parts of a run have in common.
+
+    Attributes:
+        prepared: config, data and model.
+        runtime: device and place among the processes.
+        num_steps: steps of the whole run.
+        start: steps that are behind at its start.
+        tracked: averages, and what is made of each.
+        bank: holds them, or None.
+        run: identifies the trajectory of weights.
+    """
+
+    prepared: Prepared
+    runtime: Runtime
+    num_steps: int
+    start: int
+    tracked: Sequence[Tracked]
+    bank: AverageBank | None
+    run: str
+
+
+def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, runtime: Runtime) -> Sampler:
+    """Return the order of the frames of ``systems``, as the section ``data`` says."""
+    return Sampler(
+        [system.num_frames for system in systems],
+        [system.natoms for system in systems],
+        batch_size=data.batch_size,
+        auto_prob=data.auto_prob,
+        sys_probs=data.sys_probs,
+        seed=seed_for(stream, seed),
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
+
+
+def make_task(plan: Plan, loss: EnerLoss, sampler: Sampler) -> Task:
+    """Return the model with its training frames, and its validation frames if they are displayed."""
+    prepared, pin = plan.prepared, plan.runtime.device.type == "cuda"
+    model, training = prepared.model, prepared.config.training
+    frames = Loader(prepared.train, sampler, model.layout, cache=prepared.cache, pin=pin)
+    if training.validation_data is None or not training.disp_training:
+        return Task("", model, loss, frames)
+    order = make_sampler(prepared.valid, training.validation_data, prepared.seed, "display frames", plan.runtime)
+    shown = Loader(prepared.valid, order, model.layout, cache=prepared.cache, pin=pin)
+    return Task("", model, loss, frames, shown, training.validation_data.numb_btch)
+
+
+def make_validator(plan: Plan) -> FullValidation | None:
+    """Return the full validation of the live weights and of every average that asks for it, or None."""
+    prepared = plan.prepared
+    config, validating = prepared.config, prepared.config.validating
+    wanted = [LIVE] * validating.full_validation + [t.name for t in plan.tracked if t.full_validation]
+    if not wanted:
+        return None
+    metric = validating.validation_metric
+    folder = Path(validating.save_best_dir or Path(config.training.save_ckpt).parent)
+    rows = []
+    for weights in wanted:
+        suffix = "" if weights == LIVE else f"_{weights}"
+        log = ValidationLog(suffixed(validating.full_val_file, suffix), plan.num_steps, metric)
+        best = checkpoint.BestFiles(f"best{suffix}", folder, validating.max_best_ckpt, metric)
+        rows.append(Validated(weights, log, best if validating.save_best else None))
+    batches = partial(sequential_batches, prepared.valid, prepared.model.layout, prepared.cache)
+    start = _validation_start(validating.full_val_start, plan.num_steps)
+    return FullValidation(
+        prepared.model, plan.bank, rows, batches, plan.runtime.device, metric, start, validating.validation_freq
+    )
+
+
+def make_saver(plan: Plan, validator: FullValidation | None) -> Saver:
+    """Return what writes the files of the live weights and of every average."""
+    prepared, training = plan.prepared, plan.prepared.config.training
+    payloads = Payloads(prepared.model, plan.bank, to_dict(prepared.config), prepared.min_nbor_dist, plan.run)
+
+    def family(suffix: str, max_keep: int) -> checkpoint.Family:
+        keep = checkpoint.keep_count(max_keep, training.ckpt_keep_ratio, plan.num_steps, training.save_freq)
+        return checkpoint.Family(training.save_ckpt, suffix, training.save_dir, keep, start=plan.start)
+
+    averages: Mapping[str, checkpoint.Family] = {t.name: family(f"_{t.name}", t.keep) for t in plan.tracked}
+    folder = snapshot_folder(prepared.config)
+    snapshots = [
+        Snapshots(t.name, checkpoint.Family(training.save_ckpt, f"_{t.name}", folder, 0, plan.start), t.snapshot_every)
+        for t in plan.tracked
+        if t.snapshot_every
+    ]
+    bests = [row.best for row in validator.rows if row.best is not None] if validator is not None else []
+    live = family("", training.max_ckpt_keep)
+    return Saver(payloads, live, averages, bests, training.save_freq, snapshots)
+
+
+def make_display(plan: Plan, loss: EnerLoss) -> Display:
+    """Return the progress bar, the learning curves of the live weights and of averages that ask for one."""
+    training = plan.prepared.config.training
+    curves: dict[str, LcurveFile] = {}
+    if training.disp_training:
+        validated = training.validation_data is not None
+        for name in ("", *(t.name for t in plan.tracked if t.lcurve)):
+            file = suffixed(training.disp_file, f"_{name}" if name else "")
+            curves[name] = LcurveFile(file, loss.display_names, validation=validated)
+    return Display(
+        progress=Progress(plan.num_steps),
+        lcurve=curves.pop("", None),
+        times=IntervalTimes(),
+        every=training.disp_freq,
+        device=plan.runtime.device,
+        average=training.disp_avg,
+        curves=curves,
+        bank=plan.bank,
+        board=open_board(training.tensorboard_log_dir, plan.start) if training.tensorboard else None,
+        board_every=training.tensorboard_freq,
+    )
+
+
+def _validation_start(start: float, num_steps: int) -> int | None:
+    """Return the first validated step: a fraction of the run below 1, never at 1, a step above it."""
+    if start == 1:
+        return None
+    return int(start * num_steps) if start < 1 else int(start)

@@ -1,0 +1,62 @@
+"""The files of a run that keeps snapshots of averages, made from a random walk of weights instead of training."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from helpers import tiny_input
+from infer_models import random_model
+
+from deepmd_ema import checkpoint
+from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
+from deepmd_ema.config import config_from_dict, to_dict
+from deepmd_ema.train.saver import Payloads
+
+AVERAGING = [
+    {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True},
+    {"name": "p10", "type": "power", "sigma_rel": 0.10, "snapshots": True},
+    {"name": "p07", "type": "power", "sigma_rel": 0.07},
+    {"name": "fast", "type": "ema", "decay": 0.9},
+]
+KEPT = ("p05", "p10")
+
+
+def profiles(**common):
+    """Return the averages of ``AVERAGING`` and one of equal weights."""
+    powers = [PowerProfile.from_sigma_rel(f"p{s:02d}", s / 100, **common) for s in (5, 10, 7)]
+    return [*powers, EmaProfile("fast", decay=0.9), SwaProfile("flat")]
+
+
+def write_kept_run(
+    folder, validation, *, steps=400, every=20, run="run-1", seed=0, size=0.002, training=None, **common
+):
+    """Write the training checkpoint and the snapshots of a run into ``folder`` and return the folder.
+
+    The bias of the output moves too, though nothing averages it. ``training`` is merged into the training checkpoint.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    relative = [os.path.relpath(system, folder) for system in validation or ()]
+    values = tiny_input(["train"], relative or None, training__averaging=AVERAGING, training__numb_steps=steps)
+    config = config_from_dict(values)
+    (folder / "input.json").write_text(json.dumps(values))
+    model, generator = random_model(config, seed), torch.Generator().manual_seed(seed)
+    bank = AverageBank(model, profiles(**common))
+    payloads = Payloads(model, bank, to_dict(config), 0.9, run)
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor += size * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            model.out_bias.copy_(torch.full_like(model.out_bias, -0.001 * step))
+        bank.update()
+        for name in KEPT if step % every == 0 else ():
+            if bank.info(name)["updates"]:
+                path = folder / "snapshots" / f"model_{name}.ckpt-{step}.pt"
+                checkpoint.save(path, payloads.snapshot(name, step))
+    more = {"averages": bank.state_dict(), **(training or {})}
+    checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, more))
+    (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")
+    return folder

@@ -1,0 +1,250 @@
+"""Profiles: their formulas, what each step counts, their settings. Names carry the demand that a test stands for."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from averaging_nets import EveryOther, make_net, move, weights_of_steps
+
+from deepmd_ema.averaging import (
+    AverageBank,
+    EmaProfile,
+    PowerProfile,
+    SwaProfile,
+    gamma_of,
+    sigma_rel_of,
+)
+from deepmd_ema.errors import ConfigError
+
+EACH = [
+    EmaProfile("ema", 0.9, warmup=False),
+    EmaProfile("ema", 0.99, update_every=3),
+    EmaProfile.from_half_life("ema", 7, warmup=False, update_every=2),
+    PowerProfile("ema", 6.94),
+    PowerProfile("ema", 2.5, update_every=3),
+    SwaProfile("ema"),
+    SwaProfile("ema", update_every=4),
+]
+SAME_MATH = 1e-13
+
+
+def by_name(profile):
+    return "-".join(f"{v}" for k, v in profile.settings().items() if k in ("type", "decay", "gamma", "update_every"))
+
+
+# widths
+
+
+def test_a_width_and_its_exponent_are_each_others_inverse():
+    for gamma in (0.0, 0.3, 1.0, 6.94, 16.97, 500.0):
+        assert gamma_of(sigma_rel_of(gamma)) == pytest.approx(gamma, rel=1e-10, abs=1e-12)
+    # the numbers of the paper (section 3.1)
+    assert gamma_of(0.05) == pytest.approx(16.97, abs=5e-3)
+    assert gamma_of(0.10) == pytest.approx(6.94, abs=5e-3)
+    assert sigma_rel_of(0) == pytest.approx(1 / math.sqrt(12), rel=1e-15)
+    # the polynomial of its algorithm 2
+    for sigma in (0.01, 0.1, 0.25):
+        roots = np.roots([1, 7, 16 - sigma**-2, 12 - sigma**-2])
+        assert gamma_of(sigma) == pytest.approx(roots.real.max(), rel=1e-9)
+
+
+@pytest.mark.parametrize("sigma", [0, -0.1, 0.29, math.nan, "0.1", True])
+def test_a_width_that_no_exponent_has_is_an_error(sigma):
+    with pytest.raises(ConfigError, match=r"average 'p': sigma_rel .*, expected a number above 0 and at most 0.2887"):
+        PowerProfile.from_sigma_rel("p", sigma)
+
+
+@pytest.mark.parametrize(("sigma", "every"), [(0.05, 1), (0.10, 1), (0.10, 5), (0.20, 1), (0.28, 3)])
+def test_G1_the_weights_of_a_power_profile_spread_as_wide_as_it_says(sigma, every):
+    """The spread is measured on the weights that a real bank gives to each step."""
+    weights, _ = weights_of_steps(PowerProfile.from_sigma_rel("p", sigma, update_every=every), 600)
+    weights, steps = weights.numpy(), np.arange(601)
+    mean = np.sum(weights * steps)
+    measured = np.sqrt(np.sum(weights * (steps - mean) ** 2)) / 600
+    assert measured == pytest.approx(sigma, abs=5e-4)
+    if sigma == 0.10:
+        assert measured == pytest.approx(0.0995, abs=6e-4)
+
+
+# what each step counts
+
+
+@pytest.mark.parametrize("profile", EACH, ids=by_name)
+def test_G5_the_weights_of_each_profile_sum_to_one_and_have_its_mean_age(profile):
+    weights, info = weights_of_steps(profile, 36)
+    assert float(weights.sum()) == pytest.approx(1, rel=SAME_MATH)
+    assert bool((weights >= 0).all())
+    ages = 36 - torch.arange(37)
+    assert info["mean_age"] == pytest.approx(float((weights * ages).sum()), rel=SAME_MATH)
+    assert info["updates"] == 36 // profile.update_every
+
+
+@pytest.mark.parametrize("start", [0, 9])
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("gamma", [0, 0.7, 6.94])
+def test_G5_a_power_profile_has_the_weights_of_the_paper(gamma, every, start):
+    """Step tau counts (tau^(g+1) - (tau-k)^(g+1)) / t^(g+1), steps counted from the start."""
+    weights, _ = weights_of_steps(PowerProfile("p", gamma, update_every=every, start_step=start), start + 24)
+    expected = torch.zeros(start + 25, dtype=torch.float64)
+    for tau in range(every, 25, every):
+        expected[start + tau] = (tau ** (gamma + 1) - (tau - every) ** (gamma + 1)) / 24 ** (gamma + 1)
+    assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_G5_equal_weights_are_equal():
+    weights, info = weights_of_steps(SwaProfile("flat", start_step=5, update_every=2), 15)
+    expected = torch.zeros(16, dtype=torch.float64)
+    expected[[7, 9, 11, 13, 15]] = 0.2
+    assert torch.allclose(weights, expected, rtol=SAME_MATH)
+    assert info["mean_age"] == pytest.approx(4)
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize(("start", "every"), [(0, 1), (6, 1), (4, 3)])
+def test_G5_an_exponential_average_has_the_weights_of_its_recursion(warmup, start, every):
+    decay, num_steps = 0.9, start + 12
+    weights, _ = weights_of_steps(EmaProfile("e", decay, warmup, start_step=start, update_every=every), num_steps)
+    expected = torch.zeros(num_steps + 1, dtype=torch.float64)
+    expected[start] = 1
+    for n, step in enumerate(range(start + every, num_steps + 1, every)):
+        d = min(decay, (1 + n) / (10 + n)) ** every if warmup else decay**every
+        expected = d * expected
+        expected[step] += 1 - d
+    assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("profile", [*EACH[:1], PowerProfile("ema", 3.0), SwaProfile("ema")], ids=by_name)
+def test_G5_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
+    skipped = (1, 4, 5, 11)
+    weights, info = weights_of_steps(profile, 20, skipped)
+    plain, _ = weights_of_steps(profile, 16)
+    assert bool((weights[list(skipped)] == 0).all())
+    good = [step for step in range(21) if step not in skipped]
+    assert torch.equal(weights[good], plain)
+    assert float(weights.sum()) == pytest.approx(1, rel=SAME_MATH)
+    assert info["mean_age"] == pytest.approx(float((weights * (20 - torch.arange(21))).sum()), rel=SAME_MATH)
+
+
+def test_a_half_life_is_what_its_name_says():
+    weights, _ = weights_of_steps(EmaProfile.from_half_life("e", 8, warmup=False), 40)
+    assert float(weights[24]) == pytest.approx(0.5 * float(weights[32]))
+    assert EmaProfile.from_half_life("e", 1).decay == 0.5
+    with pytest.raises(ConfigError, match="average 'e': a half-life of 0 steps, expected a number above 0"):
+        EmaProfile.from_half_life("e", 0)
+
+
+@pytest.mark.parametrize("profile", EACH, ids=by_name)
+def test_the_host_and_the_device_compute_the_same_decay(profile):
+    updates = torch.arange(3000, dtype=torch.float64)
+    device = profile.decay_after(updates)
+    host = torch.tensor([profile.decay_at(n) for n in range(3000)], dtype=torch.float64)
+    assert torch.allclose(device, host, rtol=1e-15, atol=0)
+    # without warm-up, and without gamma, no function is involved that two libraries round differently
+    if profile.type == "swa":
+        assert torch.equal(device, host)
+
+
+# settings
+
+
+def test_settings_are_plain_values_that_rebuild_the_profile():
+    kinds = {"ema": EmaProfile, "power": PowerProfile, "swa": SwaProfile}
+    for profile in EACH:
+        settings = profile.settings()
+        kind = kinds[settings.pop("type")]
+        assert kind(name="ema", **settings) == profile
+        assert pickle.loads(pickle.dumps(profile)) == profile
+    assert EmaProfile("e", should_update=EveryOther(0, 1)).settings()["should_update"] == "EveryOther"
+
+
+def test_the_line_of_the_banner_says_what_is_not_as_usual():
+    assert (
+        EmaProfile("ema").words() == "ema: exponential, decay 0.999, a window of 1,000 steps, short at first (warm-up)"
+    )
+    slow = EmaProfile("slow", 0.9999, False, start_step=5000, update_every=10, device="cpu", dtype="float64")
+    assert slow.words() == (
+        "slow: exponential, decay 0.9999, a window of 10,000 steps, from step 5,000, every 10 steps, in host memory, "
+        "in float64"
+    )
+    power = PowerProfile.from_sigma_rel("p", 0.1, layout="full_tensor", buffers="average")
+    assert power.words() == (
+        "p: power of the step, gamma 6.937, spread over 10.0% of the steps so far, whole on every rank, "
+        "with averaged buffers"
+    )
+    assert SwaProfile("flat", should_update=EveryOther(0, 1)).words() == "flat: equal weights, when EveryOther says so"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: EmaProfile("e", 1.0), "decay 1.0, expected 0 <= decay < 1"),
+        (lambda: EmaProfile("e", -0.1), "decay -0.1, expected 0 <= decay < 1"),
+        (lambda: EmaProfile("e", math.nan), "decay nan"),
+        (lambda: EmaProfile("e", "0.9"), "decay '0.9'"),
+        (lambda: EmaProfile("e", warmup=3), "warmup 3, expected true or false"),
+        (lambda: PowerProfile("e", -1.0), "gamma -1.0, expected a number of at least 0"),
+        (lambda: SwaProfile("e", update_every=0), "update_every 0, expected a whole number of at least 1"),
+        (lambda: SwaProfile("e", start_step=-1), "start_step -1, expected a whole number of at least 0"),
+        (lambda: SwaProfile("e", start_step=1.5), "start_step 1.5, expected a whole number"),
+        (lambda: SwaProfile("e", device="cuda"), "device 'cuda', expected one of: live, cpu"),
+        (lambda: SwaProfile("e", dtype="bfloat16"), "dtype 'bfloat16', expected one of: float32, float64"),
+        (lambda: SwaProfile("e", layout="whole"), "layout 'whole', expected one of: local_shard, full_tensor"),
+        (lambda: SwaProfile("e", buffers="none"), "buffers 'none', expected one of: copy, average"),
+        (lambda: SwaProfile("e", should_update=5), "should_update 5, expected a function"),
+        (lambda: SwaProfile("e", should_update=lambda step, epoch: True), "should_update cannot be pickled"),
+        (
+            lambda: SwaProfile("e", should_update=EveryOther(0, 0), update_every=2),
+            "update_every 2 beside should_update",
+        ),
+        (lambda: SwaProfile("live"), "average 'live': the name must be letters, digits, _ and -, and not 'live'"),
+        (lambda: SwaProfile("a/b"), "average 'a/b': the name must be"),
+    ],
+)
+def test_a_wrong_setting_is_told_with_its_average(make, said):
+    with pytest.raises(ConfigError) as told:
+        make()
+    assert said in str(told.value)
+    assert len(told.value.problems) == 1
+    assert told.value.problems[0].startswith("average '")
+
+
+def test_all_wrong_settings_of_a_profile_are_told_at_once():
+    with pytest.raises(ConfigError) as told:
+        EmaProfile("e", 2.0, start_step=-1, update_every=0, dtype="int8")
+    assert len(told.value.problems) == 4
+
+
+# when it is updated
+
+
+def test_an_average_starts_at_its_step_from_the_live_weights_and_skips_between():
+    net = make_net()
+    bank = AverageBank(net, [EmaProfile("ema", 0.9, warmup=False, start_step=4, update_every=2)])
+    history = {}
+    for step in range(1, 9):
+        move(net, step)
+        bank.update()
+        history[step] = net.first.weight.detach().clone()
+        if step == 5:
+            assert torch.equal(bank.weights("ema")["first.weight"], history[4])
+    expected = 0.81 * (0.81 * history[4] + 0.19 * history[6]) + 0.19 * history[8]
+    assert torch.allclose(bank.weights("ema")["first.weight"], expected, rtol=1e-13)
+    assert bank.info("ema")["updates"] == 2
+
+
+def test_a_hook_decides_which_steps_after_the_start_count():
+    profile = SwaProfile("even", start_step=3, should_update=EveryOther(0, from_epoch=0.5))
+    assert [step for step in range(12) if profile.is_due(step, epoch=step / 10)] == [3, 6, 8, 10]
+    net = make_net()
+    bank, history = AverageBank(net, [profile]), {}
+    for step in range(1, 12):
+        move(net, step)
+        bank.update(epoch=step / 10)
+        history[step] = net.first.weight.detach().clone()
+        if step == 4:
+            assert torch.equal(bank.weights("even")["first.weight"], history[3])
+    expected = (history[6] + history[8] + history[10]) / 3
+    assert torch.allclose(bank.weights("even")["first.weight"], expected, rtol=1e-13)
+    assert bank.info("even")["mean_age"] == pytest.approx(3)

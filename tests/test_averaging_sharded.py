@@ -1,0 +1,105 @@
+"""Averages of sharded weights, on one process; several are the matter of the tests of parallel training."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from averaging_nets import PLAIN, Net, assert_same, copies, make_net, through_staging
+
+from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+KINDS = [
+    PLAIN,
+    EmaProfile("whole", 0.9, warmup=False, layout="full_tensor"),
+    SwaProfile("wide", layout="full_tensor", dtype="float64", start_step=2),
+    SwaProfile("host", device="cpu", buffers="average"),
+]
+
+
+@contextmanager
+def sharded_twins(tmp_path):
+    """Two equal networks, the first of them sharded over one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        net, twin = make_net(), make_net()
+        fully_shard(net, mesh=mesh, reshard_after_forward=False)
+        yield net, twin
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def train(model, bank, steps):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        bank.update()
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize("profile", KINDS, ids=lambda p: p.words())
+def test_F3_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, profile, staged):
+    with sharded_twins(tmp_path) as (net, twin):
+        if staged:
+            with through_staging():
+                bank = AverageBank(net, [profile])
+        else:
+            bank = AverageBank(net, [profile])
+        twin_bank, name = AverageBank(twin, [profile]), profile.name
+        train(net, bank, 5)
+        train(twin, twin_bank, 5)
+        assert_same(bank.weights(name), twin_bank.weights(name))
+        x = torch.ones(2, 3, dtype=torch.float64)
+        live = net(x)
+        with bank.swapped_in(name), twin_bank.swapped_in(name):
+            assert torch.equal(net(x), twin(x))
+            assert not torch.equal(net(x), live)
+            assert_same(bank.live_weights(), twin_bank.live_weights())
+            assert_same(bank.weights(name), twin_bank.weights(name))
+        assert torch.equal(net(x), live)
+        again = AverageBank(net, [profile])
+        again.load_state_dict(twin_bank.state_dict())
+        assert_same(again.weights(name), bank.weights(name))
+        assert again.info(name) == bank.info(name)
+
+
+def test_D3_sharded_and_whole_averages_are_the_same_bits(tmp_path):
+    with sharded_twins(tmp_path) as (net, twin):
+        bank, twin_bank = AverageBank(net, KINDS), AverageBank(twin, KINDS)
+        train(net, bank, 7)
+        train(twin, twin_bank, 7)
+        assert_same(bank.weights("whole"), bank.weights("ema"))
+        for name in bank.names:
+            assert_same(bank.weights(name), twin_bank.weights(name))
+        other = Net()
+        bank.copy_to("whole", other)
+        assert_same(copies(other), twin_bank.weights("whole"))
+
+
+def test_a_gathered_average_is_read_without_communication(tmp_path, monkeypatch):
+    from torch.distributed.tensor import DTensor
+
+    with sharded_twins(tmp_path) as (net, _):
+        bank = AverageBank(net, [KINDS[1]])
+        train(net, bank, 2)
+        average = bank._averages["whole"]
+        expected = [average.averaged(i).clone() for i in range(len(average.slots))]
+        monkeypatch.setattr(DTensor, "full_tensor", lambda *_: pytest.fail("communication"))
+        assert all(torch.equal(average.averaged(i), tensor) for i, tensor in enumerate(expected))
+        with pytest.raises(pytest.fail.Exception):  # an average of shards needs it
+            AverageBank(net, [PLAIN]).weights("ema")
+
+
+def test_frozen_weights_of_a_sharded_module_are_whole_in_the_averaged_model(tmp_path):
+    with sharded_twins(tmp_path) as (net, twin):
+        net.first.requires_grad_(False)
+        bank = AverageBank(net, [PLAIN])
+        weights = bank.weights("ema", copy=False)
+        assert type(weights["first.weight"]) is torch.Tensor
+        assert_same(weights, copies(twin))

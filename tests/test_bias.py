@@ -1,0 +1,359 @@
+"""The output bias fitted to data with the weights a model has: what is zero after it, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same, tiny_input, toy_frame, toy_labels, write_system
+from infer_models import random_model, tiny_config
+
+from deepmd_ema import checkpoint, cli, keys
+from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.errors import DataError
+from deepmd_ema.export import freeze
+from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+from deepmd_ema.model.bias import change_bias, energies_of, set_bias
+from deepmd_ema.model.statistics import collect_statistics
+from deepmd_ema.train import bias as bias_module
+from deepmd_ema.train.bias import refit
+from deepmd_ema.train.prepare import prepare
+from deepmd_ema.train.resume import find_origin
+
+SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
+ZERO = 1e-10  # eV/atom
+SIZES = ((12, 2), (8, 1), (8, 2), (18, 2))  # atoms of a frame, and how many elements they are of
+
+
+def shifted_frames(repeats=3, seed=0):
+    """Return frames of different sizes and compositions whose energies have another zero."""
+    rng, frames = np.random.default_rng(seed), []
+    for natoms, num_types in SIZES * repeats:
+        coord, types, box = toy_frame(rng, natoms, num_types)
+        energy = toy_labels(coord, types, box)[0] + SHIFT * (types == 0).sum()
+        frames.append(Frame(coord, types, box, {keys.ENERGY: energy}, source=("shifted", len(frames))))
+    return frames
+
+
+def batches_of(frames, model, frames_per_batch=5):
+    for k in range(0, len(frames), frames_per_batch):
+        yield collate(frames[k : k + frames_per_batch], model.layout, labels=[keys.ENERGY])
+
+
+def mean_residual(model, frames):
+    """Return the mean of label minus prediction per atom, eV, as the whole model gives it frame by frame."""
+    errors = []
+    for batch, frame in zip(batches_of(frames, model, 1), frames, strict=True):
+        errors.append((frame.labels[keys.ENERGY] - float(model(batch)[keys.ENERGY][0])) / len(frame.atom_type))
+    return np.mean(errors)
+
+
+def fitted(model, config, frames):
+    return change_bias(energies_of(model, config.model, batches_of(frames, model)), current(model))
+
+
+def current(model):
+    return model.out_bias.view(-1).numpy().copy()
+
+
+def put(model, bias):
+    model.out_bias.copy_(torch.from_numpy(bias).view(1, -1, 1))
+
+
+def test_E3_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_fitted_with():
+    """Frames of different sizes and compositions, labels of another energy zero: live and averaged weights alike."""
+    config, frames = tiny_config(), shifted_frames()
+    model = random_model(config)
+    bank = AverageBank(model, [EmaProfile("fast", 0.5), PowerProfile("long", 6.0)])
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        bank.update()
+    biases = {}
+    assert abs(mean_residual(model, frames)) > 0.1
+    biases["live"] = fitted(model, config, frames).bias
+    for name in bank.names:
+        with bank.swapped_in(name):
+            biases[name] = fitted(model, config, frames).bias
+    raw = current(model)
+    assert len({tuple(bias) for bias in biases.values()}) == 3
+    put(model, biases["live"])
+    assert abs(mean_residual(model, frames)) < ZERO
+    for name in bank.names:
+        put(model, biases[name])
+        with bank.swapped_in(name):
+            assert abs(mean_residual(model, frames)) < ZERO
+        put(model, biases["live"])
+        with bank.swapped_in(name):  # what DeePMD-kit ships: the averaged weights with the bias of the live ones
+            assert abs(mean_residual(model, frames)) > 1e-4
+    assert abs(biases["live"] - raw).max() > 1
+
+
+def test_a_fit_of_total_energies_would_leave_a_mean_per_atom():
+    """Why frames are weighed by 1 / atoms; with frames of one size it makes no difference."""
+    config, model = tiny_config(), random_model(tiny_config())
+    for frames, same in ((shifted_frames(), False), ([f for f in shifted_frames() if len(f.atom_type) == 8], True)):
+        energies = energies_of(model, config.model, batches_of(frames, model))
+        ours = change_bias(energies, current(model)).bias - current(model)
+        plain = np.linalg.lstsq(energies.counts, energies.residual(), rcond=None)[0]
+        assert abs(np.mean(energies.residual(ours) / energies.num_atoms)) < ZERO
+        assert (abs(np.mean(energies.residual(plain) / energies.num_atoms)) < ZERO) == same
+        assert np.allclose(ours, plain, rtol=0, atol=1e-9) == same
+
+
+def test_set_is_what_the_statistics_of_a_new_model_find():
+    config, frames = tiny_config(), shifted_frames()
+    model = random_model(config)
+    statistics = collect_statistics(config.model, batches_of(frames, model))
+    found = set_bias(energies_of(model, config.model, batches_of(frames, model)))
+    np.testing.assert_array_equal(found.bias, statistics.bias)
+    np.testing.assert_array_equal(found.std, statistics.bias_std)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__preset_out_bias": {"energy": [None, -7.5]}},
+        {"model__fitting_net__atom_ener": [None, -7.5], "model__descriptor__set_davg_zero": True},
+        {"model__atom_exclude_types": [1]},
+    ],
+)
+def test_what_the_config_fixes_stays_as_it_is(changes):
+    config = tiny_config(**changes)
+    model = random_model(config)
+    before = current(model)
+    after = fitted(model, config, shifted_frames()).bias
+    assert after[1] == before[1]
+    assert abs(after[0] - before[0]) > 0.1
+
+
+def test_an_element_that_the_data_do_not_hold_keeps_its_bias():
+    config, model = tiny_config(), random_model(tiny_config())
+    frames = [f for f in shifted_frames() if set(f.atom_type) == {0}]
+    fit = fitted(model, config, frames)
+    assert fit.bias[1] == current(model)[1]
+    assert fit.undetermined == ()
+    put(model, fit.bias)
+    assert abs(mean_residual(model, frames)) < ZERO
+
+
+def test_elements_that_the_compositions_do_not_tell_apart_share_the_change():
+    config, model = tiny_config(), random_model(tiny_config())
+    frames = [f for f in shifted_frames() if len(f.atom_type) == 12]  # six atoms of each
+    before = current(model)
+    fit = fitted(model, config, frames)
+    assert fit.undetermined == ("O", "H")
+    np.testing.assert_allclose(*(fit.bias - before), rtol=0, atol=1e-10)
+    put(model, fit.bias)
+    assert abs(mean_residual(model, frames)) < ZERO
+
+
+def test_frames_without_an_energy_do_not_count():
+    config, model = tiny_config(), random_model(tiny_config())
+    frames = shifted_frames()
+    without = [replace(f, labels={} if k % 3 == 0 else f.labels) for k, f in enumerate(frames)]
+    rest = [f for k, f in enumerate(frames) if k % 3]
+    np.testing.assert_allclose(
+        fitted(model, config, without).bias, fitted(model, config, rest).bias, rtol=0, atol=1e-11
+    )
+    assert len(energies_of(model, config.model, batches_of(without, model))) == len(rest)
+
+
+def test_fitting_leaves_the_model_as_it_was():
+    config, model = tiny_config(), random_model(tiny_config()).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fitted(model, config, shifted_frames())
+    assert_same(before, dict(model.state_dict()))
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_that_gives_no_number_names_the_frame():
+    config, model = tiny_config(), random_model(tiny_config())
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(DataError, match=r"shifted: frame 0 \(from 0\): the model gives no finite energy"):
+        fitted(model, config, shifted_frames())
+
+
+# ---- after training ----
+
+
+def shift_energies(system):
+    """Move the energy zero of a system on the disk."""
+    types = np.loadtxt(system / "type.raw", dtype=int)
+    for file in system.glob("set.*/energy.npy"):
+        np.save(file, np.load(file) + SHIFT * (types == 0).sum())
+    return system
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shifted")
+    return [
+        shift_energies(write_system(folder / f"{k}", frames=6, natoms=natoms, seed=k, num_types=num_types))
+        for k, (natoms, num_types) in enumerate(SIZES)
+    ]
+
+
+def train(folder, data, monkeypatch, *words, **changes):
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    more = {"training__enable_ema": True, "training__ema_decay": 0.9, **changes}
+    Path("input.json").write_text(json.dumps(tiny_input(data, data[:1], **more)))
+    assert cli.main(["train", "input.json", "--device", "cpu", *words]) == 0
+    return folder
+
+
+def mean_of_file(path, data, **options):
+    frames = measure(path, data, device="cpu", **options).frames
+    return np.mean([(f.label[keys.ENERGY] - f.prediction[keys.ENERGY]) / f.num_atoms for f in frames])
+
+
+REFIT = {"training__change_bias_after_training": True}
+BANK = {
+    "training__averaging": [
+        {"name": "long", "type": "power", "sigma_rel": 0.1},
+        {"name": "wide", "type": "swa", "dtype": "float64"},
+    ]
+}
+
+
+def test_E3_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeypatch):
+    """The live file and each averaged file have no mean residual per atom on the training frames."""
+    folder = train(tmp_path / "run", data, monkeypatch, **REFIT, **BANK)
+    plain = train(tmp_path / "plain", data, monkeypatch, **BANK)
+    names = ("ema", "long", "wide")
+    assert abs(mean_of_file(plain / "model.ckpt-20.pt", data)) > 0.01
+    assert abs(mean_of_file(folder / "model.ckpt-20.pt", data)) < ZERO
+    for name in names:
+        assert abs(mean_of_file(plain / f"model_{name}.ckpt-20.pt", data)) > 0.01
+        assert abs(mean_of_file(folder / f"model_{name}.ckpt-20.pt", data)) < ZERO
+    payload = checkpoint.load(folder / "model.ckpt-20.pt")
+    assert sorted(payload["refitted_bias"]) == ["ema", "live", "long", "wide"]
+    without = checkpoint.load(plain / "model.ckpt-20.pt")
+    assert_same(payload["model"], without["model"])
+    assert_same(payload["averages"], without["averages"])
+    for name in names:
+        averaged = checkpoint.load(folder / f"model_{name}.ckpt-20.pt")["model"]
+        assert torch.equal(averaged["out_bias"], payload["refitted_bias"][name])
+        inside, facts = checkpoint.weights_in(payload, "x", name)
+        assert_same(inside, averaged)
+        assert facts["profile"] == name
+    # only the last files are fitted again
+    assert "refitted_bias" not in checkpoint.load(folder / "model.ckpt-10.pt")
+    one = freeze(load_model(folder / "model.ckpt-20.pt", profile="long", use_average=True), tmp_path / "one.yaml")
+    two = freeze(load_model(folder / "model_long.ckpt-20.pt"), tmp_path / "two.yaml")
+    same_arrays(one.path, two.path)
+    assert abs(mean_of_file(one.path, data)) < ZERO
+
+
+def same_arrays(one, two):
+    ours, theirs = load_model(one).model.state_dict(), load_model(two).model.state_dict()
+    assert_same(dict(ours), dict(theirs))
+
+
+def test_a_restart_goes_on_from_the_raw_bias(tmp_path, data, monkeypatch):
+    """The last checkpoint of a run with a fitted bias continues bitwise as that of a run without."""
+    folders = []
+    for name, changes in (("fitted", REFIT), ("plain", {})):
+        folder = train(tmp_path / name, data, monkeypatch, num_steps=10, **changes)
+        train(folder, data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=20)
+        folders.append(folder)
+    assert "refitted_bias" in checkpoint.load(folders[0] / "model.ckpt-10.pt")
+    one, two = (checkpoint.load(folder / "model.ckpt-20.pt") for folder in folders)
+    for key in ("model", "optimizer", "averages", "streams", "display"):
+        assert_same(one[key], two[key], key)
+    rows = [(folder / "lcurve.out").read_text() for folder in folders]
+    assert rows[0] == rows[1]
+
+
+def test_a_restart_at_the_end_fits_the_same_bias_again(tmp_path, data, monkeypatch):
+    folder = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
+    first = checkpoint.load(folder / "model.ckpt-10.pt")
+    train(folder, data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=10, **REFIT)
+    second = checkpoint.load(folder / "model.ckpt-10.pt")
+    for key in ("model", "refitted_bias"):
+        assert_same(first[key], second[key])
+
+
+def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch):
+    folder = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
+    path = folder / "model.ckpt-10.pt"
+    payload = checkpoint.load(path)
+    live = payload["refitted_bias"]["live"]
+    assert torch.equal(load_model(path).model.out_bias, live)
+    assert torch.equal(load_model(path, use_average=True).model.out_bias, payload["refitted_bias"]["ema"])
+    assert not torch.equal(payload["model"]["out_bias"], live)
+    coord, types, box = toy_frame(np.random.default_rng(0), 12)
+    frozen = freeze(load_model(path), tmp_path / "m.dp").path
+    ours, theirs = (Potential(p, device="cpu").evaluate(coord, types, box).energy for p in (path, frozen))
+    np.testing.assert_array_equal(ours, theirs)
+    new = train(tmp_path / "new", data, monkeypatch, "--init-model", str(path), num_steps=1)
+    assert torch.equal(checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"], live)
+    averaged = folder / "model_ema.ckpt-10.pt"
+    new = train(tmp_path / "other", data, monkeypatch, "--init-model", str(averaged), num_steps=1)
+    found = checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"]
+    assert torch.equal(found, payload["refitted_bias"]["ema"])
+
+
+@pytest.fixture
+def prepared(data, tmp_path, monkeypatch):
+    def make(systems=data, **changes):
+        from deepmd_ema.config import config_from_dict
+
+        monkeypatch.chdir(tmp_path)
+        return prepare(config_from_dict(tiny_input(systems, **changes)), find_origin(None, None))
+
+    return make
+
+
+def test_refit_changes_nothing_in_model_and_bank(prepared):
+    run = prepared()
+    bank = AverageBank(run.model, [EmaProfile("ema", 0.9)])
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    average = bank.weights("ema")
+    biases = refit(run, bank)
+    assert list(biases) == ["live", "ema"]
+    assert {tuple(bias.shape) for bias in biases.values()} == {(1, 2, 1)}
+    assert_same(before, dict(run.model.state_dict()))
+    assert_same(average, bank.weights("ema"))
+    assert list(refit(run, None)) == ["live"]
+
+
+def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
+    run = prepared()
+    assert bias_module._chosen_frames(run, 24) == [range(6)] * 4
+    chosen = bias_module._chosen_frames(run, 10)
+    assert sum(map(len, chosen)) == 10
+    assert {len(frames) for frames in chosen} <= {2, 3}
+    assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
+    assert chosen == bias_module._chosen_frames(prepared(), 10)
+    assert chosen != bias_module._chosen_frames(replace(run, seed=11), 10)
+    monkeypatch.setattr(bias_module, "MOST_FRAMES", 10)
+    with caplog.at_level(logging.INFO):
+        refit(run, None)
+    assert "with the weights live on 10 frames: mean residual" in caplog.text
+    assert "meV/atom before, 0 after" in caplog.text
+
+
+def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
+    run = prepared(training__training_data__batch_size="filter:12")
+    assert list(map(len, bias_module._chosen_frames(run, 100))) == [6, 6, 6, 0]
+
+
+def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):
+    system = write_system(tmp_path / "forces", frames=2, energy=False)
+    run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)
+    assert refit(run, None) == {}
+    assert "training.change_bias_after_training: no training frame has an energy" in caplog.text

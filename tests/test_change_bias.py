@@ -1,0 +1,368 @@
+"""`dp-ema change-bias`: the bias it finds, what it leaves alone, and one message for each mistake."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same, toy_frame, write_system
+from infer_models import write_run
+
+from deepmd_ema import checkpoint, cli, keys
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.export import freeze
+from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
+from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interchange.files import VARIABLES, read_tree, write_tree
+
+PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
+GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
+ZERO = 1e-10  # eV/atom
+SAME_MATH = 1e-10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_system(folder / "water", frames=5, natoms=12, seed=1)
+    write_system(folder / "oxygen", frames=4, natoms=8, seed=2, num_types=1)
+    write_system(folder / "small", frames=3, natoms=8, seed=3, mixed=True, virtual=2)
+    return folder
+
+
+def residuals(path, data, **options):
+    """Return label minus prediction of each frame, eV/atom."""
+    return np.array([energy / atoms for energy, atoms in errors_of(path, data, **options)])
+
+
+def errors_of(path, data, **options):
+    frames = measure(path, [data], device="cpu", **options).frames
+    return [(f.label[keys.ENERGY] - f.prediction[keys.ENERGY], f.num_atoms) for f in frames]
+
+
+def bias_of(path, **options):
+    return load_model(path, **options).model.out_bias.view(-1).tolist()
+
+
+def weights_but_the_bias(path, **options):
+    return {n: t for n, t in load_model(path, **options).model.state_dict().items() if n not in ("out_bias", "out_std")}
+
+
+def change(*words):
+    return cli.main(["change-bias", *map(str, words), "--device", "cpu"])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".dp", ".yaml"])
+def test_the_mean_residual_per_atom_of_the_new_file_is_zero(run, data, tmp_path, suffix, capsys):
+    source = run[0] if suffix == ".pt" else freeze(load_model(run[0]), tmp_path / f"m{suffix}").path
+    before, content = residuals(source, data), source.read_bytes()
+    out = tmp_path / f"new{suffix}"
+    assert change(source, "-s", data, "-o", out) == 0
+    after = residuals(out, data)
+    assert abs(before.mean()) > 0.1
+    assert abs(after.mean()) < ZERO
+    spread = np.std([energy for energy, _ in errors_of(out, data)])  # of whole energies, as statistics have it
+    np.testing.assert_allclose(load_model(out).model.out_std, spread, rtol=1e-9)
+    assert source.read_bytes() == content
+    assert_same(weights_but_the_bias(source), weights_but_the_bias(out))
+    text = capsys.readouterr().out
+    assert f"moved by a fit of label minus prediction, 12 frames of {data}" in text
+    assert f"mean {1000 * before.mean():.6g} before, 0 after" in text
+    rms = [1000 * np.sqrt(np.mean(r**2)) for r in (before, after)]
+    assert f"RMSE {rms[0]:.6g} before, {rms[1]:.6g} after" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("# O", "# H"))]
+    np.testing.assert_allclose([float(r[2]) for r in rows], bias_of(source), rtol=0, atol=1e-6)
+    np.testing.assert_allclose([float(r[3]) for r in rows], bias_of(out), rtol=0, atol=1e-6)
+    assert text.rstrip().endswith(f"wrote {out}")
+
+
+@pytest.mark.parametrize("words", [["--use-ema"], ["--profile", "ema"]])
+def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(run, data, tmp_path, words):
+    out, beside = tmp_path / "one.pt", tmp_path / "two.pt"
+    assert change(run[0], "-s", data, "-o", out, *words) == 0
+    assert change(run[1], "-s", data, "-o", beside) == 0
+    assert_same(checkpoint.load(out)["model"], checkpoint.load(beside)["model"])
+    assert abs(residuals(out, data).mean()) < ZERO
+    info = load_model(out).info
+    assert (info.kind, info.weights, info.step, info.min_nbor_dist) == ("weights", "ema", 7, 0.9)
+    assert info.in_words() == load_model(run[1]).info.in_words()
+    assert info.config == load_model(run[0]).info.config
+
+
+def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(run, data, tmp_path, capsys):
+    out = tmp_path / "new.pt"
+    assert change(run[0], "-s", data / "water", data / "oxygen", "-n", 2, "-m", "set", "-o", out) == 0
+    frozen = freeze(load_model(out), tmp_path / "new.dp").path
+    record = {"mode": "set", "frames": 4, "source": f"{data / 'water'}, {data / 'oxygen'}"}
+    assert checkpoint.load(out)["bias"] == record
+    assert load_model(frozen).info.bias == record
+    capsys.readouterr()
+    for path in (out, frozen):
+        assert cli.main(["show", str(path)]) == 0
+        assert f"  bias           set to a fit of the labels, 4 frames of {data / 'water'}, " in capsys.readouterr().out
+    assert change(frozen, "-b", "-1", "-2", "-o", tmp_path / "again.dp") == 0
+    assert load_model(tmp_path / "again.dp").info.bias == {"mode": "given", "source": "values given"}
+    assert cli.main(["show", str(run[0])]) == 0
+    assert "  bias  " not in capsys.readouterr().out.split("wrote")[-1]
+
+
+def test_a_bias_fitted_after_training_is_shown(run, tmp_path, capsys):
+    payload = checkpoint.load(run[0])
+    payload["refitted_bias"] = {name: torch.full((1, 2, 1), -1.0, dtype=torch.float64) for name in ("live", "ema")}
+    checkpoint.save(tmp_path / "model.ckpt-7.pt", payload)
+    assert cli.main(["show", str(tmp_path / "model.ckpt-7.pt")]) == 0
+    assert "bias           fitted again after training, for live, ema; a restart goes on" in capsys.readouterr().out
+
+
+def test_values_are_taken_as_they_are(run, tmp_path, capsys):
+    assert change(run[0], "-b", "-93.5", "-187.25", "-o", tmp_path / "new.pt") == 0
+    assert bias_of(tmp_path / "new.pt") == [-93.5, -187.25]
+    assert_same(weights_but_the_bias(run[0]), weights_but_the_bias(tmp_path / "new.pt"))
+    text = capsys.readouterr().out
+    assert "set to values given" in text
+    assert "RMSE" not in text
+
+
+def test_the_first_frames_of_each_system_are_taken(run, data, tmp_path, capsys):
+    assert change(run[0], "-s", data, "-n", 2, "-o", tmp_path / "new.pt") == 0
+    assert "6 frames of" in capsys.readouterr().out
+    assert abs(residuals(tmp_path / "new.pt", data, num_frames=2).mean()) < ZERO
+    assert abs(residuals(tmp_path / "new.pt", data).mean()) > ZERO
+
+
+def test_systems_may_be_named_in_a_file(run, data, tmp_path):
+    (tmp_path / "list").write_text(f"{data / 'water'}\n\n{data / 'oxygen'}\n")
+    assert change(run[0], "-f", tmp_path / "list", "-o", tmp_path / "one.pt") == 0
+    assert change(run[0], "-s", data / "water", data / "oxygen", "-o", tmp_path / "two.pt") == 0
+    assert bias_of(tmp_path / "one.pt") == bias_of(tmp_path / "two.pt")
+    assert checkpoint.load(tmp_path / "one.pt")["bias"]["source"] == str(tmp_path / "list")
+
+
+def test_this_folder_is_searched_when_nothing_is_named(run, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data)
+    assert change(run[0], "-o", tmp_path / "one.pt") == 0
+    assert abs(residuals(tmp_path / "one.pt", data).mean()) < ZERO
+
+
+@pytest.mark.parametrize(("name", "written"), [("model.ckpt-7.pt", "model.ckpt-7_updated.pt"),
+                                               (".", "model.ckpt-7_updated.pt"),
+                                               ("m.dp", "m_updated.dp"), ("m.yaml", "m_updated.yaml")])  # fmt: skip
+def test_by_default_the_file_stands_beside_the_model(run, tmp_path, name, written):
+    shutil.copytree(run[0].parent, tmp_path / "run", symlinks=True)
+    if name.startswith("m."):
+        freeze(load_model(run[0]), tmp_path / "run" / name)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    assert change(tmp_path / "run" / name, "-b", -1, -2) == 0
+    after = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    assert after.keys() - before.keys() == {written}
+    assert {n: after[n] for n in before} == before
+    assert bias_of(tmp_path / "run" / written) == [-1, -2]
+
+
+def test_a_file_may_replace_itself_if_asked_but_no_training_checkpoint(run, tmp_path, capsys):
+    frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    assert change(frozen, "-b", -1, -2, "-o", frozen) == 0
+    assert bias_of(frozen) == [-1, -2]
+    averaged = Path(shutil.copy(run[1], tmp_path))
+    assert change(averaged, "-b", -1, -2, "-o", averaged) == 0
+    assert bias_of(averaged) == [-1, -2]
+    training = Path(shutil.copy(run[0], tmp_path))
+    (tmp_path / "link.pt").symlink_to(training.name)
+    before = training.read_bytes()
+    for source, out in ((training, training), (tmp_path / "link.pt", training), (training, tmp_path / "link.pt")):
+        assert change(source, "-b", -1, -2, "-o", out) == 2
+        assert "the training checkpoint itself" in capsys.readouterr().err
+    assert training.read_bytes() == before
+
+
+def test_everything_else_in_a_file_of_deepmd_kit_stays(data, tmp_path):
+    """Also what we do not know: extra entries, software, version."""
+    tree = read_tree(GOLDEN / "se_e2_a.dp")
+    tree["of_another_program"] = {"@variables": {"numbers": np.arange(3)}, "text": "kept"}
+    write_tree(tmp_path / "theirs.dp", tree)
+    model = load_model(tmp_path / "theirs.dp")
+    write_changed(tmp_path / "theirs.dp", Asked(values=[-1.5] * len(model.config.type_map)), tmp_path / "new.dp")
+    old, new = read_tree(tmp_path / "theirs.dp"), read_tree(tmp_path / "new.dp")
+    assert new.pop("dp_ema") == {"bias": {"mode": "given", "source": "values given"}}
+    assert new["model"][VARIABLES]["out_bias"].ravel().tolist() == [-1.5] * len(model.config.type_map)
+    new["model"][VARIABLES]["out_bias"] = old["model"][VARIABLES]["out_bias"]
+    same_tree(old, new)
+
+
+def same_tree(one, two):
+    assert type(one) is type(two)
+    if isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for key in one:
+            same_tree(one[key], two[key])
+    elif isinstance(one, list):
+        for a, b in zip(one, two, strict=True):
+            same_tree(a, b)
+    else:
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remark"),
+    [
+        ({"model__preset_out_bias": {"energy": [None, -7.5]}}, "given by the config of the model"),
+        ({"model__atom_exclude_types": [1]}, "has no energy of its own (atom_exclude_types)"),
+    ],
+)
+def test_elements_that_stay_say_why(data, tmp_path, capsys, changes, remark):
+    path = write_run(tmp_path / "run", **changes)[0]
+    assert change(path, "-s", data, "-o", tmp_path / "new.pt") == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# H"))
+    assert row.endswith(f"+0.000000  {remark}")
+    assert bias_of(tmp_path / "new.pt")[1] == bias_of(path)[1]
+
+
+def test_elements_that_the_data_do_not_hold_or_tell_apart_are_named(run, data, tmp_path, capsys):
+    assert change(run[0], "-s", data / "oxygen", "-o", tmp_path / "new.pt") == 0
+    assert "+0.000000  not in the data" in capsys.readouterr().out
+    assert change(run[0], "-s", data / "water", "-o", tmp_path / "new.pt") == 0
+    assert "do not tell the energies of O, H apart: they share the change" in capsys.readouterr().out
+    assert change(run[0], "-s", data / "water", "-m", "set", "-o", tmp_path / "new.pt") == 0
+    assert "do not tell the energies of O, H apart: they share them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-b", "1"], r"-b: 1 value, expected one for each of the 2 elements of the model, in this order: O H."),
+        (["-b", "1", "2", "3"], "-b: 3 values, expected one for each of the 2 elements"),
+        (["-b", "1", "nan"], "-b: H nan: expected finite energies in eV."),
+        (["-b", "1", "2", "-m", "set"], "-b: the bias is what you give; -m and -n are for a fit to data."),
+        (["-b", "1", "2", "-n", "3"], "-b: the bias is what you give; -m and -n are for a fit to data."),
+        (["-b", "1", "2", "-s", "x"], "not allowed with argument"),
+        (["-n", "-3"], "-3: expected a number of frames, 0 for all."),
+        (["-m", "both"], "invalid choice: 'both'"),
+        (["--model-branch", "x"], "change-bias --model-branch: a run has one task here"),
+        (["-s", "nowhere"], "nowhere: no such file or folder"),
+        (["-f", "nowhere"], "nowhere: cannot be read"),
+        (["-b", "1", "2", "-o", "new.dp"], "-o new.dp: expected a name that ends in .pt, as "),
+        (["-b", "1", "2", "-o", "new.dp"], "`dp-ema freeze` makes a .dp file of it."),
+        (["-b", "1", "2", "-o", "no/new.pt"], "-o no/new.pt: the folder no is not there."),
+        (["-b", "1", "2", "--profile", "slow"], "no average is called 'slow'. Give --profile one of: ema"),
+    ],
+)
+def test_a_mistake_is_named_and_nothing_is_written(run, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(p.name for p in run[0].parent.iterdir())
+    assert change(run[0], *words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(p.name for p in run[0].parent.iterdir()) == before
+
+
+def test_what_is_wrong_with_a_model_or_its_data_is_named(run, data, tmp_path, capsys):
+    frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    assert change(frozen, "-b", 1, 2, "-o", tmp_path / "m.pt") == 2
+    assert "expected a name that ends in .dp or .yaml or .yml" in capsys.readouterr().err
+    shutil.copy(frozen, tmp_path / "m.hlo")
+    assert change(tmp_path / "m.hlo", "-b", 1, 2) == 2
+    assert "change-bias writes .pt, .dp and .yaml" in capsys.readouterr().err
+    assert change(frozen, "--use-ema", "-b", 1, 2) == 2
+    assert "holds live weights (frozen), no average" in capsys.readouterr().err
+    assert change(tmp_path / "absent.pt", "-b", 1, 2) == 2
+    assert "absent.pt: no such file" in capsys.readouterr().err
+    bad = Path(shutil.copytree(data / "water", tmp_path / "bad"))
+    energies = np.load(bad / "set.000" / "energy.npy")
+    energies[3] = np.nan
+    np.save(bad / "set.000" / "energy.npy", energies)
+    assert change(run[0], "-s", bad, "-o", tmp_path / "new.pt") == 2
+    assert "energy.npy" in capsys.readouterr().err
+    write_system(tmp_path / "forces", frames=2, energy=False)
+    assert change(run[0], "-s", tmp_path / "forces", "-o", tmp_path / "new.pt") == 2
+    assert "forces has an energy to fit the bias to" in capsys.readouterr().err
+    assert not (tmp_path / "new.pt").exists()
+
+
+def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
+    frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    old = frozen.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("deepmd_ema.interchange.files._write_hdf5", full)
+    with pytest.raises(CheckpointError, match=r"m.dp: cannot be written"):
+        write_changed(frozen, Asked(values=[1, 2]), frozen)
+    assert frozen.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [frozen]
+
+
+def test_a_changed_file_is_no_start_of_a_restart_but_of_a_new_run(run, tmp_path):
+    write_changed(run[0], Asked(values=[-1.0, -2.0]), tmp_path / "new.pt")
+    payload = checkpoint.load(tmp_path / "new.pt")
+    with pytest.raises(CheckpointError, match=r"holds the live weights of step 7 and not the state of a run"):
+        checkpoint.require_training(payload, tmp_path / "new.pt")
+    assert checkpoint.weights_in(payload, "new.pt")[0]["out_bias"].view(-1).tolist() == [-1, -2]
+
+
+PEER_SCRIPT = """
+import sys, numpy as np
+from pathlib import Path
+from deepmd.infer import DeepPot
+from deepmd.entrypoints.convert_backend import convert_backend
+from deepmd.main import main
+
+work, data = Path(sys.argv[1]), sys.argv[2]
+convert_backend(INPUT=str(work / "m.dp"), OUTPUT=str(work / "m.pth"))
+for mode in ("change", "set"):
+    theirs = work / f"theirs.{mode}.pth"
+    main(["--pt", "change-bias", str(work / "m.pth"), "-s", data, "-m", mode, "-o", str(theirs)])
+    convert_backend(INPUT=str(theirs), OUTPUT=str(theirs.with_suffix(".dp")))
+convert_backend(INPUT=str(work / "ours.change.dp"), OUTPUT=str(work / "ours.pth"))
+frame = np.load(work / "frame.npz")
+energy = DeepPot(str(work / "ours.pth")).eval(frame["coord"].reshape(1, -1), frame["box"].reshape(1, 9), frame["types"])
+np.savez(work / "out.npz", energy=energy[0], force=energy[1])
+"""
+
+
+@pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
+@pytest.mark.timeout(600)
+def test_deepmd_kit_finds_the_same_bias_and_computes_the_same_with_our_file(run, tmp_path):
+    """Frames of one size, where the weight of a frame makes no difference."""
+    data = tmp_path / "data"
+    write_system(data / "water", frames=5, natoms=12, seed=1)
+    write_system(data / "oxygen", frames=4, natoms=12, seed=2, num_types=1)
+    freeze(load_model(run[0]), tmp_path / "m.dp")
+    for mode in ("change", "set"):
+        write_changed(tmp_path / "m.dp", Asked(mode, [str(data)]), tmp_path / f"ours.{mode}.dp", device="cpu")
+    coord, types, box = toy_frame(np.random.default_rng(0), 12)
+    np.savez(tmp_path / "frame.npz", coord=coord, types=types, box=box)
+    (tmp_path / "peer.py").write_text(PEER_SCRIPT)
+    words = [Path(PEER) / "bin" / "python", tmp_path / "peer.py", tmp_path, data]
+    subprocess.run(words, check=True, timeout=590, stdout=sys.stderr)
+    for mode in ("change", "set"):
+        ours, theirs = (load_model(tmp_path / f"{who}.{mode}.dp").model for who in ("ours", "theirs"))
+        np.testing.assert_allclose(ours.out_bias, theirs.out_bias, rtol=0, atol=SAME_MATH)
+        np.testing.assert_allclose(ours.out_std, theirs.out_std, rtol=0, atol=SAME_MATH)
+    assert bias_of(tmp_path / "ours.change.dp") != bias_of(tmp_path / "ours.set.dp")
+    found, theirs = Potential(tmp_path / "ours.change.dp", device="cpu"), np.load(tmp_path / "out.npz")
+    ours = found.evaluate(coord, types, box)
+    np.testing.assert_allclose(theirs["energy"].ravel(), ours.energy, rtol=SAME_MATH)
+    np.testing.assert_allclose(theirs["force"], ours.force, rtol=0, atol=SAME_MATH)
+
+
+def test_the_python_call_takes_the_same(run, data, tmp_path):
+    done = write_changed(run[0], Asked(CHANGE, [str(data)]), tmp_path / "new.pt", use_average=True, device="cpu")
+    before, after = done.residuals()
+    assert done.loaded.info.weights == "ema"
+    assert abs(before.mean()) > 0.1
+    assert abs(after.mean()) < ZERO
+    np.testing.assert_allclose(after, residuals(tmp_path / "new.pt", data), rtol=0, atol=ZERO)
