@@ -12,6 +12,7 @@ continued; --no-train and --no-posthoc leave out what is not done yet, and the p
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import itertools
 import json
@@ -99,9 +100,9 @@ class Run:
         return self.config["training"]["numb_steps"]
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return a result if the run has it and it is of this config."""
+        """Return a result if the run has it and it is of this config, wherever the data lay."""
         made_from, file = self.folder / "input.json", self.folder / name
-        if not file.exists() or json.loads(made_from.read_text()) != self.config:
+        if not file.exists() or _without_places(json.loads(made_from.read_text())) != _without_places(self.config):
             return None
         return json.loads(file.read_text())
 
@@ -165,6 +166,15 @@ def _make_run(args: argparse.Namespace, example: str, schedule: str, seed: int) 
     validating["full_val_start"] = steps - (NUM_VALIDATIONS - 1) * every  # so that the last step is validated
     validating.pop("ema_full_validation", None)
     return Run(example, schedule, seed, args.work / f"{example}-{schedule}-{seed}", config)
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy that has only the last names of the systems."""
+    config = copy.deepcopy(config)
+    for section in ("training_data", "validation_data"):
+        data = config["training"][section]
+        data["systems"] = [Path(system).name for system in data["systems"]]
+    return config
 
 
 def _in_parallel(do, runs: Iterable[Run], jobs: int) -> None:
@@ -407,6 +417,7 @@ def _draw(groups: dict[str, list[Run]], picture: Path, draw) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
     from deepmd_ema.infer.plots import STYLE
 
@@ -417,7 +428,9 @@ def _draw(groups: dict[str, list[Run]], picture: Path, draw) -> None:
             column[0].set_title(title)
             for axis, name in zip(column, ("force", "energy")):
                 draw(axis, group, name)
-                axis.set_ylabel(f"{name} RMSE, {UNITS[name]}")
+                axis.set(yscale="log", ylabel=f"{name} RMSE, {UNITS[name]}")
+                axis.yaxis.set_major_formatter(LogFormatter())
+                axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
         lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
         figure.legend(lines.values(), lines, loc="outside lower center", ncols=6)
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -430,7 +443,7 @@ def _draw_run(axis, group: Sequence[Run], name: str) -> None:
     found = group[0].read("errors.json")
     for words, style in LINES.items():
         axis.plot(found["step"], found["errors"][words][name], label=words, **style)
-    axis.set(yscale="log", xlabel=f"step (seed {group[0].seed})")
+    axis.set(xlabel=f"step (seed {group[0].seed})")
 
 
 def _draw_lengths(axis, group: Sequence[Run], name: str) -> None:
@@ -444,7 +457,7 @@ def _draw_lengths(axis, group: Sequence[Run], name: str) -> None:
         axis.axhline(final[LIVE][name], color=color, ls=":", lw=1, label=f"seed {run.seed}, live")
         tracked = [(s["sigma_rel"], final[words][name]) for words, s in bank(run.steps).items() if "sigma_rel" in s]
         axis.plot(*zip(*tracked), "o", color=color, ms=4, label=f"seed {run.seed}, tracked")
-    axis.set(yscale="log", xlabel="sigma_rel")
+    axis.set(xlabel="sigma_rel")
 
 
 if __name__ == "__main__":

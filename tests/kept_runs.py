@@ -25,9 +25,9 @@ KEPT = ("p05", "p10")
 
 
 def profiles(**common):
-    """Return the averages of ``AVERAGING`` and one of equal weights."""
+    """Return the averages of ``AVERAGING``, one of equal weights, and one that does not begin in the run."""
     powers = [PowerProfile.from_sigma_rel(f"p{s:02d}", s / 100, **common) for s in (5, 10, 7)]
-    return [*powers, EmaProfile("fast", decay=0.9), SwaProfile("flat")]
+    return [*powers, EmaProfile("fast", decay=0.9), SwaProfile("flat"), SwaProfile("late", start_step=10**6)]
 
 
 def write_kept_run(

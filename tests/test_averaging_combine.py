@@ -14,6 +14,7 @@ from deepmd_ema.averaging.combine import (
     LONGEST,
     TOLERANCE,
     Track,
+    _longest_stretch,
     _products,
     find_mixes,
     find_reach,
@@ -63,18 +64,18 @@ def test_the_shares_of_a_long_run_keep_their_digits():
     """Differences of neighbouring powers would lose nine of them at step 10^7, and overflow for short averages."""
     shares = Track(200.0, 10_000_000).shares()
     assert shares.sum() == pytest.approx(1, abs=1e-12)
-    assert shares[-1] == pytest.approx(-np.expm1(201 * np.log1p(-1e-7)), rel=EXACT)
+    assert shares[-1] == pytest.approx(-np.expm1(201 * np.log1p(-1e-7)), rel=EXACT, abs=0)
     found = _products([Track(200.0, 3_000_000), Track(200.0, 10_000_000), Track(0.0, 10_000_000)])
-    assert found[1, 1] == pytest.approx(201**2 / 401 / 1e7, rel=1e-4)  # the integral of the paper
-    assert found[2, 2] == pytest.approx(1e-7, rel=EXACT)
-    assert found[0, 1] == pytest.approx(found[1, 1] * 0.3**200, rel=1e-2, abs=1e-300)
+    assert found[1, 1] == pytest.approx(201**2 / 401 / 1e7, rel=1e-4, abs=0)  # the integral of the paper
+    assert found[2, 2] == pytest.approx(1e-7, rel=1e-12, abs=0)
+    assert found[0, 1] == pytest.approx(found[1, 1] * 0.3**200, rel=1e-2, abs=0)
 
 
 def test_the_running_sums_do_not_depend_on_how_the_axis_is_cut(monkeypatch):
     tracks = [*every_tenth(2000, 0.05, 0.10), *every_tenth(1000, 0.2, start=100, every=3)]
     whole = _products(tracks)
     monkeypatch.setattr("deepmd_ema.averaging.combine._CHUNK", 17)
-    assert _products(tracks) == pytest.approx(whole, rel=SAME_MATH)
+    assert _products(tracks) == pytest.approx(whole, rel=SAME_MATH, abs=0)
 
 
 def test_the_combination_is_the_nearest_whose_coefficients_add_up_to_one():
@@ -86,7 +87,7 @@ def test_the_combination_is_the_nearest_whose_coefficients_add_up_to_one():
     free = np.linalg.lstsq((basis[1:] - basis[0]).T, target - basis[0], rcond=None)[0]
     assert mix.coefficients == pytest.approx([1 - free.sum(), *free], abs=1e-7)
     missing = np.linalg.norm(target - mix.coefficients @ basis) / np.linalg.norm(target)
-    assert mix.residual == pytest.approx(missing, rel=1e-6)
+    assert mix.residual == pytest.approx(missing, rel=1e-6, abs=0)
     assert mix.amplification == pytest.approx(np.linalg.norm(mix.coefficients))
 
 
@@ -205,6 +206,14 @@ def test_the_reach_holds_what_it_says():
     refuse_untold(found, kept, 20_000)
     beyond = find_mixes(kept, [low / 1.2, high * 1.2], 20_000)
     assert min(mix.residual for mix in beyond.mixes) > TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("told", "stretch"),
+    [("110010", (0, 1)), ("100111", (3, 5)), ("011110", (1, 4)), ("101000", (0, 0)), ("000000", None)],
+)
+def test_the_reach_is_the_longest_stretch_that_is_told(told, stretch):
+    assert _longest_stretch(range(6), [bit == "1" for bit in told]) == stretch
 
 
 def test_more_snapshots_reach_further():

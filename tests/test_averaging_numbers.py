@@ -163,7 +163,10 @@ def test_a_bad_step_at_the_start_of_an_average_defers_it(net):
     assert bank.info("ema")["updates"] == 0
 
 
-@pytest.mark.parametrize("profile", [PLAIN, WARM, POWER, SWA], ids=lambda p: p.words())
+LATE = EmaProfile("ema", 0.9, warmup=False, start_step=7, update_every=4)
+
+
+@pytest.mark.parametrize("profile", [PLAIN, WARM, POWER, SWA, LATE], ids=lambda p: p.words())
 def test_D3_every_formula_gives_the_same_on_host_and_device(profile):
     net = make_net(width=37, dtype=torch.float32)
     host, device = AverageBank(net, [profile]), AverageBank(net, [profile])

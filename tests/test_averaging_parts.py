@@ -54,6 +54,10 @@ def test_E4_a_parameter_that_is_switched_on_starts_from_its_live_value(net, capl
     expected = torch.lerp(second, net.second.weight.detach(), 1 - 0.9)
     assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
     assert torch.equal(bank.weights("ema")["second.weight"], expected)
+    with torch.no_grad():
+        net.first.weight.fill_(4.0)
+    bank.update()
+    assert torch.allclose(bank.weights("ema")["first.weight"], torch.full((5, 3), 3.1, dtype=torch.float64))
     restarted = AverageBank(net, [PLAIN])
     restarted.load_state_dict(state)
     assert torch.equal(restarted.weights("ema")["second.weight"], second)

@@ -1,6 +1,7 @@
 """Averages in place of the live weights: swaps, and that they leave no trace. Names carry the demand of a test."""
 
 import os
+import pickle
 import signal
 
 import pytest
@@ -240,6 +241,6 @@ def test_what_would_mix_live_and_averaged_weights_is_refused_inside_a_swap(net):
     bank = AverageBank(net, [PLAIN])
     state = bank.state_dict()
     with bank.swapped_in("ema"):
-        for act in (bank.update, bank.rebind, lambda: bank.load_state_dict(state)):
+        for act in (bank.update, bank.rebind, lambda: bank.load_state_dict(state), lambda: pickle.dumps(bank)):
             with pytest.raises(AssertionError, match="while an average is swapped in"):
                 act()

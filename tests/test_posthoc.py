@@ -343,6 +343,12 @@ def test_snapshots_of_different_models_or_tensors_are_refused(copy):
     assert "of another shape" in second
 
 
+def test_a_snapshot_of_an_average_that_had_not_begun_is_not_used(copy):
+    path = copy / "snapshots" / "model_p05.ckpt-20.pt"
+    change(path, average={**checkpoint.load(path)["average"], "updates": 0})
+    assert len(find_snapshots(copy).kept) == 39
+
+
 def test_averages_that_were_updated_by_a_hook_are_refused(copy):
     path = copy / "snapshots" / "model_p05.ckpt-20.pt"
     change(path, average={**checkpoint.load(path)["average"], "should_update": "every_second"})

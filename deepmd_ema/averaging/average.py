@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from deepmd_ema.averaging.counter import Counter
 from deepmd_ema.averaging.group import make_groups, make_staging
 
 if TYPE_CHECKING:
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
 class Average:
     """One average: flat buffers, one view per slot, and its counters.
 
-    The counters are the number of updates (-1 as long as ``start_step`` is ahead and the average still is the live
-    weights) and the mean step of the weights in it. They live on the host until a step's fate is known to the device
-    only; then they live there. An average that is kept away from the weights counts on the host.
+    As long as ``start_step`` is ahead, the average is the live weights, and its number of updates is -1. An average
+    that is kept away from the weights counts on the host.
 
     Args:
         profile: how it is averaged.
@@ -35,7 +35,7 @@ class Average:
         self._staging = make_staging(self.groups)
         self._exchanged = 0
         self._held: dict[int, Tensor] = {}
-        self.set_counts(0, 0.0)
+        self._counter = Counter(profile)
 
     @property
     def num_bytes(self) -> int:
@@ -62,12 +62,14 @@ class Average:
         if self._staging is not None:
             self.flush()
             self._staging.start(step, ok)
-        elif ok is None and self._device_counts is None:
-            share = self._count(step)
+        elif ok is None and not self._counter.is_on_device:
+            share = self._counter.count(step)
             for group in self.groups:
                 group.take(group.live(), share)
-        else:
-            self._update_on_device(step, ok)
+        elif self.groups:
+            good, share_on_device = self._counter.count_if(step, ok, self.groups[0].source.device)
+            for group in self.groups:
+                group.take_if(good, group.live(), share_on_device)
 
     def flush(self) -> None:
         """Take in the weights that are on their way; waits for them."""
@@ -75,29 +77,25 @@ class Average:
         if arrived is None:
             return
         step, weights = arrived
-        share = self._count(step)
+        share = self._counter.count(step)
         for group, live in zip(self.groups, weights):
             group.take(live, share)
 
     def counts(self) -> tuple[int, float]:
         """Return the number of updates (-1 before the start) and the mean step; may wait for the device."""
         self.flush()
-        if self._device_counts is not None:
-            updates, self._mean_step = self._device_counts.tolist()
-            self._updates = int(updates)
-        return self._updates, self._mean_step
+        return self._counter.read()
 
     def set_counts(self, updates: int, mean_step: float) -> None:
         """Set the counters, on the host; weights that are on their way are dropped."""
         if self._staging is not None:
             self._staging.forget()
-        self._updates, self._mean_step = updates, mean_step
-        self._device_counts: Tensor | None = None
+        self._counter.set(updates, mean_step)
 
     @property
     def started(self) -> bool:
         """Whether it has begun to differ from the live weights: ``start_step`` is behind."""
-        return self._updates >= 0 or self.counts()[0] >= 0
+        return self._counter.updates >= 0 or self.counts()[0] >= 0
 
     @torch.no_grad()
     def swap_in(self) -> None:
@@ -146,25 +144,3 @@ class Average:
 
     def _is_gathered(self, i: int) -> bool:
         return self.profile.layout == "full_tensor" and self.slots[i].is_sharded
-
-    def _count(self, step: int) -> float:
-        """Count an update of ``step`` on the host; return the share of the live weights in it."""
-        decay = self.profile.decay_at(self._updates) if self._updates >= 0 else 0.0
-        share = 1.0 - decay
-        self._mean_step = decay * self._mean_step + share * step
-        self._updates += 1
-        return share
-
-    def _update_on_device(self, step: int, ok: Tensor | None) -> None:
-        counts: Any = self._device_counts
-        if counts is None:
-            device = self.slots[0].live.device if self.slots else None
-            counts = torch.tensor([self._updates, self._mean_step], dtype=torch.float64, device=device)
-        updates, mean_step = counts.unbind()
-        good = torch.ones_like(updates) if ok is None else (ok.detach() > 0).to(counts)
-        decay = torch.where(updates < 0, 0.0, self.profile.decay_after(updates.clamp(min=0)))
-        share = 1 - decay
-        for group in self.groups:
-            group.take_if(good, group.live(), share)
-        counted = torch.stack([updates + 1, decay * mean_step + share * step])
-        self._device_counts = torch.where(good > 0, counted, counts)

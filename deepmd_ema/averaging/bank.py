@@ -226,6 +226,7 @@ class AverageBank:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
+        assert self._active is None, "a bank is pickled while an average is swapped in"
         # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)

@@ -218,7 +218,8 @@ def _validation_words(config: RunConfig) -> str:
     shown = f"{t.validation_data.numb_btch} batch{'es' * (t.validation_data.numb_btch > 1)} every {t.disp_freq} steps"
     if not which or v.full_val_start == 1:
         return shown
-    weights = " and ".join(which)
+    *others, last = which
+    weights = f"{', '.join(others)} and {last}" if others else last
     return f"{shown}; all data every {v.validation_freq} steps ({weights} weights, best by {v.validation_metric})"
 
 
