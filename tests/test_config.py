@@ -12,6 +12,7 @@ import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
 from deepmd_ema.config import (
+    AdaMuon,
     AdamW,
     EnerLoss,
     SeE2A,
@@ -208,6 +209,11 @@ def test_adamw_decays_by_the_documented_default():
     assert config_from_dict(spoiled({"optimizer": {"type": "AdamW"}})).optimizer == AdamW(weight_decay=0.001)
 
 
+def test_the_old_name_of_the_momentum_of_muon_is_taken():
+    optimizer = config_from_dict(spoiled({"optimizer": {"type": "AdaMuon", "muon_momentum": 0.9}})).optimizer
+    assert optimizer == AdaMuon(momentum=0.9, adam_beta2=0.95, weight_decay=0.001, lr_adjust=10.0, lr_adjust_coeff=0.2)
+
+
 def test_what_deepmd_kit_normalized_is_read_back_the_same():
     assert config_from_dict(spoiled(PEER_LEFT_ALONE)) == config_from_dict(GOOD)
 
@@ -376,6 +382,7 @@ WITHOUT_EFFECT = [
     ),
     ({"learning_rate.scale_by_worker": "sqrt"}, "learning_rate.scale_by_worker"),
     ({"learning_rate.warmup_start_factor": 0.1}, "learning_rate.warmup_start_factor = 0.1: no effect, there is no"),
+    ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
     ({"loss.huber_delta": 0.1}, "loss.huber_delta = 0.1: no effect"),
     ({"loss.loss_func": "mae", "loss.use_huber": True}, "loss.use_huber = true: no effect, loss_func is mae"),
     ({"loss.use_default_pf": True}, "loss.use_default_pf = true: no effect"),

@@ -88,7 +88,11 @@ BAD = [
     ({"training.training_data.sys_probs": [0.5]}, "training.training_data.sys_probs", ["add up to 1"]),
     ({"loss.huber_delta": [0.1, 0.1]}, "loss.huber_delta", ["three of them"]),
     # one of several
-    ({"optimizer": {"type": "Adma"}}, 'optimizer.type = "Adma"', ["unknown", "Did you mean Adam?", "Adam, AdamW"]),
+    (
+        {"optimizer": {"type": "Adma"}},
+        'optimizer.type = "Adma"',
+        ["unknown", "Did you mean Adam?", "AdamW, AdaMuon"],
+    ),
     ({"model.descriptor.type": "se_e2"}, 'model.descriptor.type = "se_e2"', ["unknown", "Known: se_e2_a, se_a"]),
     ({"model.descriptor.type": 3}, "model.descriptor.type = 3", ["unknown", "Known: se_e2_a"]),
     ({"loss.loss_func": "rmse"}, 'loss.loss_func = "rmse"', ["Did you mean mse?", "Known: mse, mae"]),

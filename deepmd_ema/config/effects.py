@@ -25,7 +25,15 @@ _TERMS = {"e": "energy", "f": "force", "v": "virial", "ae": "atomic energy", "pf
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
     found = []
-    for of_section in (_of_model, _of_learning_rate, _of_loss, of_averages, _of_training, _of_validating):
+    for of_section in (
+        _of_model,
+        _of_learning_rate,
+        _of_optimizer,
+        _of_loss,
+        of_averages,
+        _of_training,
+        _of_validating,
+    ):
         for path, why in of_section(config):
             if path in config.given:
                 found.append(f"{path} = {show(_value_at(config, path))}: no effect, {why}")
@@ -84,6 +92,11 @@ def _of_learning_rate(config: RunConfig) -> Ignored:
         yield "learning_rate.warmup_start_factor", "there is no warm-up"
 
 
+def _of_optimizer(config: RunConfig) -> Ignored:
+    if getattr(config.optimizer, "lr_adjust", 0) > 0:
+        yield "optimizer.lr_adjust_coeff", "lr_adjust is above 0"
+
+
 def _of_loss(config: RunConfig) -> Ignored:
     loss = config.loss
     if loss.loss_func == "mae":
@@ -134,6 +147,17 @@ def _value_at(config: RunConfig, path: str) -> Any:
     for part in path_of(path):
         value = value[part] if isinstance(part, int) else getattr(value, part)
     return value
+
+
+_OF_SECTIONS: tuple[Callable[[RunConfig], Ignored], ...] = (
+    _of_model,
+    _of_learning_rate,
+    _of_optimizer,
+    _of_loss,
+    of_averages,
+    _of_training,
+    _of_validating,
+)
 
 
 # ---- allowed, but likely not meant

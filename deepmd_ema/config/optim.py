@@ -108,6 +108,27 @@ class AdamW:
     weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdaMuon:
+    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
+
+    type: ClassVar[str] = "AdaMuon"
+
+    momentum: float = option(
+        0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
+    )
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient of a vector.")
+    adam_beta2: float = option(0.95, check=fraction, doc="Decay of the mean of the squared gradient of a vector.")
+    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay, of matrices only.")
+    lr_adjust: float = option(
+        10.0,
+        doc="Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
+        "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
+        "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
+    )
+    lr_adjust_coeff: float = option(0.2, check=positive, doc="See `lr_adjust`.")
+
+
 def _is_delta(value: Any) -> bool:
     return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
 

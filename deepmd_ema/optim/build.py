@@ -9,46 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.optim.muon import AdaMuon
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import Adam, AdamW
+    from deepmd_ema import config as sections
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS = 1e-8
 SHOWN = 8
 
 
 def build_optimizer(
-    config: Adam | AdamW,
+    config: sections.Adam | sections.AdamW | sections.AdaMuon,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
-    It runs as one fused kernel. Its state stands from the start, so that a step called off leaves all of it as it was,
-    and the learning rate is 0 until the caller sets it in ``param_groups``.
+    Its state stands from the start, so that a step called off leaves all of it as it was, and the learning rate is 0
+    until the caller sets it in ``param_groups``. Adam and AdamW run as one fused kernel.
 
     Args:
         config: the section ``optimizer``.
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
         device: where the parameters are; the step counters stay there as well, so that no step waits.
     """
-    trained = [p for _, p in _items(named_parameters) if p.requires_grad]
-    optimizer = OPTIMIZERS[config.type](
-        trained,
-        lr=0.0,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=EPS,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    for p in trained:
-        optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=device),
-            **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
-        }
-    return optimizer
+    trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
+    return OPTIMIZERS[config.type](config, trained, device)
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
@@ -61,7 +48,7 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         found_inf: scalar on the device of the parameters, 1 to call the step off, else 0.
     """
     # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler calls a step off
-    assert optimizer.defaults["fused"], "only fused optimizers know found_inf"
+    assert optimizer.defaults.get("fused") or getattr(optimizer, "knows_found_inf", False), "it would not be called off"
     optimizer.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
@@ -102,6 +89,39 @@ def load_optimizer_state_by_name(
     for name, tensors in own.items():
         for key, tensor in tensors.items():
             tensor.copy_(state["state"][name][key])
+
+
+def _fused(
+    config: sections.Adam | sections.AdamW, trained: Mapping[str, nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    optimizer = getattr(torch.optim, config.type)(
+        list(trained.values()),
+        lr=0.0,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=EPS,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    for p in trained.values():
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
+        }
+    return optimizer
+
+
+def _adamuon(config: sections.AdaMuon, trained: Mapping[str, nn.Parameter], _: torch.device) -> AdaMuon:
+    return AdaMuon(
+        trained.values(),
+        momentum=config.momentum,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.weight_decay,
+        lr_adjust=config.lr_adjust,
+        lr_adjust_coeff=config.lr_adjust_coeff,
+    )
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": _fused, "AdamW": _fused, "AdaMuon": _adamuon}
 
 
 def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> list[str]:

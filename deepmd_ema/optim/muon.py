@@ -1,0 +1,132 @@
+"""AdaMuon: momentum made orthogonal, then scaled per element; and the Newton-Schulz iteration of Muon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.optim.guarded import (
+    GuardedOptimizer,
+    adam_change,
+    adam_state,
+    gathered,
+    local,
+    own_part,
+    whole_norm,
+)
+
+NS_COEFFS = (3.4445, -4.7750, 2.0315)  # Muon (Keller Jordan, 2024): a quintic fitted to be steep at 0
+NS_STEPS = 5
+NS_EPS = 1e-7
+RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
+EPS = 1e-8
+
+
+class AdaMuon(GuardedOptimizer):
+    """AdaMuon (arXiv:2507.11005, algorithm 1) for matrices, Adam for scalars and vectors, as in DeePMD-kit.
+
+    With the gradient g of a matrix of R rows and C columns (an array of more dims: its first, and all others):
+
+        m <- momentum * m + (1 - momentum) * g
+        O  = NewtonSchulz(sign(momentum * m + (1 - momentum) * g))
+        v <- momentum * v + (1 - momentum) * O^2             (per element)
+        H  = O / (sqrt(v) + eps)
+        w <- (1 - lr * weight_decay) * w - lr * a * 0.2 * sqrt(R * C) / |H| * H
+
+    a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
+    ``lr_adjust_coeff * sqrt(max(R, C))``, and Adam has ``lr``. The direction is taken in bfloat16, v and the update in
+    float32, whatever the precision of the weights. Sharded matrices are gathered for it.
+
+    Args:
+        params: parameters that are trained.
+        lr: learning rate.
+        momentum: decay of m and v.
+        betas: decays of Adam.
+        weight_decay: of matrices only, decoupled.
+        lr_adjust: see above.
+        lr_adjust_coeff: see above.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.0,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.001,
+        lr_adjust: float = 10.0,
+        lr_adjust_coeff: float = 0.2,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "lr_adjust": lr_adjust,
+            "lr_adjust_coeff": lr_adjust_coeff,
+        }
+        super().__init__(params, options)
+
+    def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return zero moments."""
+        if p.ndim < 2:
+            return adam_state(p)
+        return {"momentum": torch.zeros_like(p), "second_moment": torch.zeros_like(p, dtype=torch.float32)}
+
+    def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the new parameter and state by the formulas of the class."""
+        lr = group["lr"]
+        if p.ndim < 2:
+            return adam_change(p, state, adam_rate(lr, group["lr_adjust"]), group["betas"], EPS)
+        beta = group["momentum"]
+        gradient = local(p.grad)
+        momentum = local(state["momentum"]).lerp(gradient, 1 - beta)
+        sign = gathered(gradient.lerp(momentum, beta).sign().to(torch.bfloat16), p)
+        rows, columns = p.shape[0], p.numel() // max(1, p.shape[0])
+        direction = newton_schulz(sign.reshape(rows, columns)).to(torch.float32).reshape(p.shape)
+        direction = own_part(direction, p)
+        second = (local(state["second_moment"]) * beta).addcmul_(direction, direction, value=1 - beta)
+        scaled = direction / (second.sqrt() + EPS)
+        size = RMS * math.sqrt(rows * columns)
+        scaled = scaled / (whole_norm(scaled, p) + EPS) * size
+        scaled *= matrix_scale(rows, columns, group["lr_adjust"], group["lr_adjust_coeff"])
+        new = (local(p) * (1 - lr * group["weight_decay"])).add_(scaled, alpha=-lr)
+        return {"": new, "momentum": momentum, "second_moment": second}
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Return, nearly, the orthogonal factor U V^T of a matrix U S V^T, in bfloat16.
+
+    Five steps of ``X <- a X + b (X X^T) X + c (X X^T)^2 X`` from ``X = matrix / |matrix|``, with the coefficients of
+    Muon (Keller Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks"), bring singular values
+    to between about 0.7 and 1.2. A matrix of zeros stays zero.
+
+    Args:
+        matrix: (R, C).
+    """
+    a, b, c = NS_COEFFS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(torch.bfloat16)
+    x = x.mT if tall else x
+    x = x / x.norm().clamp(min=NS_EPS)
+    for _ in range(NS_STEPS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def adam_rate(lr: float, lr_adjust: float) -> float:
+    """Return the learning rate of the parameters that Adam updates."""
+    return lr / lr_adjust if lr_adjust > 0 else lr
+
+
+def matrix_scale(rows: int, columns: int, lr_adjust: float, coeff: float) -> float:
+    """Return the factor by which the update of a matrix of this shape is multiplied."""
+    if lr_adjust > 0:
+        return math.sqrt(max(1.0, rows / columns))
+    return coeff * math.sqrt(max(rows, columns))
