@@ -105,7 +105,8 @@ BAD = [
     ({"model.descriptor.type": "dpa3"}, 'model.descriptor.type = "dpa3"', [NOT_YET, "se_e2_a"]),
     ({"model.fitting_net.type": "dos"}, 'model.fitting_net.type = "dos"', [NOT_YET, "ener"]),
     ({"model.type": "frozen"}, 'model.type = "frozen"', [NOT_YET]),
-    ({"optimizer": {"type": "LKF", "kf_blocksize": 10}}, 'optimizer.type = "LKF"', [NOT_YET, "Adam, AdamW"]),
+    ({"optimizer": {"type": "HybridMuon", "momentum": 1}}, 'optimizer.type = "HybridMuon"', [NOT_YET, "Adam, AdamW"]),
+    ({"optimizer": {"type": "LKF", "kf_start_pref_f": 0}}, "optimizer.kf_start_pref_f = 0", ["> 0"]),
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
     ({"loss.start_pref_h": 1.0}, "loss.start_pref_h = 1.0", [NOT_YET]),
     ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1", [NOT_YET]),
@@ -215,6 +216,21 @@ BROKEN_RULES = {
         {"loss.use_huber": True, "loss.relative_f": 1.0},
         "loss.relative_f = 1",
         "not possible with use_huber",
+    ),
+    "lkf_needs_whole_gradients": (
+        {"optimizer": {"type": "LKF"}, "training.zero_stage": 2},
+        "training.zero_stage = 2",
+        "LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW or AdaMuon.",
+    ),
+    "lkf_does_not_clip": (
+        {"optimizer": {"type": "LKF"}, "training.gradient_max_norm": 5},
+        "training.gradient_max_norm = 5",
+        "not possible with optimizer.type LKF",
+    ),
+    "lkf_fits_energies_and_forces": (
+        {"optimizer": {"type": "LKF"}, "loss.limit_pref_v": 0.5},
+        "loss.limit_pref_v = 0.5",
+        "LKF fits energies and forces only. Set it to 0.",
     ),
     "something_is_minimized": (
         {f"loss.{when}_pref_{t}": 0 for when in ("start", "limit") for t in "ef"},
@@ -330,6 +346,16 @@ def test_a_model_section_alone_is_checked_with_its_rules():
     assert model_config_from_dict(GOOD["model"]).type_map == ["O", "H"]
     with pytest.raises(ConfigError, match=r"model\.descriptor\.sel.*length 1, expected 2"):
         model_config_from_dict(spoiled({"model.descriptor.sel": [3]})["model"], "frozen.dp")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [("loss_func", "mae", '"mse"'), ("use_huber", True, "false"), ("relative_f", 0.1, "null")],
+)
+def test_errors_that_the_kalman_filter_does_not_know_are_refused(name, value, shown):
+    (found,) = problems_of(spoiled({"optimizer": {"type": "LKF"}, f"loss.{name}": value}))
+    assert f"loss.{name} = " in found
+    assert f"LKF does not know it. Set it to {shown}." in found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.average_effects import average_words, bank_warnings, of_averages
 from deepmd_ema.config.messages import path_of, show
-from deepmd_ema.config.optim import ExpSchedule, WsdSchedule
+from deepmd_ema.config.optim import LKF, ExpSchedule, WsdSchedule
 
 if TYPE_CHECKING:
     from deepmd_ema.config.run import RunConfig
@@ -68,7 +68,7 @@ def config_summary(config: RunConfig) -> list[str]:
         f"neuron {_dashes(d.neuron)}, axis_neuron {d.axis_neuron}, {_dtype(d.precision)}",
         f"fitting        {net.type}, neuron {_dashes(net.neuron)}, {_dtype(net.precision)}",
         f"learning rate  {_schedule_words(config)}",
-        f"optimizer      {config.optimizer.type}" + _decay_words(config.optimizer.weight_decay),
+        f"optimizer      {config.optimizer.type}" + _decay_words(getattr(config.optimizer, "weight_decay", 0.0)),
         f"loss           {_loss_words(config)}",
         f"run            {length}, batch_size {show(training.training_data.batch_size)}, "
         f"seed {'random' if training.seed is None else training.seed}",
@@ -90,6 +90,8 @@ def _of_learning_rate(config: RunConfig) -> Ignored:
     yield "learning_rate.scale_by_worker", "the learning rate is taken as it is"
     if lr.warmup_steps == 0 and not lr.warmup_ratio:
         yield "learning_rate.warmup_start_factor", "there is no warm-up"
+    if isinstance(config.optimizer, LKF):
+        yield "learning_rate.start_lr", "LKF has no learning rate"
 
 
 def _of_optimizer(config: RunConfig) -> Ignored:

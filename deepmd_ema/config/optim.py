@@ -129,6 +129,23 @@ class AdaMuon:
     lr_adjust_coeff: float = option(0.2, check=positive, doc="See `lr_adjust`.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LKF:
+    """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
+
+    type: ClassVar[str] = "LKF"
+
+    kf_blocksize: int = option(
+        5120,
+        check=positive_int,
+        doc="Most weights of a block; memory and time of a step grow with it, 8 bytes times its square per block.",
+    )
+    kf_start_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the start.")
+    kf_limit_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the end.")
+    kf_start_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the start.")
+    kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
+
+
 def _is_delta(value: Any) -> bool:
     return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
+from deepmd_ema.config.optim import LKF
 from deepmd_ema.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -257,6 +258,47 @@ def warmup_ends_in_the_run(config: RunConfig) -> Found:
     steps, warmup = config.training.numb_steps, config.learning_rate.warmup_steps
     if steps is not None and warmup >= steps:
         yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
+
+
+# ---- optimizer
+
+
+@rule("optimizer", "training.zero_stage")
+def lkf_needs_whole_gradients(config: RunConfig) -> Found:
+    """LKF shares nothing out between ranks: a block of its covariance has weights of several layers."""
+    stage = config.training.zero_stage
+    if isinstance(config.optimizer, LKF) and stage > 0:
+        yield (
+            "training.zero_stage",
+            f" = {stage}: LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW or AdaMuon.",
+        )
+
+
+@rule("optimizer", "training.gradient_max_norm")
+def lkf_does_not_clip(config: RunConfig) -> Found:
+    """The length of an update of LKF is the filter's, not the gradient's."""
+    norm = config.training.gradient_max_norm
+    if isinstance(config.optimizer, LKF) and norm:
+        yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
+
+
+@rule("optimizer", "loss")
+def lkf_fits_energies_and_forces(config: RunConfig) -> Found:
+    """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
+    if not isinstance(config.optimizer, LKF):
+        return
+    loss = config.loss
+    for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
+        if getattr(loss, name):
+            yield f"loss.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
+    for name, plain in LKF_LOSS.items():
+        value = getattr(loss, name)
+        if value != plain:
+            yield f"loss.{name}", f" = {show(value)}: LKF does not know it. Set it to {show(plain)}."
+
+
+LKF_LOSS = {"loss_func": "mse", "use_huber": False, "f_use_norm": False, "relative_f": None,
+            "intensive_ener_virial": False}  # fmt: skip
 
 
 # ---- loss

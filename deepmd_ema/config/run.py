@@ -8,7 +8,7 @@ from typing import Any
 from deepmd_ema.config.averaging import LIVE, SHORT_FORM
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.model import ModelConfig
-from deepmd_ema.config.optim import Adam, AdaMuon, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
+from deepmd_ema.config.optim import LKF, Adam, AdaMuon, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
 from deepmd_ema.config.training import Training, Validating
 
 
@@ -25,7 +25,9 @@ class RunConfig:
     learning_rate: ExpSchedule | CosineSchedule | WsdSchedule = option(
         default_type="exp", doc="How the learning rate goes down."
     )
-    optimizer: Adam | AdamW | AdaMuon = option(Adam(), default_type="Adam", doc="How parameters follow gradients.")
+    optimizer: Adam | AdamW | AdaMuon | LKF = option(
+        Adam(), default_type="Adam", doc="How parameters follow gradients."
+    )
     loss: EnerLoss = option(EnerLoss(), default_type="ener", doc="What is minimized.")
     training: Training = option(doc="How long, on which data, and what is written when.")
     validating: Validating = option(Validating(), doc="Full validation and the best weights.")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from deepmd_ema.averaging import AverageBank, note_unused
 from deepmd_ema.config import config_warnings, ignored_options, load_config
 from deepmd_ema.loss import build_loss
-from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.runtime import keep_freed_memory, make_runtime
 from deepmd_ema.train import banner, parts
@@ -22,7 +21,6 @@ from deepmd_ema.train.parallel import refuse_several_processes
 from deepmd_ema.train.places import check_places, write_config
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.resume import Origin, adopt_model, check_continuity, find_origin, run_id
-from deepmd_ema.train.step import GradientStep
 from deepmd_ema.train.task import TaskMixture
 from deepmd_ema.train.trainer import Trainer
 
@@ -90,7 +88,6 @@ def assemble(
     sampler = parts.make_sampler(prepared.train, config.training.training_data, prepared.seed, "frames", runtime)
     num_steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
     loss = build_loss(config.loss, config.learning_rate.start_lr)
-    optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()), runtime.device)
     schedule = build_schedule(config.learning_rate, num_steps)
     tracked = tracked_averages(config, sampler, should_update)
     bank = AverageBank(model, [t.profile for t in tracked]) if tracked else None
@@ -99,7 +96,7 @@ def assemble(
     validator = parts.make_validator(plan)
     trainer = Trainer(
         tasks=TaskMixture([parts.make_task(plan, loss, sampler)], seed=prepared.seed),
-        take_step=GradientStep(model, optimizer, schedule, config.training.gradient_max_norm or None),
+        take_step=parts.make_step(plan, schedule),
         bank=bank,
         validator=validator,
         saver=parts.make_saver(plan, validator),

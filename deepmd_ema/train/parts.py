@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
+from deepmd_ema import config as sections
 from deepmd_ema.config import to_dict
 from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.optim.build import build_optimizer
+from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
 from deepmd_ema.runtime import seed_for
 from deepmd_ema.train.display import Display
+from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.places import snapshot_folder, suffixed
 from deepmd_ema.train.saver import Payloads, Saver, Snapshots
+from deepmd_ema.train.step import GradientStep
 from deepmd_ema.train.task import Task
 from deepmd_ema.train.validate import LIVE, FullValidation, Validated
 
@@ -24,9 +29,11 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.data.npy import System
     from deepmd_ema.loss import EnerLoss
+    from deepmd_ema.optim.schedule import Schedule
     from deepmd_ema.runtime import Runtime
     from deepmd_ema.train.averages import Tracked
     from deepmd_ema.train.prepare import Prepared
+    from deepmd_ema.train.step import Step
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,16 @@ def make_task(plan: Plan, loss: EnerLoss, sampler: Sampler) -> Task:
     order = make_sampler(prepared.valid, training.validation_data, prepared.seed, "display frames", plan.runtime)
     shown = Loader(prepared.valid, order, model.layout, cache=prepared.cache, pin=pin)
     return Task("", model, loss, frames, shown, training.validation_data.numb_btch)
+
+
+def make_step(plan: Plan, schedule: Schedule) -> Step:
+    """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
+    config, model = plan.prepared.config, plan.prepared.model
+    if isinstance(config.optimizer, sections.LKF):
+        kalman = LKF(model.named_parameters(), config.optimizer.kf_blocksize)
+        return KalmanStep(model, kalman, schedule, config.optimizer, plan.num_steps, plan.prepared.seed)
+    optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()), plan.runtime.device)
+    return GradientStep(model, optimizer, schedule, config.training.gradient_max_norm or None)
 
 
 def make_validator(plan: Plan) -> FullValidation | None:

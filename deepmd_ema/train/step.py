@@ -34,41 +34,34 @@ class Outcome:
     ok: Tensor
 
 
-class GradientStep:
-    """Takes optimizer steps on a module that holds every trained parameter.
+class Step:
+    """What takes the steps of a run; a subclass says how one batch changes the weights.
 
-    After the first non-finite loss or gradient no later step changes the weights, on the device and without waiting
-    for it; :meth:`raise_if_diverged` then tells which step it was.
+    After the first step that was not finite no later one changes the weights, on the device and without waiting for
+    it; :meth:`raise_if_diverged` then tells which step it was.
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
-        optimizer: fused Adam or the like over ``module``'s trainable parameters.
-        schedule: learning rate as a function of the 0-based step.
-        max_norm: largest global L2 norm of the gradient, or None for no clipping.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, max_norm: float | None
-    ) -> None:
-        self._module, self._optimizer, self._schedule, self._max_norm = module, optimizer, schedule, max_norm
+    stands = "as before that step"  # the weights, after a step that was not finite
+    remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
+
+    def __init__(self, module: nn.Module) -> None:
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
-        rate = self._schedule(step - 1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.zero_grad(set_to_none=True)
-        prediction = task.model(batch, need_virial=task.loss.need_virial)
-        total, values = task.loss(prediction, batch, rate)
-        total.backward()
-        norm = clip_gradients(self._trained, self._max_norm)
-        finite = torch.isfinite(norm) & torch.isfinite(total.detach()) & (self._first_bad == 0)
-        self._first_bad = torch.where(finite | (self._first_bad > 0), self._first_bad, step)
-        ok = finite.to(torch.float32)
-        guarded_step(self._optimizer, 1 - ok)
-        return Outcome(rate, values, ok)
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer remembers, by parameter name."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with what the optimizer of ``state`` remembers."""
+        raise NotImplementedError
 
     @property
     def checks_are_free(self) -> bool:
@@ -92,9 +85,46 @@ class GradientStep:
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
             f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}{more}. The weights "
-            "stand as before that step and no checkpoint with bad numbers was written. Look at these frames with "
-            "`dp-ema check`, lower learning_rate.start_lr, or set training.gradient_max_norm."
+            f"stand {self.stands} and no checkpoint with bad numbers was written. Look at these frames with "
+            f"`dp-ema check`, {self.remedy}."
         )
+
+    def _note(self, finite: Tensor, step: int) -> Tensor:
+        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step."""
+        good = finite & (self._first_bad == 0)
+        self._first_bad = torch.where(good | (self._first_bad > 0), self._first_bad, step)
+        return good.to(torch.float32)
+
+
+class GradientStep(Step):
+    """Follows the gradient of the loss with an optimizer.
+
+    Args:
+        module: owner of the parameters, by the names that checkpoints use.
+        optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
+        schedule: learning rate as a function of the 0-based step.
+        max_norm: largest global L2 norm of the gradient, or None for no clipping.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, max_norm: float | None
+    ) -> None:
+        super().__init__(module)
+        self._module, self._optimizer, self._schedule, self._max_norm = module, optimizer, schedule, max_norm
+
+    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
+        """Update the weights with one batch; ``step`` counts from 1."""
+        rate = self._schedule(step - 1)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+        prediction = task.model(batch, need_virial=task.loss.need_virial)
+        total, values = task.loss(prediction, batch, rate)
+        total.backward()
+        norm = clip_gradients(self._trained, self._max_norm)
+        ok = self._note(torch.isfinite(norm) & torch.isfinite(total.detach()), step)
+        guarded_step(self._optimizer, 1 - ok)
+        return Outcome(rate, values, ok)
 
     def state_dict(self) -> dict[str, Any]:
         """Return moments and counters by parameter name."""

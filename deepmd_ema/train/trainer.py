@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.train.display import Display
     from deepmd_ema.train.saver import Saver
-    from deepmd_ema.train.step import GradientStep, Outcome
+    from deepmd_ema.train.step import Outcome, Step
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
 
@@ -62,7 +62,7 @@ class Trainer:
     """
 
     tasks: TaskMixture
-    take_step: GradientStep
+    take_step: Step
     bank: AverageBank | None
     validator: FullValidation | None
     saver: Saver

@@ -1,0 +1,139 @@
+"""LKF: the layer-wise extended Kalman filter (RLEKF), which fits weights to one measurement after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.errors import CheckpointError
+
+MEMORY = 0.98  # RLEKF: the first memory factor lambda
+MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
+
+
+class LKF:
+    """Reorganized layer extended Kalman filter (Hu et al., AAAI 2023, arXiv:2212.06989, algorithm 1).
+
+    All weights stand in one row, cut into L blocks; each has a covariance P, at first the identity. An update with the
+    error e of a measurement and its gradient H, in blocks H_l:
+
+        A   = 1 / sum_l (lambda + H_l^T P_l H_l)
+        K_l = P_l H_l
+        w_l <- w_l + A * e * K_l
+        P_l <- (P_l - A * K_l K_l^T) / lambda
+        lambda <- nu * lambda + 1 - nu
+
+    Neighbors in the row share a block while they have at most ``block_size`` weights together; a larger parameter is
+    cut, and shares with nobody. The memory of all P is that of L times ``block_size`` squared numbers at most.
+
+    Args:
+        named_parameters: parameters by name; those with ``requires_grad`` off are left out.
+        block_size: most weights of a block.
+
+    Attributes:
+        parameters: those that are trained.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], block_size: int = 5120) -> None:
+        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.parameters = [p for _, p in trained]
+        self._shapes = {name: tuple(p.shape) for name, p in trained}
+        self._sizes = block_sizes([p.numel() for p in self.parameters], block_size)
+        first = self.parameters[0]
+        dtype = first.dtype
+        for p in self.parameters:
+            dtype = torch.promote_types(dtype, p.dtype)
+        self._memory = torch.tensor(MEMORY, dtype=torch.float64, device=first.device)
+        self._covariances = [torch.eye(size, dtype=dtype, device=first.device) for size in self._sizes]
+
+    @torch.no_grad()
+    def update(self, gradients: Sequence[Tensor], error: Tensor, ok: Tensor) -> None:
+        """Take in one measurement; nothing waits for the device.
+
+        Args:
+            gradients: of what was measured, one for each of ``parameters``.
+            error: scalar, measured minus predicted.
+            ok: scalar; where it is 0, weights and covariances stay as they are, bit by bit.
+        """
+        good = ok > 0
+        row = torch.cat([_in_row(g).to(self._covariances[0].dtype) for g in gradients]).split(self._sizes)
+        gains = [covariance @ part for covariance, part in zip(self._covariances, row)]
+        memory = self._memory.to(gains[0].dtype)
+        spread = torch.stack([memory + part @ gain for part, gain in zip(row, gains)]).sum()
+        change = torch.cat(gains) * (error.to(gains[0].dtype) / spread)
+        for covariance, gain in zip(self._covariances, gains):
+            new = torch.addr(covariance, gain, gain / spread, alpha=-1).div_(memory)
+            # rounding must not make it lopsided
+            covariance.copy_(torch.where(good, (new + new.mT).mul_(0.5), covariance))
+        for p, part in zip(self.parameters, change.split([p.numel() for p in self.parameters])):
+            p.copy_(torch.where(good, p + _from_row(part, p).to(p.dtype), p))
+        self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies in host memory of the memory factor and all covariances, and whose they are."""
+        return {
+            "type": "LKF",
+            "parameters": dict(self._shapes),
+            "memory": self._memory.to("cpu", copy=True),
+            "covariances": [c.to("cpu", copy=True) for c in self._covariances],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the memory factor and covariances of ``state``.
+
+        Raises:
+            CheckpointError: if the state is of another optimizer, other parameters or other blocks; nothing is changed.
+        """
+        self._check(state)
+        self._memory.copy_(state["memory"])
+        for own, given in zip(self._covariances, state["covariances"]):
+            own.copy_(given)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        where = "optimizer state of the checkpoint"
+        if state.get("type") != "LKF":
+            raise CheckpointError(
+                f"{where}: it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is LKF. Set it back, "
+                "or start anew from the weights with --init-model."
+            )
+        found = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        if list(found.items()) != list(self._shapes.items()):
+            differing = sorted(dict(found.items() ^ self._shapes.items()))[:8]
+            raise CheckpointError(
+                f"{where}: covariances of other parameters than this model's: {', '.join(differing)}."
+            )
+        sizes = [c.shape[0] for c in state["covariances"]]
+        if sizes != self._sizes:
+            raise CheckpointError(
+                f"{where}: {len(sizes)} blocks of up to {max(sizes)} weights, optimizer.kf_blocksize makes "
+                f"{len(self._sizes)} of up to {max(self._sizes)}. Set kf_blocksize back."
+            )
+
+
+def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
+    """Return the sizes of the blocks into which parameters of ``counts`` weights are put, one after the other."""
+    sizes: list[int] = []
+    open_block = False
+    for count in counts:
+        if count > block_size:
+            full, rest = divmod(count, block_size)
+            sizes += [block_size] * full + [rest] * (rest > 0)
+            open_block = False
+        elif open_block and sizes[-1] + count <= block_size:
+            sizes[-1] += count
+        else:
+            sizes.append(count)
+            open_block = True
+    return sizes
+
+
+def _in_row(tensor: Tensor) -> Tensor:
+    """Return the elements of a parameter as they stand in the row: its first dim runs fastest."""
+    return tensor.permute(*reversed(range(tensor.ndim))).reshape(-1)
+
+
+def _from_row(part: Tensor, like: Tensor) -> Tensor:
+    return part.view(tuple(reversed(like.shape))).permute(*reversed(range(like.ndim)))

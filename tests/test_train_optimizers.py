@@ -1,0 +1,207 @@
+"""Runs with AdaMuon and the Kalman filter: errors go down, a restart is the same run, what cannot be is refused."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same, tiny_input
+from test_optim_lkf import GOLDEN, PEER, numbered
+from torch import nn
+
+from deepmd_ema.config import LKF as LKFConfig
+from deepmd_ema.config import EnerLoss
+from deepmd_ema.errors import DivergedError
+from deepmd_ema.keys import ENERGY, FORCE
+from deepmd_ema.loss import build_loss
+from deepmd_ema.optim.lkf import LKF
+from deepmd_ema.train import kalman
+from deepmd_ema.train.assemble import run_training
+from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
+
+KINDS = {
+    "AdaMuon": {"type": "AdaMuon"},
+    "LKF": {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0},
+}
+NO_VIRIAL = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}
+
+
+def run(folder, monkeypatch, training, kind, *, num_steps=20, restart=None, **changes):
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    config = tiny_input([training], num_steps=num_steps, optimizer=KINDS[kind], **NO_VIRIAL, **changes)
+    (folder / "input.json").write_text(json.dumps(config))
+    run_training("input.json", restart=restart, device="cpu")
+    return torch.load(folder / f"model.ckpt-{num_steps}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_go_down(kind, tmp_path, monkeypatch, water_like):
+    rates = {"learning_rate__start_lr": 0.02, "learning_rate__stop_lr": 1e-3}
+    run(tmp_path, monkeypatch, water_like, kind, num_steps=60, training__disp_freq=1, **rates)
+    rows = np.genfromtxt(tmp_path / "lcurve.out", names=True)
+    for name in ("rmse_e_trn", "rmse_f_trn"):
+        first, last = rows[name][:3].mean(), rows[name][-3:].mean()
+        assert last < 0.8 * first, (name, first, last)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_is_the_same_run_to_the_last_bit(kind, tmp_path, monkeypatch, water_like):
+    whole = run(tmp_path / "whole", monkeypatch, water_like, kind, training__save_freq=20)
+    run(tmp_path / "parts", monkeypatch, water_like, kind, num_steps=20, training__save_freq=10)
+    for name in ("model.ckpt-20.pt", "lcurve.out"):
+        (tmp_path / "parts" / name).unlink()
+    again = run(tmp_path / "parts", monkeypatch, water_like, kind, training__save_freq=10, restart="model.ckpt-10.pt")
+    assert_same(whole["model"], again["model"])
+    assert_same(whole["optimizer"], again["optimizer"])
+
+
+class Itself(nn.Module):
+    """A model whose parameters are its energies and forces; ``poison`` makes the n-th evaluation of forces infinite."""
+
+    def __init__(self, energy, force, poison=None):
+        super().__init__()
+        self.energy, self.force = nn.Parameter(energy.clone()), nn.Parameter(force.clone())
+        self.poison, self.calls = poison, 0
+
+    def forward(self, batch, need_virial=False):
+        self.calls += 1
+        force = self.force.flatten(0, 1) * (torch.inf if self.calls == self.poison else 1)
+        return {ENERGY: self.energy.flatten() * 1, FORCE: force}
+
+
+def as_batch(energy, force, sizes=None):
+    frames, atoms = force.shape[:2]
+    sizes = torch.full((frames,), atoms) if sizes is None else sizes
+    found = torch.ones(frames, dtype=torch.float64)
+    return SimpleNamespace(
+        num_atoms=sizes,
+        num_frames=frames,
+        atom_frame=torch.repeat_interleave(torch.arange(frames), sizes),
+        labels={ENERGY: energy.flatten(), FORCE: force.flatten(0, 1)},
+        found={ENERGY: found, FORCE: found.clone()},
+        in_file_order=lambda values: values,
+    )
+
+
+@pytest.fixture
+def measured():
+    """The golden update: (model, batch, numbers that choose the atoms, parameters after it)."""
+    with np.load(GOLDEN) as file:
+        golden = {name: torch.tensor(file[name]) for name in file.files}
+    model = Itself(golden["wrapper/w/energy"], golden["wrapper/w/force"])
+    batch = as_batch(golden["wrapper/energy"], golden["wrapper/force"])
+    counts = torch.stack(numbered(golden, "wrapper/counts/"))
+    atoms = counts.shape[1]
+    numbers = torch.stack([(torch.repeat_interleave(torch.arange(atoms), c) + 0.5) / atoms for c in counts])
+    return model, batch, numbers, {name: golden[f"wrapper/after/{name}"] for name in ("energy", "force")}
+
+
+def kalman_step(model, **factors):
+    config = LKFConfig(**(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
+    task = SimpleNamespace(model=model, loss=build_loss(EnerLoss(), 1.0), name="")
+    return task, KalmanStep(model, LKF(model.named_parameters(), 100), lambda _: 1.0, config, 10, 0)
+
+
+def test_a_step_of_the_kalman_filter_is_that_of_deepmd_kit(measured, monkeypatch):
+    model, batch, numbers, after = measured
+    factors = {f"kf_{when}_pref_{term}": c for when in ("start", "limit") for term, c in (("e", 1.5), ("f", 3.0))}
+    task, step = kalman_step(model, **factors)
+    monkeypatch.setattr(step, "_draws", lambda _: numbers)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    outcome = step(task, batch, 1)
+    assert outcome.ok == 1
+    for name, p in model.named_parameters():
+        assert (p.detach() - before[name]).abs().max() > 1e4 * PEER
+        assert (p.detach() - after[name]).abs().max() < PEER
+
+
+def test_factors_go_from_start_to_limit_as_in_deepmd_kit(measured):
+    """The numbers are those that a run of five steps from 2 to 1 and from 5 to 1 gave its Kalman filter."""
+    _, step = kalman_step(measured[0])
+    step._num_steps = 5
+    seen = [step._between(2.0, 1.0, k) for k in (1, 2, 3, 4, 5)]
+    assert seen == pytest.approx([2.0, 1.7411011265922482, 1.515716566510398, 1.3195079107728942, 1.1486983549970349])
+    assert step._between(5.0, 1.0, 3) == pytest.approx(2.626527804403767)
+
+
+def test_atoms_are_drawn_by_seed_and_step_and_all_are_reached(measured):
+    _, step = kalman_step(measured[0])
+    assert torch.equal(step._draws(3), step._draws(3))
+    assert not torch.equal(step._draws(3), step._draws(4))
+    drawn = torch.cat([step._draws(k).flatten() for k in range(1, 40)])
+    assert set((drawn * 10).long().tolist()) == set(range(10))
+
+
+def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
+    force = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).requires_grad_()
+    batch = SimpleNamespace(
+        num_atoms=torch.tensor([2, 3]),
+        labels={FORCE: torch.zeros(5, 3, dtype=torch.float64)},
+        found={FORCE: torch.ones(2, dtype=torch.float64)},
+        in_file_order=lambda values: values,
+    )
+    scalar, error, found = measure_force(force, batch, 1.0, torch.tensor([0.1, 0.99]))
+    (gradient,) = torch.autograd.grad(scalar, force)
+    # atoms 0 and 1 of the first frame, 0 and 2 of the second; errors are all negative: labels are zero
+    expected = torch.tensor([1 / 2, 1 / 2, 1 / 3, 0, 1 / 3], dtype=torch.float64)[:, None] / 6
+    signs = torch.where(force > 0, -1, 1)
+    torch.testing.assert_close(gradient, expected * signs)
+    means = [force[[0, 1]].mean().item() / 2, force[[2, 4]].mean().item() / 3]
+    assert error.item() == pytest.approx(2**0.5 * sum(means) / 2)
+    assert found == 1
+
+
+def test_frames_without_a_label_do_not_count(measured):
+    model, batch, _, _ = measured
+    energy = model.energy.flatten()
+    batch.found[ENERGY][0] = 0
+    part = measure_energy(energy, batch, 1.0)
+    only = measure_energy(energy[1:], as_batch(batch.labels[ENERGY][1:], torch.zeros(2, 10, 3)), 1.0)
+    assert part[1] == only[1]
+    assert part[0] == only[0]
+    batch.found = {name: torch.zeros(3, dtype=torch.float64) for name in (ENERGY, FORCE)}
+    before = [p.detach().clone() for p in model.parameters()]
+    task, step = kalman_step(model)
+    memory = step.state_dict()
+    assert step(task, batch, 1).ok == 1
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+    assert_same(memory, step.state_dict())
+
+
+@pytest.mark.parametrize("poison", [1, 3])
+def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
+    model, batch, _, _ = measured
+    model.poison = poison
+    task, step = kalman_step(model)
+    assert step(task, batch, 1).ok == 0
+    stands = [p.detach().clone() for p in model.parameters()]
+    assert all(p.isfinite().all() for p in stands)
+    model.poison = None
+    assert step(task, batch, 2).ok == 0
+    assert step.first_bad_step() == 1
+    assert all(torch.equal(p, q) for p, q in zip(stands, model.parameters()))
+    frames = SimpleNamespace(position=2, frames_at=lambda _: (("water", 3),))
+    tasks = SimpleNamespace(draw=lambda _: task)
+    task.frames, task.batch_at = frames, frames.frames_at
+    with pytest.raises(
+        DivergedError, match=r"step 1.*water frame 3.*stand as before its first update that was not"
+    ) as e:
+        step.raise_if_diverged(tasks, 2)
+    assert "lower optimizer.kf_start_pref_e" in str(e.value)
+
+
+def test_a_term_that_the_loss_leaves_out_is_not_fitted(measured):
+    model, batch, _, _ = measured
+    task, step = kalman_step(model)
+    task.loss = build_loss(EnerLoss(start_pref_f=0.0, limit_pref_f=0.0), 1.0)
+    force = model.force.detach().clone()
+    step(task, batch, 1)
+    assert torch.equal(force, model.force)
+    assert model.calls == 1
+    task.loss = build_loss(EnerLoss(start_pref_e=0.0, limit_pref_e=0.0), 1.0)
+    energy = model.energy.detach().clone()
+    step(task, batch, 2)
+    assert model.calls == 1 + kalman.GROUPS
+    assert torch.equal(energy, model.energy)
