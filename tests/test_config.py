@@ -383,6 +383,7 @@ WITHOUT_EFFECT = [
     ({"learning_rate.scale_by_worker": "sqrt"}, "learning_rate.scale_by_worker"),
     ({"learning_rate.warmup_start_factor": 0.1}, "learning_rate.warmup_start_factor = 0.1: no effect, there is no"),
     ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
+    ({"optimizer": {"type": "HybridMuon", "flash_muon": False}}, "optimizer.flash_muon = false: no effect"),
     ({"optimizer": {"type": "LKF"}}, "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate"),
     ({"loss.huber_delta": 0.1}, "loss.huber_delta = 0.1: no effect"),
     ({"loss.loss_func": "mae", "loss.use_huber": True}, "loss.use_huber = true: no effect, loss_func is mae"),

@@ -105,7 +105,7 @@ BAD = [
     ({"model.descriptor.type": "dpa3"}, 'model.descriptor.type = "dpa3"', [NOT_YET, "se_e2_a"]),
     ({"model.fitting_net.type": "dos"}, 'model.fitting_net.type = "dos"', [NOT_YET, "ener"]),
     ({"model.type": "frozen"}, 'model.type = "frozen"', [NOT_YET]),
-    ({"optimizer": {"type": "HybridMuon", "momentum": 1}}, 'optimizer.type = "HybridMuon"', [NOT_YET, "Adam, AdamW"]),
+    ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode", ["slice, flat, 2d"]),
     ({"optimizer": {"type": "LKF", "kf_start_pref_f": 0}}, "optimizer.kf_start_pref_f = 0", ["> 0"]),
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
     ({"loss.start_pref_h": 1.0}, "loss.start_pref_h = 1.0", [NOT_YET]),
@@ -220,7 +220,7 @@ BROKEN_RULES = {
     "lkf_needs_whole_gradients": (
         {"optimizer": {"type": "LKF"}, "training.zero_stage": 2},
         "training.zero_stage = 2",
-        "LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW or AdaMuon.",
+        "LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
     ),
     "lkf_does_not_clip": (
         {"optimizer": {"type": "LKF"}, "training.gradient_max_norm": 5},

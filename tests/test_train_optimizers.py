@@ -1,4 +1,4 @@
-"""Runs with AdaMuon and the Kalman filter: errors go down, a restart is the same run, what cannot be is refused."""
+"""Runs with AdaMuon, HybridMuon and the Kalman filter: errors go down, a restart is the same run."""
 
 import json
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
 
 KINDS = {
     "AdaMuon": {"type": "AdaMuon"},
+    "HybridMuon": {"type": "HybridMuon"},
     "LKF": {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0},
 }
 NO_VIRIAL = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}

@@ -6,7 +6,17 @@ from deepmd_ema.config.averaging import Average, EmaAverage, PowerAverage, SwaAv
 from deepmd_ema.config.effects import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
 from deepmd_ema.config.model import EnerFitting, ModelConfig, SeE2A
-from deepmd_ema.config.optim import LKF, Adam, AdaMuon, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
+from deepmd_ema.config.optim import (
+    LKF,
+    Adam,
+    AdaMuon,
+    AdamW,
+    CosineSchedule,
+    EnerLoss,
+    ExpSchedule,
+    HybridMuon,
+    WsdSchedule,
+)
 from deepmd_ema.config.run import RunConfig, to_dict
 from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
 
@@ -21,6 +31,7 @@ __all__ = [
     "EnerFitting",
     "EnerLoss",
     "ExpSchedule",
+    "HybridMuon",
     "ModelConfig",
     "PowerAverage",
     "RunConfig",

@@ -97,6 +97,7 @@ def _of_learning_rate(config: RunConfig) -> Ignored:
 def _of_optimizer(config: RunConfig) -> Ignored:
     if getattr(config.optimizer, "lr_adjust", 0) > 0:
         yield "optimizer.lr_adjust_coeff", "lr_adjust is above 0"
+    yield "optimizer.flash_muon", "it names a kernel of DeePMD-kit for the same numbers"
 
 
 def _of_loss(config: RunConfig) -> Ignored:

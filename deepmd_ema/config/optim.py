@@ -130,6 +130,38 @@ class AdaMuon:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridMuon:
+    """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
+
+    type: ClassVar[str] = "HybridMuon"
+
+    momentum: float = option(
+        0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
+    )
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient of a vector.")
+    adam_beta2: float = option(0.95, check=fraction, doc="Decay of the mean of the squared gradient of a vector.")
+    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay, of matrices only.")
+    lr_adjust: float = option(
+        0.0,
+        doc="Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
+        "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
+        "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
+    )
+    lr_adjust_coeff: float = option(0.18, check=positive, doc="See `lr_adjust`.")
+    muon_mode: str = option(
+        "slice",
+        choices=("slice", "flat", "2d"),
+        doc="What parameters of more than two dims are: matrices of the last two (slice), one matrix whose columns are "
+        "the last (flat), or no matrices (2d).",
+    )
+    enable_gram: bool = option(
+        True, doc="Whether matrices that are not square are made orthogonal by their Gram matrix, in float16."
+    )
+    flash_muon: bool = option(True, doc="Has no effect: it names a kernel of DeePMD-kit for the same numbers.")
+    magma_muon: bool = option(True, doc="Whether updates of matrices are damped where gradients disagree.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LKF:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 

@@ -270,7 +270,8 @@ def lkf_needs_whole_gradients(config: RunConfig) -> Found:
     if isinstance(config.optimizer, LKF) and stage > 0:
         yield (
             "training.zero_stage",
-            f" = {stage}: LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW or AdaMuon.",
+            f" = {stage}: LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW, AdaMuon or "
+            "HybridMuon.",
         )
 
 

@@ -8,7 +8,17 @@ from typing import Any
 from deepmd_ema.config.averaging import LIVE, SHORT_FORM
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.model import ModelConfig
-from deepmd_ema.config.optim import LKF, Adam, AdaMuon, AdamW, CosineSchedule, EnerLoss, ExpSchedule, WsdSchedule
+from deepmd_ema.config.optim import (
+    LKF,
+    Adam,
+    AdaMuon,
+    AdamW,
+    CosineSchedule,
+    EnerLoss,
+    ExpSchedule,
+    HybridMuon,
+    WsdSchedule,
+)
 from deepmd_ema.config.training import Training, Validating
 
 
@@ -25,7 +35,7 @@ class RunConfig:
     learning_rate: ExpSchedule | CosineSchedule | WsdSchedule = option(
         default_type="exp", doc="How the learning rate goes down."
     )
-    optimizer: Adam | AdamW | AdaMuon | LKF = option(
+    optimizer: Adam | AdamW | AdaMuon | HybridMuon | LKF = option(
         Adam(), default_type="Adam", doc="How parameters follow gradients."
     )
     loss: EnerLoss = option(EnerLoss(), default_type="ener", doc="What is minimized.")

@@ -90,7 +90,6 @@ UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
     "model.descriptor": _DESCRIPTORS,
     "model.fitting_net": ("dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
-    "optimizer": ("HybridMuon",),
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
 }
 

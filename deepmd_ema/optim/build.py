@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.optim.hybrid_muon import HybridMuon
 from deepmd_ema.optim.muon import AdaMuon
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ SHOWN = 8
 
 
 def build_optimizer(
-    config: sections.Adam | sections.AdamW | sections.AdaMuon,
+    config: sections.Adam | sections.AdamW | sections.AdaMuon | sections.HybridMuon,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
 ) -> torch.optim.Optimizer:
@@ -121,7 +122,26 @@ def _adamuon(config: sections.AdaMuon, trained: Mapping[str, nn.Parameter], _: t
     )
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": _fused, "AdamW": _fused, "AdaMuon": _adamuon}
+def _hybrid_muon(config: sections.HybridMuon, trained: Mapping[str, nn.Parameter], _: torch.device) -> HybridMuon:
+    return HybridMuon(
+        trained,
+        momentum=config.momentum,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.weight_decay,
+        lr_adjust=config.lr_adjust,
+        lr_adjust_coeff=config.lr_adjust_coeff,
+        mode=config.muon_mode,
+        gram=config.enable_gram,
+        magma=config.magma_muon,
+    )
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": _fused,
+    "AdamW": _fused,
+    "AdaMuon": _adamuon,
+    "HybridMuon": _hybrid_muon,
+}
 
 
 def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""AdaMuon: momentum made orthogonal, then scaled per element; and the Newton-Schulz iteration of Muon."""
+"""AdaMuon: momentum made orthogonal, then scaled per element."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from deepmd_ema.optim.guarded import (
     own_part,
     whole_norm,
 )
+from deepmd_ema.optim.orthogonal import newton_schulz
 
-NS_COEFFS = (3.4445, -4.7750, 2.0315)  # Muon (Keller Jordan, 2024): a quintic fitted to be steep at 0
-NS_STEPS = 5
-NS_EPS = 1e-7
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
 EPS = 1e-8
 
@@ -88,7 +86,7 @@ class AdaMuon(GuardedOptimizer):
         momentum = local(state["momentum"]).lerp(gradient, 1 - beta)
         sign = gathered(gradient.lerp(momentum, beta).sign().to(torch.bfloat16), p)
         rows, columns = p.shape[0], p.numel() // max(1, p.shape[0])
-        direction = newton_schulz(sign.reshape(rows, columns)).to(torch.float32).reshape(p.shape)
+        direction = newton_schulz(sign.reshape(1, rows, columns)).to(torch.float32).reshape(p.shape)
         direction = own_part(direction, p)
         second = (local(state["second_moment"]) * beta).addcmul_(direction, direction, value=1 - beta)
         scaled = direction / (second.sqrt() + EPS)
@@ -97,27 +95,6 @@ class AdaMuon(GuardedOptimizer):
         scaled *= matrix_scale(rows, columns, group["lr_adjust"], group["lr_adjust_coeff"])
         new = (local(p) * (1 - lr * group["weight_decay"])).add_(scaled, alpha=-lr)
         return {"": new, "momentum": momentum, "second_moment": second}
-
-
-def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return, nearly, the orthogonal factor U V^T of a matrix U S V^T, in bfloat16.
-
-    Five steps of ``X <- a X + b (X X^T) X + c (X X^T)^2 X`` from ``X = matrix / |matrix|``, with the coefficients of
-    Muon (Keller Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks"), bring singular values
-    to between about 0.7 and 1.2. A matrix of zeros stays zero.
-
-    Args:
-        matrix: (R, C).
-    """
-    a, b, c = NS_COEFFS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(torch.bfloat16)
-    x = x.mT if tall else x
-    x = x / x.norm().clamp(min=NS_EPS)
-    for _ in range(NS_STEPS):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
 
 
 def adam_rate(lr: float, lr_adjust: float) -> float:

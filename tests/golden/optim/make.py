@@ -34,13 +34,19 @@ SHAPES = {
 }
 STEPS = 4
 LR = 1e-3
-CLASSES = {"AdaMuon": AdaMuonOptimizer, "HybridMuon": HybridMuonOptimizer, "Adam": torch.optim.Adam}
+CLASSES = {
+    "Adam": torch.optim.Adam,  # the ones it uses
+    "AdamW": torch.optim.AdamW,
+    "AdaMuon": AdaMuonOptimizer,
+    "HybridMuon": HybridMuonOptimizer,
+}
 
 
 def build(kind, parameters, options):
     options = dict(options)
     if "adam_beta1" in options:
-        options["adam_betas"] = (options.pop("adam_beta1"), options.pop("adam_beta2"))
+        name = "betas" if kind.startswith("Adam") else "adam_betas"
+        options[name] = (options.pop("adam_beta1"), options.pop("adam_beta2"))
     if kind == "HybridMuon":
         options["named_parameters"] = list(parameters.items())
     return CLASSES[kind](list(parameters.values()), lr=LR, **options)
