@@ -19,7 +19,7 @@ from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_sc
 GOLDEN = Path(__file__).parent / "golden" / "optim"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
 PEER = 1e-10
-# the Gram path of DeePMD-kit is compiled, in float16: the same polynomials, rounded in another order
+# the Gram path of DeePMD-kit is in float16 everywhere, and compiled: the same polynomials, rounded otherwise
 PEER_IN_HALF = 2e-5
 CPU = torch.device("cpu")
 KINDS = ["AdaMuon", "HybridMuon"]
@@ -112,6 +112,17 @@ def test_a_parameter_without_gradient_or_with_zeros_stays_finite(kind):
         p.grad = None
     guarded_step(optimizer, torch.tensor(0.0))
     assert all(torch.equal(p, before[name]) for name, p in named.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_follows_the_learning_rate_of_the_groups(kind):
+    moved = []
+    for lr in (1e-3, 3e-3):
+        named, gradients, golden = parameters()
+        take(build_optimizer(getattr(sections, kind)(), named, CPU), named, gradients[0], lr)
+        moved.append({name: p.detach() - golden[f"w/{name}"] for name, p in named.items()})
+    for name, change in moved[0].items():
+        torch.testing.assert_close(moved[1][name], 3 * change, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

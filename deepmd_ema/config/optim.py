@@ -155,7 +155,7 @@ class HybridMuon:
         "the last (flat), or no matrices (2d).",
     )
     enable_gram: bool = option(
-        True, doc="Whether matrices that are not square are made orthogonal by their Gram matrix, in float16."
+        True, doc="Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations."
     )
     flash_muon: bool = option(True, doc="Has no effect: it names a kernel of DeePMD-kit for the same numbers.")
     magma_muon: bool = option(True, doc="Whether updates of matrices are damped where gradients disagree.")

@@ -133,7 +133,7 @@ def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -
     """
     found, sizes = batch.found[FORCE], batch.num_atoms
     first = torch.cumsum(sizes, 0) - sizes
-    chosen = first[:, None] + (numbers.to(first.device) * sizes[:, None]).long()  # (F, G)
+    chosen = first[:, None] + (numbers.to(first.device, non_blocking=True) * sizes[:, None]).long()  # (F, G)
     predicted, label = (batch.in_file_order(values)[chosen] for values in (force, batch.labels[FORCE]))
     per_atom = (weight * found / sizes)[:, None, None]
     difference = label - predicted.detach()
