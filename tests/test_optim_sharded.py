@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters give the numbers of one process: two gloo processes, parts of different size."""
+"""Optimizers with parameters or state shared out give the numbers of one process: two gloo processes, uneven parts."""
 
 import os
 
@@ -8,11 +8,11 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from deepmd_ema import config as sections
-from deepmd_ema.optim.build import build_optimizer, guarded_step
+from deepmd_ema.optim.build import KINDS, build_optimizer
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # the norm of an update is a sum of two parts, in float32
-KINDS = ["AdaMuon", "HybridMuon"]
+MUONS = ["AdaMuon", "HybridMuon"]
 
 
 class Net(nn.Module):
@@ -33,37 +33,59 @@ class Net(nn.Module):
         return (y.square().sum() + (self.cube * self.single).sin().sum()) * 0.3
 
 
-def train(net, kind, steps=4):
-    """Train, one step in between called off, and return nothing: the weights are in ``net``."""
-    optimizer = build_optimizer(getattr(sections, kind)(), net.named_parameters(), CPU)
+def train(net, optimizer, steps=4):
+    """Train, the second step called off; the weights are in ``net``."""
+    own = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
     x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
     for k in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 0.01
         optimizer.zero_grad()
         net(x).backward()
-        guarded_step(optimizer, torch.tensor(float(k == 1)))
-    return optimizer
+        own.found_inf = torch.tensor(float(k == 1))
+        optimizer.step()
 
 
-def compare(rank, folder, kind):
+def build(net, kind):
+    return build_optimizer(getattr(sections, kind)(), net.named_parameters(), CPU)
+
+
+def compare_shards(kind, rank):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
+    net, twin = Net(), Net()
+    fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    optimizer, whole = build(net, kind), build(twin, kind)
+    train(net, optimizer)
+    train(twin, whole)
+    assert net.first.to_local().shape[0] == (4, 3)[rank]
+    for (name, p), q, old in zip(net.named_parameters(), twin.parameters(), Net().parameters()):
+        assert isinstance(p, DTensor)
+        torch.testing.assert_close(p.full_tensor(), q, rtol=0, atol=ROUNDING, msg=name)
+        assert (q - old).abs().max() > 1e-4, name
+        for key, value in optimizer.state[p].items():
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            torch.testing.assert_close(value, whole.state[q][key], rtol=1e-6, atol=1e-8, msg=f"{name} {key}")
+
+
+def compare_shared_state(kind, rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net, twin = Net(), Net()
+    recipe, parameters, settings = KINDS[kind](getattr(sections, kind)(), dict(net.named_parameters()))
+    optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=recipe, lr=0.0, **settings)
+    train(net, optimizer)
+    train(twin, build(twin, kind))
+    assert len(optimizer.optim.state) < 5
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
+
+
+def on_rank(rank, folder, check, kind):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        net, twin = Net(), Net()
-        fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
-        optimizer, whole = train(net, kind), train(twin, kind)
-        assert net.first.to_local().shape[0] == (4, 3)[rank]
-        for (name, p), q, old in zip(net.named_parameters(), twin.parameters(), Net().parameters()):
-            assert isinstance(p, DTensor)
-            torch.testing.assert_close(p.full_tensor(), q, rtol=0, atol=ROUNDING, msg=name)
-            assert (q - old).abs().max() > 1e-4, name
-            for key, value in optimizer.state[p].items():
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                torch.testing.assert_close(value, whole.state[q][key], rtol=1e-6, atol=1e-8, msg=f"{name} {key}")
+        check(kind, rank)
         torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
@@ -72,6 +94,7 @@ def compare(rank, folder, kind):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("kind", KINDS)
-def test_sharded_and_whole_parameters_get_the_same_updates(tmp_path, kind):
-    mp.spawn(compare, (str(tmp_path), kind), nprocs=2, join=True)
+@pytest.mark.parametrize("kind", MUONS)
+@pytest.mark.parametrize("check", [compare_shards, compare_shared_state])
+def test_the_updates_are_those_of_one_process(tmp_path, kind, check):
+    mp.spawn(on_rank, (str(tmp_path), check, kind), nprocs=2, join=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.optim.hybrid_muon import HybridMuon
+from deepmd_ema.optim.hybrid_muon import HybridMuon, routed
 from deepmd_ema.optim.muon import AdaMuon
 
 if TYPE_CHECKING:
@@ -36,7 +36,15 @@ def build_optimizer(
         device: where the parameters are; the step counters stay there as well, so that no step waits.
     """
     trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
-    return OPTIMIZERS[config.type](config, trained, device)
+    kind, parameters, settings = KINDS[config.type](config, trained)
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=0.0, **settings)
+    if settings.get("fused"):
+        for p in trained.values():
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
+            }
+    return optimizer
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
@@ -92,51 +100,40 @@ def load_optimizer_state_by_name(
             tensor.copy_(state["state"][name][key])
 
 
-def _fused(
-    config: sections.Adam | sections.AdamW, trained: Mapping[str, nn.Parameter], device: torch.device
-) -> torch.optim.Optimizer:
-    optimizer = getattr(torch.optim, config.type)(
-        list(trained.values()),
-        lr=0.0,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=EPS,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    for p in trained.values():
-        optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=device),
-            **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
-        }
-    return optimizer
+Recipe = tuple[type[Any], list[Any], dict[str, Any]]
+"""Class of an optimizer, its parameters or groups of them, and its options."""
 
 
-def _adamuon(config: sections.AdaMuon, trained: Mapping[str, nn.Parameter], _: torch.device) -> AdaMuon:
-    return AdaMuon(
-        trained.values(),
-        momentum=config.momentum,
-        betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.weight_decay,
-        lr_adjust=config.lr_adjust,
-        lr_adjust_coeff=config.lr_adjust_coeff,
-    )
+def _fused(config: sections.Adam | sections.AdamW, trained: Mapping[str, nn.Parameter]) -> Recipe:
+    settings = {
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": EPS,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    return getattr(torch.optim, config.type), list(trained.values()), settings
 
 
-def _hybrid_muon(config: sections.HybridMuon, trained: Mapping[str, nn.Parameter], _: torch.device) -> HybridMuon:
-    return HybridMuon(
-        trained,
-        momentum=config.momentum,
-        betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.weight_decay,
-        lr_adjust=config.lr_adjust,
-        lr_adjust_coeff=config.lr_adjust_coeff,
-        mode=config.muon_mode,
-        gram=config.enable_gram,
-        magma=config.magma_muon,
-    )
+def _adamuon(config: sections.AdaMuon, trained: Mapping[str, nn.Parameter]) -> Recipe:
+    return AdaMuon, list(trained.values()), _muon_settings(config)
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+def _hybrid_muon(config: sections.HybridMuon, trained: Mapping[str, nn.Parameter]) -> Recipe:
+    more = {"mode": config.muon_mode, "gram": config.enable_gram, "magma": config.magma_muon}
+    return HybridMuon, routed(trained, config.muon_mode), {**_muon_settings(config), **more}
+
+
+def _muon_settings(config: sections.AdaMuon | sections.HybridMuon) -> dict[str, Any]:
+    return {
+        "momentum": config.momentum,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "weight_decay": config.weight_decay,
+        "lr_adjust": config.lr_adjust,
+        "lr_adjust_coeff": config.lr_adjust_coeff,
+    }
+
+
+KINDS: dict[str, Callable[..., Recipe]] = {
     "Adam": _fused,
     "AdamW": _fused,
     "AdaMuon": _adamuon,

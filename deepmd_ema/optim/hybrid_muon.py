@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class HybridMuon(GuardedOptimizer):
         s <- 0.9 * s + 0.1 * q(cos(m, g))      q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1 / (1 + exp(-x / 2))
 
     Args:
-        named_parameters: parameters that are trained, by name.
+        groups: parameters that are trained, from :func:`routed`.
         lr: learning rate.
         momentum: decay of m.
         betas: decays of Adam.
@@ -56,7 +56,7 @@ class HybridMuon(GuardedOptimizer):
 
     def __init__(
         self,
-        named_parameters: Mapping[str, nn.Parameter],
+        groups: Iterable[dict[str, Any]],
         *,
         lr: float = 0.0,
         momentum: float = 0.95,
@@ -68,7 +68,6 @@ class HybridMuon(GuardedOptimizer):
         gram: bool = True,
         magma: bool = True,
     ) -> None:
-        self._routes: dict[Tensor, str] = {p: route(name, tuple(p.shape), mode) for name, p in named_parameters.items()}
         options = {
             "lr": lr,
             "momentum": momentum,
@@ -80,11 +79,11 @@ class HybridMuon(GuardedOptimizer):
             "gram": gram,
             "magma": magma,
         }
-        super().__init__(named_parameters.values(), options)
+        super().__init__(groups, options)
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments, and scores of one half."""
-        if self._routes[p] != "muon":
+        if group["route"] != "muon":
             return adam_state(p)
         momentum = {"momentum": torch.zeros_like(p)}
         if not group["magma"]:
@@ -95,8 +94,8 @@ class HybridMuon(GuardedOptimizer):
     def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the new parameter and state by the formulas of the class."""
         lr = group["lr"]
-        if self._routes[p] != "muon":
-            decay = group["weight_decay"] if self._routes[p] == "adamw" else 0.0
+        if group["route"] != "muon":
+            decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
             return adam_change(p, state, adam_rate(lr, group["lr_adjust"]), group["betas"], ADAM_EPS, decay)
         momentum = local(state["momentum"]).lerp(local(p.grad), 1 - group["momentum"])
         shape = view_shape(tuple(p.shape), group["mode"])
@@ -111,6 +110,14 @@ class HybridMuon(GuardedOptimizer):
         part = own_part(direction.reshape(p.shape), p)
         new = (local(p) * (1 - lr * group["weight_decay"])).add_(part.to(p.dtype), alpha=-lr)
         return {"": new, **new_state}
+
+
+def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict[str, Any]]:
+    """Return the parameters in groups with the key ``route``; those of a group stay in their order."""
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, p in named_parameters.items():
+        groups.setdefault(route(name, tuple(p.shape), mode), []).append(p)
+    return [{"params": parameters, "route": kind} for kind, parameters in groups.items()]
 
 
 def route(name: str, shape: tuple[int, ...], mode: str) -> str:
