@@ -165,9 +165,10 @@ def test_the_live_weights_are_those_of_the_step_when_they_are_still_there(copy):
     assert find_snapshots(copy, step=200).reference == copy / "model.ckpt-400.pt"
 
 
-@pytest.mark.parametrize("metric", ["E:RMSE", "f:mae", "overall"])
+@pytest.mark.parametrize("metric", ["E:RMSE", "F:MAE", "overall"])
 def test_the_metric_says_what_best_means(run, metric):
-    report = run_posthoc(run, ["0.04:0.2:5"], metric=metric, say=lambda _: None)
+    report = run_posthoc(run, ["0.04:0.2:5"], metric=metric.lower(), say=lambda _: None)
+    assert report.metric == metric
     made = [score for row, score in zip(report.rows, report.scores()) if row.kind == "posthoc"]
     assert len(made) == 5
     assert report.scores()[report.best] == min(made)
@@ -373,6 +374,15 @@ def test_missing_validation_data_are_named_with_a_way_out(copy, tmp_path, water_
     assert capsys.readouterr().out.count("errors on 6 frames") == 2
 
 
+@pytest.mark.parametrize("option", ["-o", "--table", "--plot"])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(run, tmp_path, option, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["posthoc", str(run), "--sigma-rel", "0.06", option, str(tmp_path / "file" / "x.png")]) == 2
+    said = capsys.readouterr()
+    assert f"{option}: {tmp_path / 'file'}: cannot write here (a file of that name is in the way)" in said.err
+    assert not said.out
+
+
 def test_a_metric_that_is_unknown_or_has_no_label_is_refused(run, open_like):
     with pytest.raises(UserError, match=r"--metric F:RMS: unknown. Did you mean F:RMSE\?"):
         run_posthoc(run, metric="F:RMS", say=lambda _: None)
@@ -386,7 +396,8 @@ def test_a_run_that_trains_leaves_what_posthoc_needs(tmp_path, water_like, water
     folder.mkdir()
     monkeypatch.chdir(folder)
     averaging = [{**section, "snapshot_freq": 4} if section["name"] in KEPT else section for section in AVERAGING]
-    values = tiny_input([water_like], [water_like_valid], num_steps=40, training__averaging=averaging)
+    values = tiny_input([water_like], [water_like_valid], num_steps=40, training__averaging=averaging,
+                        training__save_dir="files")  # fmt: skip
     (folder / "input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json"]) == 0
     monkeypatch.chdir(tmp_path)
@@ -396,5 +407,5 @@ def test_a_run_that_trains_leaves_what_posthoc_needs(tmp_path, water_like, water
     assert "step 40, 20 snapshots" in said
     kept = find_snapshots("run")
     (made,) = combine(kept, find_mixes(kept.tracks, [0.07], 40).mixes)
-    direct = flat(load_model("run/model_p07.ckpt-40.pt").model.state_dict(), kept.averaged)
+    direct = flat(load_model("run/files/model_p07.ckpt-40.pt").model.state_dict(), kept.averaged)
     assert (flat(made, kept.averaged) - direct).norm() < 1e-4 * direct.norm()

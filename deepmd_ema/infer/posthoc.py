@@ -88,9 +88,15 @@ def run_posthoc(
         UserError: if snapshots or data are missing or wrong, or a length cannot be told from the snapshots.
     """
     folder, wanted = Path(folder), parse_lengths(sigma_rel)
-    _check_metric(metric)
+    metric = _known_metric(metric)
     where = make_runtime(device).device
+    output, table, plot = (
+        folder / default if path is None else Path(path)
+        for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
+    )
     run = find_snapshots(folder, step)
+    for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
+        checkpoint.ensure_writable(path.parent, option)
     for note in run.notes:
         say(note)
     found, reach = choose_lengths(run, wanted)
@@ -99,18 +105,17 @@ def run_posthoc(
     rows, best, weights = measure_lengths(run, found.mixes, config.model, opened, where, metric)
     report = LengthReport(run, found, reach, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
     say(report.text())
-    path = Path(folder / "model_posthoc.pt" if output is None else output)
-    checkpoint.save(path, _payload(run, report.chosen, found, weights))
-    say(f"wrote {path}: {report.chosen.words()}")
-    say(f"wrote {report.write_table(folder / 'posthoc.csv' if table is None else table)}")
+    checkpoint.save(output, _payload(run, report.chosen, found, weights))
+    say(f"wrote {output}: {report.chosen.words()}")
+    say(f"wrote {report.write_table(table)}")
     try:
-        say(f"wrote {report.plot(folder / 'posthoc.png' if plot is None else plot)}")
+        say(f"wrote {report.plot(plot)}")
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
     if "refitted_bias" in run.payload:
         say(
             "the run refitted the output bias after its last step (training.change_bias_after_training); the bias of "
-            f"this file is not refitted. To do so: dp-ema change-bias {path} -s TRAINING_SYSTEMS"
+            f"this file is not refitted. To do so: dp-ema change-bias {output} -s TRAINING_SYSTEMS"
         )
     return report
 
@@ -233,15 +238,18 @@ def _open(
         raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
 
 
-def _check_metric(metric: str) -> None:
+def _known_metric(metric: str) -> str:
+    """Return ``metric`` as it is written here."""
     known = [OVERALL, *(f"{name}:{kind}" for name in METRICS for kind in ("RMSE", "MAE"))]
-    if metric.upper() not in [name.upper() for name in known]:
+    found = next((name for name in known if name.upper() == metric.upper()), None)
+    if found is None:
         raise UserError(f"--metric {metric}: unknown. {did_you_mean(metric, known)}")
+    return found
 
 
 def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
     """Check that the frames have what ``metric`` compares with."""
-    if metric.lower() == OVERALL:
+    if metric == OVERALL:
         if all(math.isnan(live.metric(f"{name}:RMSE")) for name in ("E", "F", "V")):
             names = ", ".join(system.name for system in systems)
             raise UserError(f"no frame of {names} has an energy, a force or a virial to compare.")
