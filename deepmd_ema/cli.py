@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_ema import __version__
 from deepmd_ema.errors import ConfigError, DataError, Interrupted, UserError, did_you_mean
+from deepmd_ema.launch import find_launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave(error: BaseException, message: str, code: int, debug: bool) -> int:
     sys.stdout.flush()
-    if os.environ.get("RANK", "0") != "0" and isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
+    if find_launch().rank != 0 and isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
         return code  # the same on every rank: rank 0 has said it
     if debug:
         import traceback
@@ -128,8 +129,8 @@ def _bug(error: Exception, debug: bool) -> str:
 
 def _one_screen(error: UserError, words: Sequence[str]) -> str:
     """Return the problems of an error as one screen: a line alone, or a numbered list."""
-    rank = os.environ.get("RANK", "0")
-    head = "dp-ema" if rank == "0" else f"dp-ema (rank {rank})"
+    launch = find_launch()
+    head = "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
     problems = error.problems
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
@@ -266,7 +267,7 @@ def _doc(args: argparse.Namespace) -> None:
 def _start_logging(args: argparse.Namespace) -> None:
     from deepmd_ema.report import set_up_logging
 
-    set_up_logging(args.log_level, args.log_path, chief=os.environ.get("RANK", "0") == "0")
+    set_up_logging(args.log_level, args.log_path, chief=find_launch().rank == 0)
 
 
 class _Parser(argparse.ArgumentParser):

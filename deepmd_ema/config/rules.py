@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
 from deepmd_ema.config.run import RunConfig
+from deepmd_ema.launch import find_launch
 
 if TYPE_CHECKING:
     from deepmd_ema.config.walk import Walk
@@ -57,24 +58,12 @@ def launch_problems(config: RunConfig, environ: Mapping[str, str], walk: Walk) -
 
 
 def _launch(config: RunConfig, environ: Mapping[str, str]) -> Found:
-    stage, ranks = config.training.zero_stage, environ.get("WORLD_SIZE", "1")
-    launched = "WORLD_SIZE" in environ or "LOCAL_RANK" in environ
-    if stage > 0 and not launched:
+    stage = config.training.zero_stage
+    if stage > 0 and not find_launch(environ).launched:
         yield (
             "training.zero_stage",
             f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
             "torchrun --nproc_per_node=2 -m deepmd_ema train input.json",
-        )
-    elif stage > 0:
-        yield (
-            "training.zero_stage",
-            f" = {stage}: {NOT_AVAILABLE}. Set it to 0 and launch without torchrun: dp-ema train input.json",
-        )
-    elif ranks != "1":
-        yield (
-            "training",
-            f": launched with WORLD_SIZE={ranks}, but training on several ranks is not available in dp-ema 0.1. "
-            "Launch without torchrun: dp-ema train input.json",
         )
 
 

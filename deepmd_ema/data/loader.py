@@ -18,6 +18,7 @@ from deepmd_ema.data.npy import System
 from deepmd_ema.data.sampler import Sampler
 
 MOST_CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
+MOST_ATOMS = 1024  # in a batch of a validation
 _PATIENCE_S = 0.2  # how often a waiting thread looks whether it shall stop
 
 
@@ -149,7 +150,7 @@ def sequential_batches(
     systems: Sequence[System],
     layout: NeighborLayout,
     cache: PairCache | None = None,
-    max_atoms: int = 1024,
+    max_atoms: int = MOST_ATOMS,
     labels: Sequence[str] = (),
     rank: int = 0,
     world_size: int = 1,
@@ -173,6 +174,11 @@ def sequential_batches(
     for number, group in enumerate(_groups(systems, chosen, max_atoms)):
         if number % world_size == rank:
             yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
+
+
+def num_batches(systems: Sequence[System], max_atoms: int = MOST_ATOMS) -> int:
+    """Return how many batches :func:`sequential_batches` makes of all frames, for all ranks together."""
+    return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
 
 
 def _cache_bytes() -> int:
@@ -204,6 +210,8 @@ def _make_batch(
 ) -> Batch:
     system, frames = sampler.batch(n)
     batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
+    if sampler.is_repeat(n):
+        batch = batch.as_spare()
     return batch.pin_memory() if pin else batch
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_ema.errors import CheckpointError
 
 if TYPE_CHECKING:
     from deepmd_ema.config import Adam, AdamW
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS = 1e-8
 SHOWN = 8
@@ -23,6 +26,7 @@ def build_optimizer(
     config: Adam | AdamW,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
+    shared: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
@@ -33,18 +37,22 @@ def build_optimizer(
         config: the section ``optimizer``.
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
         device: where the parameters are; the step counters stay there as well, so that no step waits.
+        shared: whether each rank keeps the state of a part of the parameters only, updates these, and sends them to
+            all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
     """
     trained = [p for _, p in _items(named_parameters) if p.requires_grad]
-    optimizer = OPTIMIZERS[config.type](
-        trained,
-        lr=0.0,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=EPS,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    for p in trained:
-        optimizer.state[p] = {
+    settings: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": EPS,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    kind = OPTIMIZERS[config.type]
+    optimizer = _shared(kind, trained, settings) if shared else kind(trained, **settings)
+    own = _own(optimizer)
+    for p in (p for group in own.param_groups for p in group["params"]):
+        own.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=device),
             **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
         }
@@ -61,12 +69,13 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         found_inf: scalar on the device of the parameters, 1 to call the step off, else 0.
     """
     # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler calls a step off
-    assert optimizer.defaults["fused"], "only fused optimizers know found_inf"
-    optimizer.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
+    own = _own(optimizer)
+    assert own.defaults["fused"], "only fused optimizers know found_inf"
+    own.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        del own.found_inf  # type: ignore[attr-defined]
 
 
 def optimizer_state_by_name(
@@ -75,14 +84,18 @@ def optimizer_state_by_name(
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
-    Hyperparameters and the learning rate are not in it: they follow from the config and the step.
+    Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
+    shared out, every rank must call this, and only rank 0 gets all of it.
     """
+    own = _own(optimizer)
     state = {
-        name: {key: value.detach().to("cpu", copy=True) for key, value in optimizer.state[p].items()}
+        name: {key: _whole(value).to("cpu", copy=True) for key, value in own.state[p].items()}
         for name, p in _items(named_parameters)
-        if p in optimizer.state
+        if p in own.state
     }
-    return {"type": type(optimizer).__name__, "state": state}
+    if own is not optimizer:
+        state = _gathered(state)
+    return {"type": type(own).__name__, "state": state}
 
 
 def load_optimizer_state_by_name(
@@ -92,19 +105,56 @@ def load_optimizer_state_by_name(
 ) -> None:
     """Copy a state made by :func:`optimizer_state_by_name` into an optimizer over parameters of the same names.
 
+    The state must be whole, however it was or will be shared out; every rank must call this then.
+
     Raises:
         CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
     """
-    own = {name: optimizer.state[p] for name, p in _items(named_parameters) if p in optimizer.state}
-    problems = _differences(type(optimizer).__name__, own, state)
+    inner = _own(optimizer)
+    trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
+    wanted = {name: {"step": (), **{key: tuple(p.shape) for key in MOMENTS}} for name, p in trained.items()}
+    problems = _differences(type(inner).__name__, wanted, state)
     if problems:
         raise CheckpointError([f"optimizer state of the checkpoint: {problem}" for problem in problems])
-    for name, tensors in own.items():
-        for key, tensor in tensors.items():
-            tensor.copy_(state["state"][name][key])
+    for name, p in trained.items():
+        for key, tensor in inner.state.get(p, {}).items():
+            _set(tensor, state["state"][name][key])
 
 
-def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> list[str]:
+def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer of what this rank updates itself."""
+    return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+
+
+def _shared(
+    kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter], settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch compiles things of its own on the way
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **settings)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def _set(tensor: Tensor, whole: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        part = distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(part.to_local())
+    else:
+        tensor.copy_(whole)
+
+
+def _gathered(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of all ranks together on rank 0, an empty one elsewhere."""
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(state, parts)
+    return {name: tensors for part in parts or [] for name, tensors in part.items()}
+
+
+def _differences(kind: str, own: Mapping[str, Mapping[str, tuple[int, ...]]], state: Mapping[str, Any]) -> list[str]:
     if state.get("type") != kind:
         return [
             f"it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {kind}. Set it back, or start "
@@ -113,9 +163,9 @@ def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapp
     given = {f"{name}.{key}": value for name, tensors in state["state"].items() for key, value in tensors.items()}
     wanted = {f"{name}.{key}": value for name, tensors in own.items() for key, value in tensors.items()}
     reshaped = [
-        f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
+        f"{name} {tuple(given[name].shape)} instead of {wanted[name]}"
         for name in wanted.keys() & given.keys()
-        if given[name].shape != wanted[name].shape
+        if tuple(given[name].shape) != wanted[name]
     ]
     lists = {
         "missing": sorted(wanted.keys() - given.keys()),

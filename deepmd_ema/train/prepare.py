@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,13 @@ from deepmd_ema.runtime import seed_for
 from deepmd_ema.train.resume import Origin, load_weights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from deepmd_ema.batch import Batch
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.npy import System
     from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -52,18 +55,41 @@ class Prepared:
     seed: int
 
 
-def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False) -> Prepared:
+def prepare(config: RunConfig, origin: Origin, ranks: Ranks, skip_neighbor_stat: bool = False) -> Prepared:
     """Open and check the data, resolve ``sel``, and make the model with its first weights.
 
-    A new run gets statistics from data; a run that starts from a file takes those of the file.
+    A new run gets statistics from data; a run that starts from a file takes those of the file. The chief looks at the
+    data, and the others learn what it has found.
 
     Raises:
         DataError: with every problem of the data at once.
     """
+    seed = config.training.seed
+    assert seed is not None, "a run without a seed draws one before this"
+    with ranks.together():
+        train, valid = open_run(config)
+    made: list[Prepared] = []
+
+    def look() -> tuple[RunConfig, float | None, Mapping[str, Tensor]]:
+        made.append(_look(config, origin, train, valid, skip_neighbor_stat))
+        return made[0].config, made[0].min_nbor_dist, made[0].model.state_dict()
+
+    config, nearest, state = ranks.from_chief(look)
+    if made:
+        return made[0]
+    model = build_model(config.model, seed_for("weights", seed))
+    model.min_nbor_dist = nearest
+    model.load_state_dict(state)
+    return Prepared(config, train, valid, PairCache(model.layout), model, nearest, seed)
+
+
+def _look(
+    config: RunConfig, origin: Origin, train: Sequence[System], valid: Sequence[System], skip_neighbor_stat: bool
+) -> Prepared:
+    """Check the data, and make the model from what they are."""
     started = time.perf_counter()
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
-    train, valid = open_run(config)
     report = check_run(config, train, valid)
     for line in report.warnings:
         logger.warning("%s", line)

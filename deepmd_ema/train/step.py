@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,18 @@ class GradientStep:
         optimizer: fused Adam or the like over ``module``'s trainable parameters.
         schedule: learning rate as a function of the 0-based step.
         max_norm: largest global L2 norm of the gradient, or None for no clipping.
+        add_up: adds a scalar up over the ranks, when each holds a part of every gradient.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, max_norm: float | None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        max_norm: float | None,
+        add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._add_up = add_up
         self._module, self._optimizer, self._schedule, self._max_norm = module, optimizer, schedule, max_norm
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
@@ -60,11 +67,12 @@ class GradientStep:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        prediction = task.model(batch, need_virial=task.loss.need_virial)
+        prediction = task.trained(batch, need_virial=task.loss.need_virial)
         total, values = task.loss(prediction, batch, rate)
         total.backward()
-        norm = clip_gradients(self._trained, self._max_norm)
-        finite = torch.isfinite(norm) & torch.isfinite(total.detach()) & (self._first_bad == 0)
+        norm = clip_gradients(self._trained, self._max_norm, self._add_up)
+        # both are the same on all ranks, so that all of them decide alike
+        finite = torch.isfinite(norm) & torch.isfinite(values["rmse"]) & (self._first_bad == 0)
         self._first_bad = torch.where(finite | (self._first_bad > 0), self._first_bad, step)
         ok = finite.to(torch.float32)
         guarded_step(self._optimizer, 1 - ok)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.errors import Interrupted
+from deepmd_ema.ranks import Ranks
 from deepmd_ema.train.validate import ValidationAborted
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from deepmd_ema.train.step import GradientStep, Outcome
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
+
+
+STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
@@ -70,6 +74,7 @@ class Trainer:
     device: torch.device
     num_steps: int
     steps_per_epoch: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
     refit: Callable[[], Mapping[str, Tensor]] | None = None
     input_file: str = "input.json"
     step: int = 0
@@ -87,7 +92,7 @@ class Trainer:
         with self.stop:
             try:
                 if self.validator is not None:
-                    self.validator.stopped = self.stop
+                    self.validator.stopped = self._is_stopped
                 self._loop()
             finally:
                 self.display.close()
@@ -103,10 +108,23 @@ class Trainer:
                 self._save()
             while self.step < self.num_steps:
                 self._advance()
-                if self.stop() and self.step < self.num_steps:
+                if self._is_asked_to_stop() and self.step < self.num_steps:
                     self._leave()
         except ValidationAborted:
             self._leave()
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether some rank was asked to stop: all of them then stop after this step."""
+        # the answer of other ranks is waited for, which on a GPU is worth it now and then only
+        if self.device.type != "cpu" and self.step % STEPS_BETWEEN_QUESTIONS:
+            return False
+        return self._is_stopped()
+
+    def _is_stopped(self) -> bool:
+        asked = self.ranks.most(self.stop.signal or 0)
+        if asked and self.stop.signal is None:
+            self.stop.signal = signal.Signals(asked)
+        return asked > 0
 
     def _advance(self) -> None:
         number = self.step + 1
