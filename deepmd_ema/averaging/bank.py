@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.exchange import reshard, signals_wait
-from deepmd_ema.averaging.slots import Binding, canonical, prefix_of, unwrap
+from deepmd_ema.averaging.slots import Binding, RangeSlot, canonical, prefix_of, unwrap
 from deepmd_ema.averaging.state import load_average, model_under, saved_average
 from deepmd_ema.checkpoint import check_weights, snapshot
 from deepmd_ema.errors import ConfigError
@@ -249,7 +249,10 @@ def note_unused(state: Mapping[str, Any] | None) -> None:
 
 def _bound(profile: Profile, binding: Binding, previous: Average | None, steps: int) -> Average:
     """Return the average over the tensors of now, with what ``previous`` knows of them."""
-    average = Average(profile, [*binding.slots, *(binding.buffers if profile.buffers == "average" else [])])
+    slots = [*binding.slots, *(binding.buffers if profile.buffers == "average" else [])]
+    if profile.layout == "rank_range":
+        slots = [slot if slot.is_sharded else RangeSlot(slot) for slot in slots]
+    average = Average(profile, slots)
     if previous is None:
         average.seed(steps)
         return average

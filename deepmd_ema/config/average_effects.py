@@ -82,6 +82,8 @@ def _of_one(average: Average, config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "full_validation", "validating.full_val_start = 1 means never"
     if average.layout == "full_tensor" and config.training.zero_stage <= _NOT_SHARDED:
         yield "layout", f"every process holds all weights at zero_stage {config.training.zero_stage}"
+    if average.layout == "rank_range" and config.training.zero_stage > _NOT_SHARDED:
+        yield "layout", f"every process holds a part of the weights only at zero_stage {config.training.zero_stage}"
 
 
 # ---- allowed, but likely not meant
@@ -185,6 +187,8 @@ def _more_words(average: Average) -> Iterator[str]:
         yield average.dtype
     if average.layout == "full_tensor":
         yield "whole on every process"
+    if average.layout == "rank_range":
+        yield "a range of it on each process"
     if average.buffers == "average":
         yield "with averaged buffers"
     if isinstance(average, PowerAverage | SwaAverage) and average.snapshots:

@@ -68,9 +68,11 @@ class _Average:
     )
     layout: str = option(
         "local_shard",
-        choices=("local_shard", "full_tensor"),
-        doc="Where several processes share the weights: `local_shard`: each averages the part that it holds, without "
-        "communication; `full_tensor`: each holds the whole average, gathered at each update.",
+        choices=("local_shard", "full_tensor", "rank_range"),
+        doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
+        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3); `rank_range`: each "
+        "averages a range of the weights that all of them hold, so that the average takes one copy of the weights over "
+        "all ranks together (zero_stage 0 and 1).",
     )
     buffers: str = option(
         "copy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,12 @@ def spread(model: EnergyModel, ranks: Ranks, stage: int) -> nn.Module:
         return model
     # buckets that are laid out anew after the first step would add up in another order after a restart:
     # with unused parameters allowed, they stay
-    return DistributedDataParallel(model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True)
+    with warnings.catch_warnings():
+        # `broadcast_buffers` got another name in torch 2.13, which older ones do not know
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True
+        )
 
 
 def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
