@@ -261,9 +261,12 @@ def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplo
     assert "trained parameters" in caplog.text
 
 
-def test_several_processes_are_refused_by_name(start, monkeypatch):
+def test_one_of_several_processes_says_what_its_launcher_has_not_set(start, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="ranks"):
+    with pytest.raises(UserError, match="WORLD_SIZE = 2, but RANK is not set"):
+        start("run", 5)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT are not set"):
         start("run", 5)
 
 

@@ -16,6 +16,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.npy import System
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.launch import find_launch
 
 MOST_CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
 MOST_ATOMS = 1024  # in a batch of a validation
@@ -25,7 +26,7 @@ _PATIENCE_S = 0.2  # how often a waiting thread looks whether it shall stop
 class PairCache:
     """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
 
-    By default that is a quarter of the machine's memory, 4 GiB at most.
+    By default that is a quarter of the machine's memory, shared by the ranks on it, and 4 GiB at most.
 
     Nothing is thrown out when it is full: frames are drawn in permutations, where any frame is as good as another.
     Loaders, statistics and checks of one layout share one cache. May be used by several threads.
@@ -186,7 +187,7 @@ def _cache_bytes() -> int:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # no such question on this system
         return MOST_CACHE_BYTES // 4
-    return min(MOST_CACHE_BYTES, memory // 4)
+    return min(MOST_CACHE_BYTES, memory // (4 * find_launch().local_size))
 
 
 def _groups(

@@ -95,7 +95,7 @@ class EnergyModel(nn.Module):
             return out
 
     def shard_units(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
-        """Return the modules whose parameters may be gathered one after the other, and the methods beside ``forward`` that use them.
+        """Return modules whose parameters may be gathered one by one, and the methods beside ``forward`` that use them.
 
         From now on every rank evaluates all of them, whatever elements its frames have.
         """

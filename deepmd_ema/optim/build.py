@@ -81,18 +81,20 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    keep: bool = True,
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
     Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
-    shared out, every rank must call this, and only rank 0 gets all of it.
+    shared out, every rank must call this; rank 0 gets all of it, and the others nothing if ``keep`` is off.
     """
     own = _own(optimizer)
-    state = {
-        name: {key: _whole(value).to("cpu", copy=True) for key, value in own.state[p].items()}
-        for name, p in _items(named_parameters)
-        if p in own.state
-    }
+    state: dict[str, Any] = {}
+    for name, p in _items(named_parameters):
+        for key, value in own.state.get(p, {}).items():
+            whole = _whole(value)  # by all ranks, one tensor at a time
+            if keep or own is not optimizer:
+                state.setdefault(name, {})[key] = whole.to("cpu", copy=True)
     if own is not optimizer:
         state = _gathered(state)
     return {"type": type(own).__name__, "state": state}

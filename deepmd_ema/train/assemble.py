@@ -16,7 +16,7 @@ from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.ranks import Ranks, open_ranks
-from deepmd_ema.runtime import keep_freed_memory, make_runtime
+from deepmd_ema.runtime import Runtime, keep_freed_memory
 from deepmd_ema.train import banner, parts
 from deepmd_ema.train.averages import Hook, tracked_averages
 from deepmd_ema.train.bias import refit
@@ -30,7 +30,6 @@ from deepmd_ema.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
-    from deepmd_ema.runtime import Runtime
     from deepmd_ema.train.prepare import Prepared
 
 logger = logging.getLogger(__name__)
@@ -62,12 +61,12 @@ def run_training(
     Raises:
         UserError: for everything that the user can mend.
     """
-    config = load_config(input_file)
-    runtime = make_runtime(device)
-    if runtime.device.type == "cpu":
-        keep_freed_memory()
-    with open_ranks(runtime.device, find_launch()) as ranks:
+    with open_ranks(device, find_launch()) as ranks:
+        runtime = Runtime(ranks.device, ranks.rank, ranks.size)
+        if runtime.device.type == "cpu":
+            keep_freed_memory()
         with ranks.together():
+            config = load_config(input_file)
             origin = find_origin(restart, init_model)
             config = adopt_model(config, origin)
             if origin.kind == "restart":
@@ -83,6 +82,7 @@ def run_training(
         trainer.input_file = input_file
         trainer.run()
         logger.info("trained model: %s", trainer.saver.live.link)
+        del trainer  # it must be gone when the ranks part
 
 
 def _seed(config: RunConfig, output: str) -> int:
@@ -124,7 +124,7 @@ def assemble(
         bank=bank,
         validator=validator,
         saver=parts.make_saver(plan, validator),
-        display=parts.make_display(plan, loss),
+        display=parts.make_display(plan, loss, sampler.frames_per_step),
         device=runtime.device,
         num_steps=num_steps,
         steps_per_epoch=sampler.batches_per_epoch,

@@ -144,8 +144,14 @@ def make_saver(plan: Plan, validator: FullValidation | None) -> Saver:
     return Saver(payloads, live, averages, bests, training.save_freq, snapshots, plan.ranks)
 
 
-def make_display(plan: Plan, loss: EnerLoss) -> Display:
-    """Return the progress bar, the learning curves of the live weights and of averages that ask for one."""
+def make_display(plan: Plan, loss: EnerLoss, frames_per_step: float) -> Display:
+    """Return the progress bar, the learning curves of the live weights and of averages that ask for one.
+
+    Args:
+        plan: of the run.
+        loss: whose values are shown.
+        frames_per_step: mean number of frames in a step of all ranks together.
+    """
     training = plan.prepared.config.training
     chief = plan.ranks.chief
     curves: dict[str, LcurveFile | None] = {}
@@ -155,7 +161,7 @@ def make_display(plan: Plan, loss: EnerLoss) -> Display:
             file = suffixed(training.disp_file, f"_{name}" if name else "")
             curves[name] = LcurveFile(file, loss.display_names, validation=validated) if chief else None
     return Display(
-        progress=Progress(plan.num_steps, None if chief else False),
+        progress=Progress(plan.num_steps, None if chief else False, frames_per_step),
         lcurve=curves.pop("", None),
         times=IntervalTimes(),
         every=training.disp_freq,

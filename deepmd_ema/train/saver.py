@@ -52,7 +52,7 @@ class Payloads:
         if name == LIVE or self.bank is None:
             return self._copied({**head, "model": self._live()})
         info = {"profile": name, **self.bank.info(name)}
-        return self._copied({**head, "average": info, "model": self.bank.weights(name, copy=False)})
+        return self._copied({**head, "average": info, "model": self.bank.weights(name, copy=False, keep=self.writes)})
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
         """Return a copy of the average ``name`` for ``dp-ema posthoc``; what is averaged is narrowed to float32."""

@@ -57,9 +57,12 @@ class GradientStep:
         add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._add_up = add_up
-        self._module, self._optimizer, self._schedule, self._max_norm = module, optimizer, schedule, max_norm
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
+        # asked now: a module that FSDP has left gathered after a forward pass names other objects
+        self._named = dict(module.named_parameters())
+        self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+        self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
@@ -73,6 +76,7 @@ class GradientStep:
         norm = clip_gradients(self._trained, self._max_norm, self._add_up)
         # both are the same on all ranks, so that all of them decide alike
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"]) & (self._first_bad == 0)
+        self._own_fault = torch.where(self._first_bad == 0, ~torch.isfinite(total.detach()), self._own_fault)
         self._first_bad = torch.where(finite | (self._first_bad > 0), self._first_bad, step)
         ok = finite.to(torch.float32)
         guarded_step(self._optimizer, 1 - ok)
@@ -86,6 +90,10 @@ class GradientStep:
     def first_bad_step(self) -> int:
         """Return the first step with a non-finite loss or gradient, or 0; waits for the device."""
         return int(self._first_bad)
+
+    def is_own_fault(self) -> bool:
+        """Whether it was the loss of this rank's own frames that was not finite; waits for the device."""
+        return bool(self._own_fault)
 
     def raise_if_diverged(self, tasks: Any, last_step: int) -> None:
         """Raise :class:`DivergedError` with step, task and frames if any step so far was not finite."""
@@ -104,10 +112,10 @@ class GradientStep:
             "`dp-ema check`, lower learning_rate.start_lr, or set training.gradient_max_norm."
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return moments and counters by parameter name."""
-        return optimizer_state_by_name(self._optimizer, dict(self._module.named_parameters()))
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
+        return optimizer_state_by_name(self._optimizer, self._named, keep)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""
-        load_optimizer_state_by_name(self._optimizer, dict(self._module.named_parameters()), state)
+        load_optimizer_state_by_name(self._optimizer, self._named, state)

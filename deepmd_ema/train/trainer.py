@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.errors import Interrupted
+from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
 from deepmd_ema.ranks import Ranks
 from deepmd_ema.train.validate import ValidationAborted
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
+SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
@@ -36,6 +38,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -52,9 +55,10 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         return self.signal is not None
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
 
 
 @dataclass
@@ -115,7 +119,7 @@ class Trainer:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether some rank was asked to stop: all of them then stop after this step."""
-        # the answer of other ranks is waited for, which on a GPU is worth it now and then only
+        # other ranks are waited for, which on a GPU, where the host runs ahead, is worth it now and then only
         if self.device.type != "cpu" and self.step % STEPS_BETWEEN_QUESTIONS:
             return False
         return self._is_stopped()
@@ -183,23 +187,30 @@ class Trainer:
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
-            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}",
+            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}"
+            + (", launched as before" if self.ranks.size > 1 else ""),
             self.stop.signal,
         )
 
     def _raise_if_diverged(self) -> None:
-        self.take_step.raise_if_diverged(self.tasks, self.step)
+        try:
+            self.take_step.raise_if_diverged(self.tasks, self.step)
+        except DivergedError:  # on all ranks alike
+            own = self.take_step.is_own_fault()
+            if self.ranks.most(int(own)) and not own:
+                raise RankLostError("ended because the loss of another rank is not finite") from None
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs beside the weights."""
         state: dict[str, Any] = {
-            "optimizer": self.take_step.state_dict(),
+            "optimizer": self.take_step.state_dict(self.ranks.chief),
             "streams": self.tasks.state_dict(),
             "display": self.display.state_dict(),
             "owes_validation": self._owes_validation,
         }
         if self.bank is not None:
-            state["averages"] = self.bank.state_dict()
+            state["averages"] = self.bank.state_dict(self.ranks.chief)
         if self.validator is not None:
             state["best"] = self.validator.state_dict()
         return state
