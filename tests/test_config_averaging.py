@@ -337,6 +337,16 @@ def test_a_wrong_entry_does_not_hide_the_mistakes_of_another():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("start", [0, 0.5, 1, 500])
+def test_validation_is_checked_whatever_full_val_start_says(start):
+    when = {"validating__full_val_start": start}
+    (found,) = problems_of(bank(SLOW, validating__ema_full_validation=True, **when))
+    assert found.startswith('input.json: validating.ema_full_validation = true: needs "enable_ema": true in training.')
+    entry = {**SLOW, "full_validation": True}
+    (found,) = problems_of(bank(entry, training__validation_data=REMOVE, **when))
+    assert found.startswith("input.json: training.averaging[0].full_validation = true: needs training.validation_data")
+
+
 def test_validation_of_the_short_form_needs_the_short_form_whatever_the_bank_holds():
     (found,) = problems_of(bank({**SLOW, "name": "ema"}, validating__ema_full_validation=True))
     assert found == (

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.errors import Interrupted
+from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ class Trainer:
             written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
         self.display.say(f"saved {', '.join(written)}")
+        if self.bank is not None:
+            self.display.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
 
     def _leave(self) -> None:
         """Write where the run stands and end it."""
