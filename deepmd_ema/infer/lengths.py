@@ -100,7 +100,7 @@ class LengthReport:
         if winner != self.best:
             other = self.rows[winner]
             lines.append(
-                f"{other.name} is better still ({scores[winner]:.4g} against {scores[self.best]:.4g} of the chosen one)"
+                f"{other.name} is better still, by {100 * (1 - scores[winner] / scores[self.best]):.2g} % of the chosen one"
             )
         made = [row for row in self.rows if row.kind == "posthoc"]
         if len(made) > 2 and self.chosen in (made[0], made[-1]):
