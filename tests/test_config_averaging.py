@@ -486,6 +486,15 @@ def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
     assert found.endswith('Try "snapshot_freq": 12.')
 
 
+def test_snapshots_with_different_buffers_are_warned_about():
+    """They were refused after the run, by `dp-ema posthoc`."""
+    stored = {**POWER, "snapshots": True, "snapshot_freq": 100}
+    other = {**stored, "name": "p2", "sigma_rel": 0.1}
+    (found,) = warned(stored, {**other, "buffers": "average"})
+    assert "averages with different buffers (p1 copy, p2 average)" in found
+    assert warned(stored, other) == []
+
+
 def test_snapshots_of_one_length_are_warned_about():
     stored = {**POWER, "snapshots": True, "snapshot_freq": 100}
     (found,) = warned(stored, {**POWER, "name": "p2", "sigma_rel": 0.1})

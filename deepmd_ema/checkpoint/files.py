@@ -202,10 +202,9 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         return
     what = {"training": "the training checkpoint itself", "snapshot": "a snapshot of the run"}.get(kind)
     if what is not None:
+        loss = "no restart could go on" if kind == "training" else "`dp-ema posthoc` would leave it out"
         raise CheckpointError(
-            f"{option} {path}: {what}. The file written holds weights only, so that "
-            f"{'no restart could go on' if kind == 'training' else '`dp-ema posthoc` could not count on it'} from here. "
-            f"Choose another {option}."
+            f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
         )
 
 

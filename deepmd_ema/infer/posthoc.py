@@ -276,7 +276,8 @@ def _lengths(word: str) -> list[float]:
         return []
     if len(ends) == 1:
         return ends
-    return Range(ends[0], ends[1], count).values() if len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_LENGTHS else []
+    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_LENGTHS
+    return Range(ends[0], ends[1], count).values() if good else []
 
 
 def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -152,13 +152,21 @@ class Trainer:
         self.display.show_validation(self.step, results)
 
     def _save(self) -> None:
-        biases = self.refit() if self.refit is not None and self.step >= self.num_steps else None
-        with self.display.times.of("checkpoint"):
-            written = self.saver.save(self.step, self.state_dict(), biases)
-        self._saved = self.step
+        biases = None
+        if self.refit is not None and self.step >= self.num_steps:
+            if self._saved < self.step:
+                self._write()  # the fit reads many frames: what ends it early costs no step of the run
+            biases = self.refit()
+        written = self._write(biases)
         self.display.say(f"saved {', '.join(written)}")
         if self.bank is not None:
             self.display.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
+
+    def _write(self, biases: Mapping[str, Tensor] | None = None) -> list[str]:
+        with self.display.times.of("checkpoint"):
+            written = self.saver.save(self.step, self.state_dict(), biases)
+        self._saved = self.step
+        return written
 
     def _leave(self) -> None:
         """Write where the run stands and end it."""
@@ -194,7 +202,7 @@ class Trainer:
 
         Averages are loaded by the caller, who knows whether the checkpoint has them.
         """
-        self.step = step
+        self.step = self._saved = step
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.display.load_state_dict(state["display"], step)
