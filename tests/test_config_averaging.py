@@ -150,6 +150,8 @@ BAD = [
     ({**SLOW, "name": "a" * 41}, ".name", ["at most 40"]),
     ({**SLOW, "name": "live"}, '.name = "live"', ["and not live"]),
     ({**SLOW, "name": "LIVE"}, '.name = "LIVE"', ["and not live"]),
+    ({**SLOW, "name": "posthoc"}, '.name = "posthoc"', ["and not live or posthoc"]),
+    ({**SLOW, "name": "a-10"}, '.name = "a-10"', ["without a number after a - at the end"]),
     ({**SLOW, "name": 3}, ".name = 3", ["a name of"]),
     ({**SLOW, "decay": 1.0}, ".decay = 1.0", [">= 0 and < 1"]),
     ({**SLOW, "decay": -0.1}, ".decay = -0.1", [">= 0 and < 1"]),
