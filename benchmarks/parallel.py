@@ -68,8 +68,8 @@ def _memory(args: argparse.Namespace) -> str:
             print(" | ".join(rows[-1]), flush=True)
     text = (
         f"{found[0]['numel']:,} trained parameters in float32, {whole / 1e6:.1f} MB for one copy; Adam with two "
-        "moments, one average. MB that the fullest rank holds between two steps, gradients after a backward pass; what theory "
-        f"says in brackets.  \nOn {common.machine(common.programs(None), 1, 'cpu')}."
+        "moments, one average. MB that the fullest rank holds between two steps, gradients after a backward pass; what "
+        f"theory says in brackets.  \nOn {common.machine(common.programs(None), 1, 'cpu')}."
     )
     header = ["ranks", "zero_stage", *KINDS, "together"]
     return "\n\n".join([f"# Bytes per rank, {common.today()}", text, common.table(header, rows)])
@@ -103,8 +103,8 @@ def _speed(args: argparse.Namespace) -> str:
         print(" | ".join(rows[-1]), flush=True)
     text = (
         f"Water example, one frame of 96 atoms per rank and step, float64; median over {args.rounds} interleaved "
-        f"launches of {args.steps} steps each, after 10 to warm up. Exchange: share of a step's time in collectives and "
-        f"in waiting for the other ranks in them, by torch's profiler.  \nOn "
+        f"launches of {args.steps} steps each, after 10 to warm up. Exchange: share of a step's time in collectives "
+        f"and in waiting for the other ranks in them, by torch's profiler.  \nOn "
         f"{common.machine(common.programs(None), args.threads, args.device)}."
     )
     header = ["ranks", "zero_stage", "steps/s", "frames/s", "exchange"]

@@ -221,6 +221,7 @@ def _test(args: argparse.Namespace) -> None:
         atomic=args.atomic,
         plot=args.plot,
         use_average=args.use_ema,
+        profile=args.profile,
         device=args.device,
         say=print,
     )
@@ -290,7 +291,12 @@ def _start_logging(args: argparse.Namespace) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one screen instead of a page of usage."""
+    """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2 for a number."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # that of Python before 3.14 takes -1e2 for an option
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
@@ -390,7 +396,7 @@ def _test_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-d", "--detail-file", metavar="PREFIX", help="write PREFIX.e.out, .f.out, .v.out, ... per frame")
     sub.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
     sub.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", help="parity plots (parity.png)")
-    sub.add_argument("--use-ema", action="store_true", help="the averaged weights of a training checkpoint")
+    _which_average(sub)
     _device(sub)
 
 
@@ -425,9 +431,13 @@ def _change_bias_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-m", "--mode", choices=("change", "set"),
                      help="change (default): add a fit of label minus prediction; set: fit the labels")  # fmt: skip
     sub.add_argument("-o", "--output", metavar="OUT", help="default: <stem>_updated<suffix> beside INPUT")
+    _which_average(sub)
+    _device(sub)
+
+
+def _which_average(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--use-ema", action="store_true", help="the averaged weights of a training checkpoint")
     sub.add_argument("--profile", metavar="NAME", help="which average, when there are several; implies --use-ema")
-    _device(sub)
 
 
 def _count(text: str) -> int:

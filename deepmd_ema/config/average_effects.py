@@ -36,7 +36,7 @@ def bank_warnings(config: RunConfig, num_steps: int | None, steps_per: Mapping[s
         num_steps: length of the run; None while it is not known, and then little can be said.
         steps_per: steps of one of ``steps``, ``frames``, ``epochs``, as far as they are known.
     """
-    yield from _too_few_lengths(config)
+    yield from _snapshots_that_do_not_combine(config)
     if num_steps is None:
         return
     training = config.training
@@ -144,12 +144,18 @@ def _few_snapshots(
         )
 
 
-def _too_few_lengths(config: RunConfig) -> Iterator[str]:
+def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
     stored = [a for _, a in _entries(config) if isinstance(a, PowerAverage | SwaAverage) and a.snapshots]
     if stored and len({_length(a) for a in stored}) == 1:
         yield (
             f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
             "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
+        )
+    if len({a.buffers for a in stored}) > 1:
+        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
+        yield (
+            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
+            "averages of the same tensors only: give them the same."
         )
 
 

@@ -99,9 +99,8 @@ class LengthReport:
         lines.append(f"chosen by {self.metric}: {self.chosen.words()}")
         if winner != self.best:
             other = self.rows[winner]
-            lines.append(
-                f"{other.name} is better still ({scores[winner]:.4g} against {scores[self.best]:.4g} of the chosen one)"
-            )
+            better = 1 - scores[winner] / scores[self.best]
+            lines.append(f"{other.name} is better still, by {100 * better:.2g} %")
         made = [row for row in self.rows if row.kind == "posthoc"]
         if len(made) > 2 and self.chosen in (made[0], made[-1]):
             lines.append("the chosen one is at an end of the range: a length beyond it may be better still")

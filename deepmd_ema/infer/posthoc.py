@@ -37,6 +37,7 @@ NAME = "posthoc"  # what the weights are called in files and tables
 KIND = "weights"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 NUM_LENGTHS = 9
+MOST_LENGTHS = 999  # of one range: each is validated
 LABELS = (keys.ENERGY, keys.FORCE, keys.VIRIAL)
 
 
@@ -97,6 +98,9 @@ def run_posthoc(
     run = find_snapshots(folder, step)
     for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
         checkpoint.ensure_writable(path.parent, option)
+        if path.is_dir():
+            raise UserError(f"{option} {path}: a folder. Give the name of a file.")
+    checkpoint.refuse_to_replace(output, "-o")
     for note in run.notes:
         say(note)
     found, reach = choose_lengths(run, wanted)
@@ -115,7 +119,8 @@ def run_posthoc(
     if "refitted_bias" in run.payload:
         say(
             "the run refitted the output bias after its last step (training.change_bias_after_training); the bias of "
-            f"this file is not refitted. To do so: dp-ema change-bias {output} -s TRAINING_SYSTEMS"
+            "this file is not refitted, and all errors above are those before. To do so: "
+            f"dp-ema change-bias {output} -s TRAINING_SYSTEMS"
         )
     return report
 
@@ -136,7 +141,7 @@ def parse_lengths(words: Sequence[str | float] | None) -> list[float] | Range:
         if not found:
             problems.append(
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                "0.02:0.2:9 (from, to, how many, at least 2)."
+                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_LENGTHS})."
             )
     if problems:
         raise UserError(problems)
@@ -200,7 +205,9 @@ def measure_lengths(
 
 def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with what the table says of it."""
-    payload, at = run.payload, f", step {run.payload['step']:,}" if run.payload["step"] != run.step else ""
+    # a bias that was refitted after training would make live and tracked weights look better than those made here
+    payload = {name: value for name, value in run.payload.items() if name != "refitted_bias"}
+    at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
     none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "mix": None}
     live, _ = checkpoint.weights_in(payload, run.reference)
     yield {**none, "kind": "live", "name": f"live{at}", "mean_age": 0.0}, live
@@ -269,7 +276,8 @@ def _lengths(word: str) -> list[float]:
         return []
     if len(ends) == 1:
         return ends
-    return Range(ends[0], ends[1], count).values() if len(ends) == 2 and ends[0] < ends[1] and count > 1 else []
+    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_LENGTHS
+    return Range(ends[0], ends[1], count).values() if good else []
 
 
 def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -55,13 +55,17 @@ class Payloads:
         return self._copied({**head, "average": info, "model": self.bank.weights(name, copy=False, keep=self.writes)})
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
-        """Return a copy of the average ``name`` for ``dp-ema posthoc``; what is averaged is narrowed to float32."""
+        """Return a copy of the average ``name`` for ``dp-ema posthoc``; trained parameters are narrowed to float32.
+
+        Averaged buffers are not: they are few, and the energies of the elements may be large.
+        """
         assert self.bank is not None
         content = self.weights(name, step, "snapshot")
         if not self.writes:
             return content
         averaged = self.bank.averaged_names(name)
-        narrow = {n: content["model"][n].to(torch.float32) for n in averaged}
+        buffers = {n for n, _ in self.model.named_buffers()}
+        narrow = {n: content["model"][n].to(torch.float32) for n in averaged if n not in buffers}
         return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}
 
     def _live(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
 from deepmd_ema.ranks import Ranks
+from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
 
 if TYPE_CHECKING:
@@ -173,11 +174,21 @@ class Trainer:
         self.display.show_validation(self.step, results)
 
     def _save(self) -> None:
-        biases = self.refit() if self.refit is not None and self.step >= self.num_steps else None
+        biases = None
+        if self.refit is not None and self.step >= self.num_steps:
+            if self._saved < self.step:
+                self._write()  # the fit reads many frames: what ends it early costs no step of the run
+            biases = self.refit()
+        written = self._write(biases)
+        self.display.say(f"saved {', '.join(written)}")
+        if self.bank is not None:
+            self.display.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
+
+    def _write(self, biases: Mapping[str, Tensor] | None = None) -> list[str]:
         with self.display.times.of("checkpoint"):
             written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
-        self.display.say(f"saved {', '.join(written)}")
+        return written
 
     def _leave(self) -> None:
         """Write where the run stands and end it."""
@@ -220,7 +231,7 @@ class Trainer:
 
         Averages are loaded by the caller, who knows whether the checkpoint has them.
         """
-        self.step = step
+        self.step = self._saved = step
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.display.load_state_dict(state["display"], step)
