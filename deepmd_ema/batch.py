@@ -56,6 +56,7 @@ class Batch:
         fparam: (F, P) float64 or None.
         aparam: (A, Q) float64 or None.
         frames: for messages, where each frame comes from: (system, frame number in the system).
+        spare: whether it only keeps a rank in step with the others, and must not count.
     """
 
     type_counts: tuple[int, ...]
@@ -75,6 +76,7 @@ class Batch:
     fparam: Tensor | None = None
     aparam: Tensor | None = None
     frames: tuple[tuple[str, int], ...] = ()
+    spare: bool = False
 
     @property
     def num_frames(self) -> int:
@@ -84,6 +86,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is pinned."""
         return self._map(lambda t: t.to(device, non_blocking=True))
+
+    def as_spare(self) -> Batch:
+        """Return the batch with all labels marked as missing: it adds nothing to any loss or error."""
+        found = {name: torch.zeros_like(there) for name, there in self.found.items()}
+        return replace(self, found=found, spare=True)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, from which a copy to a GPU runs beside the step."""

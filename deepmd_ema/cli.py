@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_ema import __version__
-from deepmd_ema.errors import ConfigError, DataError, Interrupted, UserError, did_you_mean
+from deepmd_ema.errors import ConfigError, DataError, Interrupted, RankLostError, UserError, did_you_mean
+from deepmd_ema.launch import find_launch, speaker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except Interrupted as error:
         return _leave(error, str(error), 128 + error.signal_number, debug)
+    except RankLostError as error:
+        return _leave(error, _one_screen(error, words), EXIT_BUG, debug)  # the rank that has ended knows whose fault
     except UserError as error:
         return _leave(error, _one_screen(error, words), EXIT_USER, debug)
     except KeyboardInterrupt as error:
@@ -110,27 +113,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave(error: BaseException, message: str, code: int, debug: bool) -> int:
     sys.stdout.flush()
-    if os.environ.get("RANK", "0") != "0" and isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
-        return code  # the same on every rank: rank 0 has said it
-    if debug:
-        import traceback
+    if _says(error):
+        if debug:
+            import traceback
 
-        traceback.print_exception(error)
-    print(message, file=sys.stderr, flush=True)
+            traceback.print_exception(error)
+        print(message, file=sys.stderr, flush=True)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
     return code
+
+
+def _says(error: BaseException) -> bool:
+    """Whether this process tells the error; of several that have the same one, only one does."""
+    told: bool | None = getattr(error, "says", None)
+    if told is not None:
+        return told
+    return speaker().rank == 0 or not isinstance(error, ConfigError | Interrupted | KeyboardInterrupt)
 
 
 def _bug(error: Exception, debug: bool) -> str:
     text = " ".join(str(error).split()) or "no message"
-    line = f"dp-ema: {type(error).__name__}: {text[:400]}"
+    line = f"{_head()}: {type(error).__name__}: {text[:400]}"
     return line if debug else f"{line}\nThis should not happen. Run again with --debug for the traceback."
 
 
 def _one_screen(error: UserError, words: Sequence[str]) -> str:
     """Return the problems of an error as one screen: a line alone, or a numbered list."""
-    rank = os.environ.get("RANK", "0")
-    head = "dp-ema" if rank == "0" else f"dp-ema (rank {rank})"
-    problems = error.problems
+    head, problems = _head(), error.problems
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
     where = next((w for w in words if w.endswith((".json", ".yaml", ".yml"))), None)
@@ -144,8 +156,16 @@ def _one_screen(error: UserError, words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def _head() -> str:
+    launch = speaker()
+    return "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
+
+
 def _train(args: argparse.Namespace) -> None:
     _start_logging(args)
+    if find_launch().launched:
+        # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from deepmd_ema.train.assemble import run_training
 
     run_training(
@@ -201,6 +221,7 @@ def _test(args: argparse.Namespace) -> None:
         atomic=args.atomic,
         plot=args.plot,
         use_average=args.use_ema,
+        profile=args.profile,
         device=args.device,
         say=print,
     )
@@ -266,11 +287,16 @@ def _doc(args: argparse.Namespace) -> None:
 def _start_logging(args: argparse.Namespace) -> None:
     from deepmd_ema.report import set_up_logging
 
-    set_up_logging(args.log_level, args.log_path, chief=os.environ.get("RANK", "0") == "0")
+    set_up_logging(args.log_level, args.log_path, chief=find_launch().rank == 0)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one screen instead of a page of usage."""
+    """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2 for a number."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # that of Python before 3.14 takes -1e2 for an option
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
@@ -370,7 +396,7 @@ def _test_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-d", "--detail-file", metavar="PREFIX", help="write PREFIX.e.out, .f.out, .v.out, ... per frame")
     sub.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
     sub.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", help="parity plots (parity.png)")
-    sub.add_argument("--use-ema", action="store_true", help="the averaged weights of a training checkpoint")
+    _which_average(sub)
     _device(sub)
 
 
@@ -405,9 +431,13 @@ def _change_bias_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-m", "--mode", choices=("change", "set"),
                      help="change (default): add a fit of label minus prediction; set: fit the labels")  # fmt: skip
     sub.add_argument("-o", "--output", metavar="OUT", help="default: <stem>_updated<suffix> beside INPUT")
+    _which_average(sub)
+    _device(sub)
+
+
+def _which_average(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--use-ema", action="store_true", help="the averaged weights of a training checkpoint")
     sub.add_argument("--profile", metavar="NAME", help="which average, when there are several; implies --use-ema")
-    _device(sub)
 
 
 def _count(text: str) -> int:

@@ -43,6 +43,10 @@ class Interrupted(UserError):  # noqa: N818 - it is no fault
         super().__init__(problem)
 
 
+class RankLostError(UserError):
+    """Another process of the run has ended; nothing is wrong in this one."""
+
+
 def did_you_mean(found: str, known: Sequence[str]) -> str:
     """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the known names."""
     close = get_close_matches(found.lower(), [k.lower() for k in known], n=1, cutoff=0.6)

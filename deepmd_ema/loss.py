@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from deepmd_ema.keys import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
+from deepmd_ema.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 # F frames, A atoms
 
 
-def build_loss(config: EnerLossConfig, start_lr: float) -> EnerLoss:
+def build_loss(config: EnerLossConfig, start_lr: float, ranks: Ranks | None = None) -> EnerLoss:
     """Return the loss that ``config`` describes; at the rate ``start_lr`` its start prefactors hold."""
-    return EnerLoss(config, start_lr)
+    return EnerLoss(config, start_lr, ranks)
 
 
 class EnerLoss:
@@ -35,14 +36,19 @@ class EnerLoss:
     Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms. A
     frame without the label adds nothing to the sum and nothing to the count; a batch without it adds zero.
 
+    On several ranks the means run over the frames of all of them, so that the loss is that of one process with all
+    these frames. What a rank differentiates is its own share times the number of ranks: the mean of the ranks'
+    gradients, which is what they exchange, is the gradient of the loss.
+
     Attributes:
         labels: names of the labels to load.
         display_names: keys of the displayed values, in the order of the columns of ``lcurve.out``.
         need_virial: whether the model has to compute virials.
     """
 
-    def __init__(self, config: EnerLossConfig, start_lr: float) -> None:
+    def __init__(self, config: EnerLossConfig, start_lr: float, ranks: Ranks | None = None) -> None:
         self.config = config
+        self._ranks = ranks if ranks is not None else Ranks()
         self.start_lr = start_lr
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"
@@ -71,18 +77,22 @@ class EnerLoss:
             lr: learning rate of this step.
 
         Returns:
-            The total, a float64 scalar, and the displayed values: ``rmse`` is the root of the total, the others are
-            plain errors in eV per atom and eV/angstrom, nan where no frame of the batch has the label. They are
-            detached, and nothing here waits for the device.
+            The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the root of the loss,
+            the others are plain errors in eV per atom and eV/angstrom, nan where no frame has the label. They are
+            detached, the same on all ranks, and nothing here waits for the device.
         """
         total = torch.zeros((), dtype=torch.float64, device=batch.num_atoms.device)
+        loss = total
         shown = {}
-        for term in self.terms:
-            error = term.compute(prediction, batch)
-            total = total + term.prefactor(lr / self.start_lr) * error.value
-            size = error.shown.detach() if self._mae else error.shown.detach().sqrt()
-            shown[f"{self._kind}_{term.name}"] = size.where(error.found.any(), torch.nan)
-        shown["rmse"] = total.detach().sqrt()
+        errors = [term.compute(prediction, batch) for term in self.terms]
+        everywhere = self._ranks.add_up(torch.stack([error.sums() for error in errors])) if errors else ()
+        for term, error, (value, size, found) in zip(self.terms, errors, everywhere):
+            rows, prefactor = found.clamp(min=1), term.prefactor(lr / self.start_lr)
+            total = total + prefactor * (self._ranks.size * error.value.sum / (rows * error.value.columns))
+            loss = loss + prefactor * (value / (rows * error.value.columns))
+            mean = size / (rows * error.shown.columns)
+            shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(found > 0, torch.nan)
+        shown["rmse"] = loss.sqrt()
         return total, {name: shown[name] for name in self.display_names}
 
     def prefactors(self, lr: float) -> dict[str, float]:
@@ -101,20 +111,20 @@ class EnerLoss:
         """Return the error of a quantity (F, components) that grows with the number of atoms."""
         size = batch.num_atoms.to(error.dtype).unsqueeze(1)
         per_atom = error / size
-        shown = _mean(self._size(per_atom), found)
+        shown = _sum(self._size(per_atom), found)
         if self._mae or (self.config.intensive_ener_virial and not self._huber):
-            return _Error(shown, shown, found)
+            return _Error(shown, shown, found.sum())
         value = huber(per_atom, delta) if self._huber else per_atom.square() * size
-        return _Error(_mean(value, found), shown, found)
+        return _Error(_sum(value, found), shown, found.sum())
 
     def _force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
         error, found = self._force_error(prediction, batch)
         weight = found[batch.atom_frame]
         counted = torch.linalg.vector_norm(error, dim=1, keepdim=True) if self.config.f_use_norm else error
         # the displayed mean square stays one of components, also when the norm is what is trained
-        shown = _mean(self._size(counted if self._mae else error), weight)
-        value = _mean(huber(counted, self._delta[1]), weight) if self._huber else shown
-        return _Error(value, shown, found)
+        shown = _sum(self._size(counted if self._mae else error), weight)
+        value = _sum(huber(counted, self._delta[1]), weight) if self._huber else shown
+        return _Error(value, shown, weight.sum())
 
     def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
         error, found_force = self._force_error(prediction, batch)
@@ -122,9 +132,9 @@ class EnerLoss:
         if self.config.use_default_pf:
             pref = pref.where(found[batch.atom_frame] > 0, 1.0)
             found = torch.ones_like(found)
-        found = found * found_force
-        value = _mean(pref.unsqueeze(1) * self._size(error), found[batch.atom_frame])
-        return _Error(value, value, found)
+        weight = (found * found_force)[batch.atom_frame]
+        value = _sum(pref.unsqueeze(1) * self._size(error), weight)
+        return _Error(value, value, weight.sum())
 
     def _force_error(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         label, found = _label(batch, FORCE)
@@ -137,9 +147,9 @@ class EnerLoss:
         label, found = _label(batch, ATOM_ENERGY)
         error = (prediction[ATOM_ENERGY] - label).unsqueeze(1)
         weight = found[batch.atom_frame]
-        shown = _mean(self._size(error), weight)
-        value = _mean(huber(error, self._delta[0]), weight) if self._huber else shown
-        return _Error(value, shown, found)
+        shown = _sum(self._size(error), weight)
+        value = _sum(huber(error, self._delta[0]), weight) if self._huber else shown
+        return _Error(value, shown, weight.sum())
 
     def _size(self, error: Tensor) -> Tensor:
         return error.abs() if self._mae else error.square()
@@ -150,12 +160,23 @@ def huber(error: Tensor, delta: float) -> Tensor:
     return huber_loss(error, torch.zeros_like(error), reduction="none", delta=delta)
 
 
-class _Error(NamedTuple):
-    """One term: what counts in the loss, what is displayed (squared, unless mae), and (F,) who has the label."""
+class _Sum(NamedTuple):
+    """The sum of numbers over rows of weight 1, and how many numbers a row has."""
 
-    value: Tensor
-    shown: Tensor
-    found: Tensor
+    sum: Tensor
+    columns: int
+
+
+class _Error(NamedTuple):
+    """One term: what counts in the loss, what is displayed (squared, unless mae), and how many rows are in them."""
+
+    value: _Sum
+    shown: _Sum
+    rows: Tensor
+
+    def sums(self) -> Tensor:
+        """Return what must be added up over ranks, detached."""
+        return torch.stack([self.value.sum.detach(), self.shown.sum.detach(), self.rows])
 
 
 @dataclass(frozen=True)
@@ -186,7 +207,6 @@ def _shape(batch: Batch, name: str) -> tuple[int, ...]:
     return {ENERGY: (batch.num_frames,), VIRIAL: (batch.num_frames, 9), FORCE: (atoms, 3)}.get(name, (atoms,))
 
 
-def _mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean of ``values`` (n, components) over the rows of weight 1 instead of 0; zero without any."""
-    rows = weight.sum().clamp(min=1)
-    return (weight.unsqueeze(1) * values).sum() / (rows * values.shape[1])
+def _sum(values: Tensor, weight: Tensor) -> _Sum:
+    """Return the sum of ``values`` (n, components) over the rows of weight 1 instead of 0."""
+    return _Sum((weight.unsqueeze(1) * values).sum(), values.shape[1])

@@ -141,7 +141,8 @@ def evaluate(
         for batch in batches:
             there = batch.to(device)
             prediction = model(there)
-            errors.add({name: value.detach() for name, value in prediction.items()}, there)
+            if not batch.spare:
+                errors.add({name: value.detach() for name, value in prediction.items()}, there)
             if progress is not None:
                 progress(batch.num_frames)
     finally:

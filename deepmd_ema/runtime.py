@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from deepmd_ema.errors import UserError
+from deepmd_ema.launch import find_launch
 
 PRECISIONS = {
     "default": torch.float64,
@@ -49,9 +50,9 @@ def make_runtime(device: str | None = None) -> Runtime:
     Raises:
         UserError: if ``device`` is unknown or absent on this machine.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    launch = find_launch()
     if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        device = f"cuda:{launch.local_rank}" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
@@ -63,7 +64,7 @@ def make_runtime(device: str | None = None) -> Runtime:
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise UserError(f"--device {device}: is not usable here ({reason}). Use cpu, cuda or cuda:0.") from error
-    return Runtime(chosen, rank, world)
+    return Runtime(chosen, launch.rank, launch.size)
 
 
 def precision(name: str) -> torch.dtype:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.averaging.group import Staging
@@ -121,6 +122,18 @@ class EveryOther:
 
     def __call__(self, step, epoch):
         return step % 2 == self.parity and epoch >= self.from_epoch
+
+
+class Recorded(TorchDispatchMode):
+    """Remembers the operations that reach the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
 
 
 def go_on_elsewhere(bank, steps, connection):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -28,6 +29,16 @@ def _nothing_is_left_behind():
     assert not started, f"threads go on: {started}"
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized(), "a process group is open"
+
+
+@pytest.fixture(autouse=True)
+def _no_command_has_set_up_logging():
+    """Where messages go and which are kept is not what the command of an earlier test (``-v ERROR``) has set."""
+    logger = logging.getLogger("deepmd_ema")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

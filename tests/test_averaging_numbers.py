@@ -10,6 +10,7 @@ from averaging_nets import (
     SWA,
     WARM,
     Net,
+    Recorded,
     assert_same,
     copies,
     make_net,
@@ -18,7 +19,6 @@ from averaging_nets import (
     oracle,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 
@@ -80,17 +80,19 @@ def test_D1_an_average_in_float64_is_exact_to_float64():
     assert torch.allclose(average, oracle(history, [0.99] * 300), rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_D2_a_constant_parameter_keeps_its_bits(dtype):
+def test_D2_a_constant_parameter_keeps_its_bits(dtype, where):
     net = Net(dtype=dtype)
     others = [EmaProfile("fast", 0.5), PowerProfile("p", 3.0), SwaProfile("flat"), SwaProfile("wide", dtype="float64")]
     bank = AverageBank(net, [EmaProfile("ema", 0.999), *others])
     live = copies(net)
-    for _ in range(300):
-        bank.update()
+    with on_device() if where == "device" else nullcontext():
+        for _ in range(300):
+            bank.update(torch.ones(()))
     for name in bank.names:
         for key, value in bank.weights(name).items():
-            assert torch.equal(value.to(live[key].dtype), live[key])
+            assert torch.equal(value, live[key].to(value.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -181,18 +183,6 @@ def test_D3_every_formula_gives_the_same_on_host_and_device(profile):
     if profile.type != "power":
         assert_same(host.weights("ema"), device.weights("ema"))
     assert host.info("ema") == pytest.approx(device.info("ema"))
-
-
-class Recorded(TorchDispatchMode):
-    """Remembers the operations that reach the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.append(op.name())
-        return op(*args, **(kwargs or {}))
 
 
 def test_an_update_is_one_operation_per_average(net):

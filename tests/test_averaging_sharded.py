@@ -1,10 +1,10 @@
 """Averages of sharded weights, on one process; several are the matter of the tests of parallel training."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from averaging_nets import PLAIN, Net, assert_same, copies, make_net, through_staging
+from averaging_nets import PLAIN, Net, Recorded, assert_same, copies, make_net, on_device, through_staging
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
 
@@ -80,6 +80,23 @@ def test_D3_sharded_and_whole_averages_are_the_same_bits(tmp_path):
         other = Net()
         bank.copy_to("whole", other)
         assert_same(copies(other), twin_bank.weights("whole"))
+
+
+@pytest.mark.parametrize("host_knows", [True, False])
+def test_an_update_of_shards_does_not_communicate(tmp_path, monkeypatch, host_knows):
+    from torch.distributed.tensor import DTensor
+
+    with sharded_twins(tmp_path) as (net, _):
+        shards = [profile for profile in KINDS if profile.layout == "local_shard"]
+        bank, whole = AverageBank(net, shards), AverageBank(net, [KINDS[1]])
+        for name in ("full_tensor", "redistribute", "from_local"):
+            monkeypatch.setattr(DTensor, name, lambda *_, **__: pytest.fail("communication"))
+        with nullcontext() if host_knows else on_device(), Recorded() as seen:
+            bank.update(torch.ones(()))
+        assert seen.names
+        assert not [name for name in seen.names if not name.startswith("aten::")]
+        with pytest.raises(pytest.fail.Exception):  # what does communicate is noticed
+            whole.update()
 
 
 def test_a_gathered_average_is_read_without_communication(tmp_path, monkeypatch):

@@ -287,6 +287,24 @@ def test_a_restart_at_the_end_fits_the_same_bias_again(tmp_path, data, monkeypat
         assert_same(first[key], second[key])
 
 
+def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monkeypatch):
+    """The last steps were lost with a kill or an error in the fit; now a restart has the fit only left to do."""
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    folder = train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
+    with monkeypatch.context() as broken:
+        broken.setattr("deepmd_ema.train.assemble.refit", fail)
+        with pytest.raises(AssertionError):
+            train(tmp_path / "run", data, monkeypatch, num_steps=7, **REFIT)
+    assert "refitted_bias" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")
+    train(tmp_path / "run", data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=7, **REFIT)
+    one, two = (checkpoint.load(f / "model.ckpt-7.pt") for f in (folder, tmp_path / "run"))
+    for key in ("model", "optimizer", "averages", "streams", "refitted_bias"):
+        assert_same(one[key], two[key], key)
+
+
 def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch):
     folder = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
     path = folder / "model.ckpt-10.pt"

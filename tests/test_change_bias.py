@@ -188,6 +188,22 @@ def test_a_file_may_replace_itself_if_asked_but_no_training_checkpoint(run, tmp_
     assert training.read_bytes() == before
 
 
+def test_what_the_run_needs_is_not_written_over_from_another_file(run, tmp_path, capsys):
+    """`change-bias model_ema.ckpt.pt -o model.ckpt.pt` left no state to restart from."""
+    training = Path(shutil.copy(run[0], tmp_path))
+    kept = tmp_path / "kept.pt"
+    checkpoint.save(kept, {**checkpoint.load(run[1]), "kind": "snapshot"})
+    for out, words in ((training, "the training checkpoint itself"), (kept, "a snapshot of the run")):
+        assert change(run[1], "-b", -1, -2, "-o", out) == 2
+        assert f"-o {out}: {words}" in capsys.readouterr().err
+
+
+def test_a_value_with_an_exponent_is_not_taken_for_an_option(run, tmp_path):
+    """`-b -1e2 -2` said: expected at least one argument."""
+    assert change(run[1], "-o", tmp_path / "m.pt", "-b", "-1e2", "-2.5E-1") == 0
+    assert bias_of(tmp_path / "m.pt") == [-100, -0.25]
+
+
 def test_everything_else_in_a_file_of_deepmd_kit_stays(data, tmp_path):
     """Also what we do not know: extra entries, software, version."""
     tree = read_tree(GOLDEN / "se_e2_a.dp")

@@ -157,6 +157,7 @@ def test_a_long_list_of_problems_fits_one_screen(failing, capsys):
 
 
 def test_another_rank_says_which_it_is(failing, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     failing(UserError("no such file"))
     assert cli.main(["show", "x"]) == 2
@@ -165,6 +166,7 @@ def test_another_rank_says_which_it_is(failing, monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [ConfigError("a"), Interrupted("stopped", 2), KeyboardInterrupt()])
 def test_what_is_the_same_on_every_rank_is_said_once(failing, monkeypatch, capsys, error):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     failing(error)
     assert cli.main(["show", "x"]) in (2, 130)

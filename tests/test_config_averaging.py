@@ -150,6 +150,8 @@ BAD = [
     ({**SLOW, "name": "a" * 41}, ".name", ["at most 40"]),
     ({**SLOW, "name": "live"}, '.name = "live"', ["and not live"]),
     ({**SLOW, "name": "LIVE"}, '.name = "LIVE"', ["and not live"]),
+    ({**SLOW, "name": "posthoc"}, '.name = "posthoc"', ["and not live or posthoc"]),
+    ({**SLOW, "name": "a-10"}, '.name = "a-10"', ["without a number after a - at the end"]),
     ({**SLOW, "name": 3}, ".name = 3", ["a name of"]),
     ({**SLOW, "decay": 1.0}, ".decay = 1.0", [">= 0 and < 1"]),
     ({**SLOW, "decay": -0.1}, ".decay = -0.1", [">= 0 and < 1"]),
@@ -337,6 +339,16 @@ def test_a_wrong_entry_does_not_hide_the_mistakes_of_another():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("start", [0, 0.5, 1, 500])
+def test_validation_is_checked_whatever_full_val_start_says(start):
+    when = {"validating__full_val_start": start}
+    (found,) = problems_of(bank(SLOW, validating__ema_full_validation=True, **when))
+    assert found.startswith('input.json: validating.ema_full_validation = true: needs "enable_ema": true in training.')
+    entry = {**SLOW, "full_validation": True}
+    (found,) = problems_of(bank(entry, training__validation_data=REMOVE, **when))
+    assert found.startswith("input.json: training.averaging[0].full_validation = true: needs training.validation_data")
+
+
 def test_validation_of_the_short_form_needs_the_short_form_whatever_the_bank_holds():
     (found,) = problems_of(bank({**SLOW, "name": "ema"}, validating__ema_full_validation=True))
     assert found == (
@@ -474,6 +486,15 @@ def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
     (found,) = warned(*two)
     assert "averaging[1].snapshots: 1 snapshot in the run of 2000 steps (snapshot_freq = 250)" in found
     assert found.endswith('Try "snapshot_freq": 12.')
+
+
+def test_snapshots_with_different_buffers_are_warned_about():
+    """They were refused after the run, by `dp-ema posthoc`."""
+    stored = {**POWER, "snapshots": True, "snapshot_freq": 100}
+    other = {**stored, "name": "p2", "sigma_rel": 0.1}
+    (found,) = warned(stored, {**other, "buffers": "average"})
+    assert "averages with different buffers (p1 copy, p2 average)" in found
+    assert warned(stored, other) == []
 
 
 def test_snapshots_of_one_length_are_warned_about():

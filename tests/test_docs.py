@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -94,6 +95,37 @@ def test_every_input_on_a_page_is_good_and_wastes_no_option(page):
         config = config_from_dict(json.loads(text))
         assert ignored_options(config) == []
         assert config.notes == ()
+
+
+PROOFS = ROOT / "doc" / "averaging_tests.md"
+NUMBERS = {"A": [*range(1, 11), 12, 14], "B": range(1, 9), "C": range(1, 5), "D": [1, 2, 3, 5, 6], "E": range(1, 6),
+           "F": [1, 2, 3, 4, 7, 9], "G": [1, 2, 5], "I": range(1, 5)}  # fmt: skip
+CODES = [f"{letter}{number}" for letter, numbers in NUMBERS.items() for number in numbers]
+LATER = {
+    "needs several processes: comes with parallel training": {"B8", "F1", "F2", "F4", "F7", "F9", ""},
+    "comes with multi-task training": {"I4"},
+}
+
+
+def test_every_behaviour_of_averages_has_its_test_or_says_what_will_bring_it():
+    rows = [line.strip("| ").split(" | ") for line in PROOFS.read_text().splitlines() if re.match(r"\| [^c]", line)]
+    codes = [row[0] for row in rows if len(row) == 3]
+    assert sorted(codes) == sorted(CODES)
+    for row in rows:
+        code, _, proof = row if len(row) == 3 else ("", *row)
+        assert code in LATER[proof] if proof in LATER else re.fullmatch(r"(`[^`]+::test_\w+`(<br>|$))+", proof), row
+
+
+def test_every_test_that_the_page_of_averages_names_exists():
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", PROOFS.read_text())
+    assert len(named) > 100
+    known = {
+        (file, node.name)
+        for file in {file for file, _ in named}
+        for node in ast.parse((ROOT / file).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert sorted({*named} - known) == []
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import tiny_input, write_system
 from infer_models import write_run
+from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.data.loader import sequential_batches
@@ -184,6 +185,16 @@ def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypa
     assert "wrote det.e.out, det.e_peratom.out, det.f.out" in out
     assert "wrote parity.png" in out
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsys):
+    """`test --use-ema` asked for --profile, which test did not have."""
+    path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
+    words = ["test", "-m", str(path), "-s", str(labelled / "cell")]
+    assert cli.main([*words, "--use-ema"]) == 2
+    assert "Give --profile one of: p05, p10" in capsys.readouterr().err
+    assert cli.main([*words, "--profile", "p10"]) == 0
+    assert "averaged weights (p10) of step 40" in capsys.readouterr().out
 
 
 def test_the_report_is_said_line_by_line(run, labelled):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from infer_models import write_run
+from kept_runs import write_kept_run
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
@@ -22,6 +23,14 @@ def run(tmp_path_factory):
 
 def row(text, name):
     return next(line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"  {name}"))
+
+
+def test_each_of_several_averages_is_shown_with_the_option_that_freezes_it(tmp_path):
+    """`--use-ema` alone was advised for each of eight averages, and refused."""
+    path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
+    text = describe(path)
+    assert "p10: sigma_rel 0.1, gamma 6.937, 40 updates, mean age 4.0 steps (freeze it with --profile p10)" in text
+    assert "--use-ema" not in text
 
 
 def test_a_training_checkpoint_is_described(run):

@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from deepmd_ema import config as sections
-from deepmd_ema.optim.build import KINDS, build_optimizer
+from deepmd_ema.optim.build import build_optimizer
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # the norm of an update is a sum of two parts, in float32
@@ -46,8 +46,8 @@ def train(net, optimizer, steps=4):
         optimizer.step()
 
 
-def build(net, kind):
-    return build_optimizer(getattr(sections, kind)(), net.named_parameters(), CPU)
+def build(net, kind, shared=False):
+    return build_optimizer(getattr(sections, kind)(), net.named_parameters(), CPU, shared)
 
 
 def compare_shards(kind, rank):
@@ -70,11 +70,8 @@ def compare_shards(kind, rank):
 
 
 def compare_shared_state(kind, rank):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     net, twin = Net(), Net()
-    recipe, parameters, settings = KINDS[kind](getattr(sections, kind)(), dict(net.named_parameters()))
-    optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=recipe, lr=0.0, **settings)
+    optimizer = build(net, kind, shared=True)
     train(net, optimizer)
     train(twin, build(twin, kind))
     assert len(optimizer.optim.state) < 5

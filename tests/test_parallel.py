@@ -1,23 +1,220 @@
-"""What is refused while a run is one process."""
+"""Training on 2 and 3 processes: every stage gives what one process with all the frames gives."""
 
+import copy
+import json
+from functools import cache
+
+import numpy as np
 import pytest
 import torch
+from helpers import tiny_input, write_system
+from parallel_runs import train
 
-from deepmd_ema.errors import UserError
-from deepmd_ema.runtime import Runtime
-from deepmd_ema.train.parallel import refuse_several_processes
+from deepmd_ema.train.assemble import run_training
+
+pytestmark = pytest.mark.timeout(120)
+
+STAGES = (0, 1, 2, 3)
+GLOBAL_BATCH = 6  # of 16 frames: the last batch has 4, which 3 ranks share as 2, 1, 1
+STEPS = 20
+BANK = [
+    {"name": "slow", "decay": 0.95, "full_validation": True, "lcurve": True},
+    {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 8, "full_validation": True},
+    {"name": "flat", "type": "swa", "start_step": 4, "update_every": 2, "device": "cpu"},
+    {"name": "whole", "half_life": 24, "half_life_unit": "frames", "layout": "full_tensor", "dtype": "float64"},
+    {"name": "ranged", "type": "swa", "layout": "rank_range"},
+]
+WITH_BANK = {
+    "model__fitting_net__neuron": [7, 7],  # 7 rows are shared out unevenly over 2 and over 3
+    "training__enable_ema": True,
+    "training__ema_decay": 0.9,
+    "training__averaging": BANK,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 10,
+    "validating__full_val_start": 0,
+}
+# the frames of a step are of one system: one that has oxygen only in every other frame, or whose last batch has fewer
+# frames than there are ranks, or no virials
+MIXED = {
+    "model__data_stat_nbatch": 1,
+    "model__fitting_net__neuron": [7, 7],
+    "training__enable_ema": True,
+    "training__ema_decay": 0.9,
+    "training__gradient_max_norm": 0.5,
+    "training__disp_avg": True,
+    "training__change_bias_after_training": True,
+}
+VALIDATED = {"validating__full_validation": True, "validating__validation_freq": 3, "validating__full_val_start": 0}
+LOSSES = {
+    "frozen": {"model__descriptor__trainable": False, "loss__use_huber": True, "loss__huber_delta": 0.1},
+    "mae": {"loss__loss_func": "mae", "model__fitting_net__trainable": [True, False, True]},
+    "atoms": {"loss__start_pref_ae": 1, "loss__limit_pref_ae": 1, "loss__start_pref_pf": 1, "loss__limit_pref_pf": 1},
+}
 
 
-def test_one_process_that_holds_everything_is_good():
-    refuse_several_processes(Runtime(torch.device("cpu")), zero_stage=0)
+def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH):
+    """Return an input whose steps have ``batch`` frames, whatever the number of ranks."""
+    options = {"training__zero_stage": stage, **copy.deepcopy(options)}
+    config = tiny_input(systems, [valid], num_steps=num_steps, **options)
+    for section in ("training_data", "validation_data"):
+        config["training"][section]["batch_size"] = batch // ranks
+    return config
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharding_in_one_process_is_refused(stage):
-    with pytest.raises(UserError, match=f"training.zero_stage = {stage}: sharding needs several processes"):
-        refuse_several_processes(Runtime(torch.device("cpu")), zero_stage=stage)
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Frames of 10 atoms: all kinds in the even ones, oxygen alone in the odd ones."""
+    system = write_system(
+        tmp_path_factory.mktemp("data") / "odd", frames=10, natoms=10, seed=6, mixed=True, atom_ener=True
+    )
+    file = system / "set.000" / "real_atom_types.npy"
+    types = np.load(file)
+    types[1::2] = 0
+    np.save(file, types)
+    return system
 
 
-def test_several_processes_are_refused_for_now():
-    with pytest.raises(UserError, match="started as 4 processes"):
-        refuse_several_processes(Runtime(torch.device("cpu"), 1, 4), zero_stage=0)
+@pytest.fixture(scope="module")
+def lone(tmp_path_factory):
+    """8 open frames: 2 are left for the last batch, of which a third rank only repeats one."""
+    return write_system(tmp_path_factory.mktemp("data") / "lone", frames=8, natoms=7, seed=3, pbc=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, water_like, water_like_valid, odd, lone):
+    """Return a function that gives the folder of a run and what its ranks held: run(kind, stage, ranks)."""
+    base = tmp_path_factory.mktemp("parallel")
+
+    @cache
+    def made(kind, stage, ranks):
+        folder = base / f"{kind}-{stage}-{ranks}"
+        systems, options, steps = [water_like], WITH_BANK, STEPS
+        if kind == "mixed":
+            systems, options = [water_like, odd, lone], MIXED
+        elif kind != "bank":
+            systems, options, steps = [odd, water_like], LOSSES.get(kind, VALIDATED), 6
+        config = config_of(systems, water_like_valid, stage, ranks, options, steps)
+        if kind == "mixed":
+            config["training"].pop("numb_steps")
+            config["training"]["numb_epoch"] = 2
+        if ranks > 1:
+            return folder, [ended.value for ended in train(folder, ranks, config)]
+        folder.mkdir()
+        (folder / "input.json").write_text(json.dumps(config))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            run_training("input.json", device="cpu")
+        return folder, []
+
+    return made
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def tensors_of(tree, path=""):
+    """Yield every tensor and number of a checkpoint, with its place."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree.double()
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            if key not in ("config", "run"):
+                yield from tensors_of(value, f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from tensors_of(value, f"{path}.{number}")
+    elif isinstance(tree, (int, float)):
+        yield path, torch.tensor(float(tree), dtype=torch.float64)
+
+
+def assert_near(left, right, tolerance):
+    """Two checkpoints have the same tensors and numbers, to ``tolerance`` of the largest of each."""
+    left, right = dict(tensors_of(left)), dict(tensors_of(right))
+    assert left.keys() == right.keys()
+    for name, a in left.items():
+        scale = max(1e-3, float(a.nan_to_num().abs().max()))
+        assert a.shape == right[name].shape, name
+        assert torch.allclose(a, right[name], rtol=0, atol=tolerance * scale, equal_nan=True), name
+
+
+def assert_same_run(left, right, tolerance=1e-9):
+    """Two folders hold the same files, with the same numbers to rounding."""
+    names = [{str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (left, right)]
+    assert names[0] == names[1]
+    for name in sorted(names[0]):
+        if name.endswith(".pt"):
+            assert_near(load(left / name), load(right / name), tolerance)
+        elif name.endswith((".out", ".log")):
+            rows = [(f / name).read_text().split() for f in (left, right)]
+            assert len(rows[0]) == len(rows[1]), name
+            for a, b in zip(*rows):
+                assert a == b or np.isclose(float(a), float(b), rtol=2e-3, atol=1e-6, equal_nan=True), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_F2_F4_every_stage_follows_one_process_with_all_the_frames(run, stage, ranks):
+    folder, _ = run("bank", stage, ranks)
+    assert_same_run(folder, run("bank", 0, 1)[0])
+    assert_same_run(folder, run("bank", 0, ranks)[0], tolerance=1e-12)
+    names = {path.name for path in folder.iterdir()}
+    assert {"val.log", "val_ema.log", "val_slow.log", "lcurve_slow.out", "model_whole.ckpt-20.pt", "snapshots"} <= names
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_uneven_batches_missing_elements_clipping_and_bias_follow_one_process(run, stage, ranks):
+    folder, _ = run("mixed", stage, ranks)
+    assert_same_run(folder, run("mixed", 0, 1)[0])
+    file = load(folder / "model.ckpt.pt")
+    assert file["refitted_bias"].keys() == {"live", "ema"}
+    assert file["step"] == 2 * 7  # 3 batches of water, 2 of the odd frames, 2 of the open ones
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_losses_and_frozen_parts_follow_one_process(run, kind, stage):
+    assert_same_run(run(kind, stage, 2)[0], run(kind, 0, 1)[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_right_after_a_validation_of_live_weights_has_all_moments(run, stage):
+    """The forward passes of a validation leave gathered weights behind, in the place of those that are trained."""
+    folder, _ = run("validated", stage, 2)
+    assert load(folder / "model.ckpt.pt")["optimizer"]["state"]
+    assert_same_run(folder, run("validated", 0, 1)[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_F1_averages_are_the_same_bits_on_all_ranks(run, stage, ranks):
+    _, held = run("bank", stage, ranks)
+    assert len(held) == ranks
+    whole = [{name: d for name, d in h["digests"].items() if name != "ranged"} for h in held]
+    assert len(whole[0]) == 1 + len(BANK)
+    assert all(w == whole[0] for w in whole)
+    assert all(h["facts"] == held[0]["facts"] for h in held)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_holds_a_part_where_parts_are_promised_and_all_elsewhere(run, stage, ranks):
+    _, held = run("bank", stage, ranks)
+    count = run("bank", 0, 2)[1][0]["elements"]["live"]
+    for name in held[0]["elements"]:
+        parts = [h["elements"][name] for h in held]
+        if name == "ranged" or (stage > 1 and name != "whole"):  # the layout of `whole` is full_tensor
+            assert sum(parts) == count
+            assert max(parts) < count * 2 / 3
+        else:
+            assert parts == [count] * ranks
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_B8_every_rank_takes_part_in_validation_and_saving_equally_often(run, stage):
+    _, held = run("bank", stage, 3)
+    assert held[0]["counts"]["_errors", "slow"] == STEPS // 10
+    assert held[0]["counts"]["weights", "flat"] == 2
+    assert all(h["counts"] == held[0]["counts"] for h in held)

@@ -116,6 +116,17 @@ def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
     assert report.chosen.mean_age == pytest.approx(tracked.mean_age, rel=1e-9)
 
 
+def test_averaged_buffers_of_snapshots_are_not_narrowed(tmp_path):
+    """In float32 an energy of an element of -1e4 eV would be off by half a meV."""
+    kept = find_snapshots(write_kept_run(tmp_path, None, steps=40, every=10, buffers="average"))
+    snapshot = checkpoint.load(kept.kept[-1].path)
+    assert "out_bias" in snapshot["averaged"]
+    assert snapshot["model"]["out_bias"].dtype == torch.float64
+    assert {snapshot["model"][name].dtype for name, _ in load_model(kept.reference).model.named_parameters()} == {
+        torch.float32
+    }
+
+
 def test_what_is_not_averaged_is_that_of_the_last_step(run):
     kept = find_snapshots(run, step=200)
     (weights,) = combine(kept, find_mixes(kept.tracks, [0.07], 200).mixes)
@@ -165,9 +176,10 @@ def test_the_live_weights_are_those_of_the_step_when_they_are_still_there(copy):
     assert find_snapshots(copy, step=200).reference == copy / "model.ckpt-400.pt"
 
 
-@pytest.mark.parametrize("metric", ["E:RMSE", "f:mae", "overall"])
+@pytest.mark.parametrize("metric", ["E:RMSE", "F:MAE", "overall"])
 def test_the_metric_says_what_best_means(run, metric):
-    report = run_posthoc(run, ["0.04:0.2:5"], metric=metric, say=lambda _: None)
+    report = run_posthoc(run, ["0.04:0.2:5"], metric=metric.lower(), say=lambda _: None)
+    assert report.metric == metric
     made = [score for row, score in zip(report.rows, report.scores()) if row.kind == "posthoc"]
     assert len(made) == 5
     assert report.scores()[report.best] == min(made)
@@ -233,8 +245,27 @@ def test_a_bias_that_was_refitted_after_training_is_mentioned(copy, capsys):
     change(copy / "model.ckpt-400.pt", refitted_bias=bias)
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06"]) == 0
     said = capsys.readouterr().out
-    assert "the bias of this file is not refitted" in said
+    assert "the bias of this file is not refitted, and all errors above are those before" in said
     assert f"dp-ema change-bias {copy / 'model_posthoc.pt'}" in said
+
+
+def test_a_bias_that_was_refitted_after_training_does_not_make_tracked_weights_look_better(copy):
+    """The table set live weights with a refitted bias beside lengths without one: 19.8 against 133 meV/atom."""
+    before = run_posthoc(copy, [0.06], say=lambda _: None)
+    bias = checkpoint.load(copy)["model"]["out_bias"] + 1
+    change(copy / "model.ckpt-400.pt", refitted_bias=dict.fromkeys(("live", "p05", "p10", "p07"), bias))
+    assert run_posthoc(copy, [0.06], say=lambda _: None).scores() == before.scores()
+
+
+def test_an_average_whose_settings_were_changed_at_a_restart_is_left_out_with_a_note(copy, capsys):
+    """Its snapshots hold no power profile: lengths came out wrong, with a small residual."""
+    for path in (copy / "snapshots").glob("model_p05.ckpt-[34]*.pt"):
+        if checkpoint.load(path)["step"] > 300:
+            change(path, average={**checkpoint.load(path)["average"], "gamma": 3.5})
+    assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.11"]) == 0
+    said = capsys.readouterr().out
+    assert "settings were changed at a restart, left out: model_p05.ckpt-320.pt" in said
+    assert "step 400, 35 snapshots of p05 (sigma_rel 0.05), p10 (sigma_rel 0.1)\n" in said
 
 
 def test_other_runs_and_later_steps_are_left_out_with_a_note(copy, capsys):
@@ -265,7 +296,7 @@ def test_lengths_are_numbers_and_ranges(words, lengths):
 
 
 def test_every_length_that_is_not_understood_is_named():
-    words = ["0.3", "-0.1", "x", "0.2:0.1", "0.1:0.2:1", "0.1:0.2:2.5", "0.1:0.2:3:4", "nan", ""]
+    words = ["0.3", "-0.1", "0.1:0.2:1000", "x", "0.2:0.1", "0.1:0.2:1", "0.1:0.2:2.5", "0.1:0.2:3:4", "nan", ""]
     with pytest.raises(UserError) as caught:
         parse_lengths([*words, "0.05"])
     assert len(caught.value.problems) == len(words)
@@ -335,12 +366,14 @@ def test_snapshots_of_different_models_or_tensors_are_refused(copy):
     payload = checkpoint.load(folder / "model_p05.ckpt-20.pt")
     change(folder / "model_p05.ckpt-20.pt", averaged=payload["averaged"][1:])
     name = payload["averaged"][0]
+    change(folder / "model_p05.ckpt-60.pt", averaged=payload["averaged"][1:])
     change(folder / "model_p10.ckpt-40.pt", model={**payload["model"], name: torch.zeros(3, 3)})
     with pytest.raises(CheckpointError) as caught:
         find_snapshots(copy)
-    first, second = caught.value.problems
-    assert f"different: {name}" in first
-    assert "of another shape" in second
+    shapes, tensors = caught.value.problems
+    assert "model_p05.ckpt-20.pt and 1 more of this average" in tensors
+    assert f"different: {name}" in tensors
+    assert "of another shape" in shapes
 
 
 def test_a_snapshot_of_an_average_that_had_not_begun_is_not_used(copy):
@@ -373,6 +406,34 @@ def test_missing_validation_data_are_named_with_a_way_out(copy, tmp_path, water_
     assert capsys.readouterr().out.count("errors on 6 frames") == 2
 
 
+@pytest.mark.parametrize("option", ["-o", "--table", "--plot"])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(run, tmp_path, option, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["posthoc", str(run), "--sigma-rel", "0.06", option, str(tmp_path / "file" / "x.png")]) == 2
+    said = capsys.readouterr()
+    assert f"{option}: {tmp_path / 'file'}: cannot write here (a file of that name is in the way)" in said.err
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("-o", "model.ckpt.pt", "the training checkpoint itself"),
+        ("-o", "snapshots/model_p05.ckpt-20.pt", "a snapshot of the run"),
+        ("-o", "m.dp", "expected a name that ends in .pt"),
+        ("--table", "snapshots", "a folder"),
+    ],
+)
+def test_nothing_that_the_run_needs_is_written_over(copy, option, name, words, capsys):
+    """`-o model.ckpt.pt` put weights in place of the link to the newest checkpoint: no restart could go on."""
+    (copy / "model.ckpt.pt").symlink_to("model.ckpt-400.pt")
+    assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", option, str(copy / name)]) == 2
+    said = capsys.readouterr()
+    assert f"{option} {copy / name}: {words}" in said.err
+    assert not said.out
+    assert (copy / "model.ckpt.pt").is_symlink()
+
+
 def test_a_metric_that_is_unknown_or_has_no_label_is_refused(run, open_like):
     with pytest.raises(UserError, match=r"--metric F:RMS: unknown. Did you mean F:RMSE\?"):
         run_posthoc(run, metric="F:RMS", say=lambda _: None)
@@ -386,7 +447,8 @@ def test_a_run_that_trains_leaves_what_posthoc_needs(tmp_path, water_like, water
     folder.mkdir()
     monkeypatch.chdir(folder)
     averaging = [{**section, "snapshot_freq": 4} if section["name"] in KEPT else section for section in AVERAGING]
-    values = tiny_input([water_like], [water_like_valid], num_steps=40, training__averaging=averaging)
+    values = tiny_input([water_like], [water_like_valid], num_steps=40, training__averaging=averaging,
+                        training__save_dir="files")  # fmt: skip
     (folder / "input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json"]) == 0
     monkeypatch.chdir(tmp_path)
@@ -396,5 +458,5 @@ def test_a_run_that_trains_leaves_what_posthoc_needs(tmp_path, water_like, water
     assert "step 40, 20 snapshots" in said
     kept = find_snapshots("run")
     (made,) = combine(kept, find_mixes(kept.tracks, [0.07], 40).mixes)
-    direct = flat(load_model("run/model_p07.ckpt-40.pt").model.state_dict(), kept.averaged)
+    direct = flat(load_model("run/files/model_p07.ckpt-40.pt").model.state_dict(), kept.averaged)
     assert (flat(made, kept.averaged) - direct).norm() < 1e-4 * direct.norm()

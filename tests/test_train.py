@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
 
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.train import trainer as trainer_module
 from deepmd_ema.train.assemble import run_training
@@ -56,6 +59,26 @@ def stop_after(monkeypatch, step):
 
     monkeypatch.setattr(trainer_module.Trainer, "_advance", advance_and_note)
     return lambda: monkeypatch.setattr(trainer_module.Trainer, "_advance", advance)
+
+
+def act_in_the_averaged_pass_of_step_8(monkeypatch, act):
+    """Call ``act(trainer)`` there in the next run, when validations are due every 4 steps."""
+    from deepmd_ema.train import validate
+
+    run, batches, asked, trainers = trainer_module.Trainer.run, validate.FullValidation._until_stopped, [], []
+
+    def keep_trainer(self):
+        trainers.append(self)
+        run(self)
+
+    def until_stopped(self):
+        asked.append(self)
+        if len(asked) == 4:  # live and averaged of step 4, live of step 8, averaged of step 8
+            act(trainers[0])
+        return batches(self)
+
+    monkeypatch.setattr(trainer_module.Trainer, "run", keep_trainer)
+    monkeypatch.setattr(validate.FullValidation, "_until_stopped", until_stopped)
 
 
 def load(path):
@@ -114,29 +137,9 @@ def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
 
 
 def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start, monkeypatch):
-    from deepmd_ema.train import validate
-
     whole = start("whole", 20)
-    batches = validate.FullValidation._until_stopped
-    asked = []
-
-    def asked_in_the_averaged_pass_of_step_8(self):
-        asked.append(self)
-        if len(asked) == 4:  # live and averaged of step 4, live of step 8, averaged of step 8
-            trainer.stop._note(signal.SIGTERM, None)
-        return batches(self)
-
-    run = trainer_module.Trainer.run
-
-    def keep_trainer(self):
-        nonlocal trainer
-        trainer = self
-        run(self)
-
-    trainer = None
     with monkeypatch.context() as patch:
-        patch.setattr(validate.FullValidation, "_until_stopped", asked_in_the_averaged_pass_of_step_8)
-        patch.setattr(trainer_module.Trainer, "run", keep_trainer)
+        act_in_the_averaged_pass_of_step_8(patch, lambda trainer: trainer.stop._note(signal.SIGTERM, None))
         with pytest.raises(Interrupted, match="after step 8 of 20"):
             start("parts", 20)
     parts = start("parts", 20, restart="model.ckpt.pt")
@@ -170,18 +173,73 @@ def test_A4_a_checkpoint_holds_raw_weights_as_model_and_averages_as_averages(sta
     assert torch.equal(state["model"]["out_bias"], average["model"]["out_bias"])
 
 
+def break_off(_trainer):
+    raise ValueError("broken off")
+
+
+ENDINGS = {
+    "the end": (None, None, {3, 6, 9, 12}),
+    "a signal": (lambda trainer: trainer.stop._note(signal.SIGTERM, None), Interrupted, {3, 6, 8}),
+    "an exception": (break_off, ValueError, {3, 6}),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_A4_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, monkeypatch, ending):
+    """What a run writes, best files too, beside what model and average were after each step; also when a run ends
+    while the average stands in the model."""
+    act, error, saved = ENDINGS[ending]
+    seen, update = {}, AverageBank.update
+
+    def update_and_look(bank, *given, **how):
+        update(bank, *given, **how)
+        raw = {name: tensor.clone() for name, tensor in bank._modules[""].state_dict().items()}
+        seen[len(seen) + 1] = {"live": raw, "ema": bank.weights("ema"), "bank": bank}
+
+    monkeypatch.setattr(AverageBank, "update", update_and_look)
+    if act is not None:
+        act_in_the_averaged_pass_of_step_8(monkeypatch, act)
+    options = {"training__save_freq": 3, "training__max_ckpt_keep": 0, "validating__max_best_ckpt": 9}
+    with pytest.raises(error) if error is not None else nullcontext():
+        start("run", 12, options)
+    written = {path: load(path) for path in map(str, Path.cwd().glob("*.ckpt-*.pt"))}
+    for path, content in written.items():
+        assert_same(content["model"], seen[content["step"]][content["weights"]], path)
+        if content["kind"] == "training":
+            kept = content["averages"]["profiles"]["ema"]["weights"]
+            assert_same(kept, {name: seen[content["step"]]["ema"][name] for name in kept}, path)
+    for kind, weights in (("training", "live"), ("average", "ema")):
+        assert {c["step"] for c in written.values() if (c["kind"], c["weights"]) == (kind, weights)} == saved
+    for weights in ("live", "ema"):
+        assert any((c["kind"], c["weights"]) == ("best", weights) for c in written.values())
+    last = seen[max(seen)]
+    assert not torch.equal(flat(last["live"]), flat(last["ema"]))
+    assert_same(dict(last["bank"]._modules[""].state_dict()), last["live"])
+
+
+def flat(weights):
+    return torch.cat([tensor.double().ravel() for tensor in weights.values()])
+
+
+STANDING = {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31}
+
+
 def test_A8_averages_start_from_the_loaded_weights(start):
     folder = start("run", 10)
-    start(
-        "from_live",
-        1,
-        {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31},
-        init_model=str(folder / "model.ckpt.pt"),
-    )
+    start("from_live", 1, STANDING, init_model=str(folder / "model.ckpt.pt"))
     average = load("model_ema.ckpt-1.pt")["model"]
     live = load(folder / "model.ckpt-10.pt")["model"]
     assert all(torch.allclose(average[n], live[n], rtol=0, atol=1e-20) for n in live)
-    start("from_average", 3, init_model=str(folder / "model_ema.ckpt.pt"))
+
+
+def test_A8_a_new_run_starts_from_an_averaged_file(start):
+    folder = start("run", 10)
+    average = load(folder / "model_ema.ckpt-10.pt")["model"]
+    assert not torch.equal(flat(average), flat(load(folder / "model.ckpt-10.pt")["model"]))
+    start("from_average", 1, STANDING, init_model=str(folder / "model_ema.ckpt.pt"))
+    for name in ("model.ckpt-1.pt", "model_ema.ckpt-1.pt"):
+        found = load(name)["model"]
+        assert all(torch.allclose(found[n], average[n], rtol=0, atol=1e-20) for n in average), name
 
 
 def test_A3_an_average_is_refused_by_restart_with_the_file_to_use(start):
@@ -190,14 +248,37 @@ def test_A3_an_average_is_refused_by_restart_with_the_file_to_use(start):
         start("run", 20, restart=str(folder / "model_ema.ckpt.pt"))
 
 
+WITHOUT_AVERAGES = {"training__enable_ema": False, "validating__ema_full_validation": False}
+
+
 def test_A7_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, caplog):
-    off = {"training__enable_ema": False, "validating__ema_full_validation": False}
-    start("run", 10, off)
+    start("run", 10, WITHOUT_AVERAGES)
+    loaded = load("model.ckpt-10.pt")["model"]
     with caplog.at_level("INFO"):
         start("run", 11, {}, restart="model.ckpt-10.pt")
-    assert "average" in caplog.text
+    assert "the checkpoint has no average ema: it starts from the loaded weights" in caplog.text
+    live, average = load("model.ckpt-11.pt")["model"], load("model_ema.ckpt-11.pt")
+    assert average["average"]["updates"] == 1
+    assert average["average"]["mean_age"] == pytest.approx(0.1)
+    assert not torch.equal(flat(loaded), flat(live))
+    for name, tensor in average["model"].items():  # the first update of a warm-up
+        assert torch.allclose(tensor, 0.1 * loaded[name] + 0.9 * live[name], rtol=1e-12, atol=1e-15), name
+
+
+def test_A7_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, monkeypatch, caplog):
+    whole = start("whole", 20, WITHOUT_AVERAGES)
+    undo = stop_after(monkeypatch, 10)
+    with pytest.raises(Interrupted):
+        start("parts", 20)
+    undo()
     with caplog.at_level("INFO"):
-        start("run", 12, off, restart="model.ckpt-11.pt")
+        parts = start("parts", 20, WITHOUT_AVERAGES, restart="model.ckpt.pt")
+    assert "averaging is off in this run" in caplog.text
+    assert "the averages of the checkpoint (ema) are left behind" in caplog.text
+    one, two = load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt")
+    for key in ("model", "optimizer", "streams"):
+        assert_same(one[key], two[key], key)
+    assert "averages" not in two
 
 
 def test_C1_the_best_file_gives_its_logged_metric_again(start, water_like_valid):
@@ -261,9 +342,12 @@ def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplo
     assert "trained parameters" in caplog.text
 
 
-def test_several_processes_are_refused_by_name(start, monkeypatch):
+def test_one_of_several_processes_says_what_its_launcher_has_not_set(start, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="ranks"):
+    with pytest.raises(UserError, match="WORLD_SIZE = 2, but RANK is not set"):
+        start("run", 5)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT are not set"):
         start("run", 5)
 
 

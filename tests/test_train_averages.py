@@ -1,22 +1,30 @@
 """A bank of averages in a run: files, logs, snapshots, restarts. Names carry the demand that a test stands for."""
 
+import copy
+import io
 import json
 import math
+import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input
+from infer_models import random_model, tiny_config
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict
+from deepmd_ema.averaging import AverageBank, SwaProfile
+from deepmd_ema.config import config_from_dict, to_dict
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import run_test
 from deepmd_ema.infer.load import load_model
+from deepmd_ema.report import set_up_logging
 from deepmd_ema.train import trainer as trainer_module
 from deepmd_ema.train.assemble import run_training
 from deepmd_ema.train.averages import tracked_averages
+from deepmd_ema.train.saver import Payloads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -304,3 +312,123 @@ def test_C4_the_facts_of_each_average_stand_in_its_file(start):
     assert facts["p15"]["updates"] == 10
     assert facts["slow"]["decay"] == 0.95
     assert facts["epoch"]["decay"] == pytest.approx(0.5 ** (1 / 4))
+
+
+def rows_of(path):
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+def test_B3_an_average_that_has_not_begun_is_validated_as_the_live_weights(start):
+    late = {"name": "late", "decay": 0.9, "start_step": 100, "full_validation": True}
+    folder = start("run", 12, {"training__averaging": [late]})
+    assert len(rows_of(folder / "val_late.log")) == 3
+    assert rows_of(folder / "val_late.log") == rows_of(folder / "val.log") != rows_of(folder / "val_ema.log")
+
+
+def test_the_last_step_of_a_run_is_averaged_too(start):
+    every = {"training__averaging": [{"name": "flat", "type": "swa"}], "training__save_freq": 1,
+             "training__max_ckpt_keep": 0}  # fmt: skip
+    folder = start("run", 7, every)
+    live = [load(folder / f"model.ckpt-{step}.pt")["model"] for step in range(1, 8)]
+    average = load(folder / "model_flat.ckpt-7.pt")["model"]
+    for name, tensor in average.items():
+        mean = torch.stack([weights[name].double() for weights in live]).mean(0)
+        assert torch.allclose(tensor.double(), mean, rtol=1e-12, atol=1e-14), name
+    assert any(not torch.equal(live[-1][name], live[-2][name]) for name in average)
+
+
+def test_the_short_form_is_a_bank_of_one_called_ema():
+    def tracked(**changes):
+        return tracked_averages(config_from_dict(tiny_input(["a"], ["b"], **changes)), sampler, None)
+
+    sampler = Sampler([40], [10], batch_size=2)
+    assert tracked() == []
+    plain = tracked(training__enable_ema=True, training__max_ckpt_keep=7)
+    assert plain == tracked(training__averaging=[{"name": "ema", "decay": 0.999}], training__max_ckpt_keep=7)
+    assert plain[0].keep == 7
+    options = {
+        "training__enable_ema": True,
+        "training__ema_decay": 0.9,
+        "training__ema_warmup": False,
+        "training__ema_ckpt_keep": 2,
+        "validating__ema_full_validation": True,
+    }
+    entry = {"name": "ema", "decay": 0.9, "warmup": False, "ckpt_keep": 2, "full_validation": True}
+    assert tracked(**options) == tracked(training__averaging=[entry]) != plain
+
+
+def test_A14_the_log_names_averaged_files_like_the_others_and_says_how_far_each_looks_back(start, caplog):
+    late = {"name": "late", "decay": 0.9, "start_step": 15}
+    entries = [{"name": "slow", "decay": 0.5, "warmup": False}, {"name": "flat", "type": "swa"}, late]
+    with caplog.at_level("INFO"):
+        start("run", 20, {"training__averaging": entries})
+    said = [record.getMessage() for record in caplog.records]
+    names = ("model", "model_ema", "model_slow", "model_flat", "model_late")
+    for step in (10, 20):
+        assert f"saved {', '.join(f'{name}.ckpt-{step}.pt' for name in names)}" in said
+    (words,) = [line for line in said if line.startswith("averages of step 10: ")]
+    decays = [min(0.9, (1 + t) / (10 + t)) for t in range(10)]
+    assert words.startswith(f"averages of step 10: ema: decay {decays[-1]:.6g}, mean age ")
+    assert "; slow: decay 0.5, mean age 1.0 steps; flat: decay 0.9, mean age 4.5 steps; late: no update yet" in words
+    age = 0.0
+    for decay in decays:
+        age = decay * (age + 1)
+    assert f"mean age {age:.1f} steps; slow" in words
+    (words,) = [line for line in said if line.startswith("averages of step 20: ")]
+    assert "late: decay 0.357143, mean age " in words
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_no_line_about_averages_breaks_the_progress_bar(start, monkeypatch):
+    """Restart, banner, displayed and validated averages, snapshots and saves, on a terminal that draws a bar."""
+    start("run", 10)
+    changed = [{**BANK[0], "decay": 0.5}, *BANK[1:4], {"name": "new", "type": "swa"}]
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging("INFO")
+    start("run", 20, {"training__averaging": changed}, restart="model.ckpt.pt")
+    text = stream.getvalue()
+    for words in ("slow: decay was 0.95", "no average new", "Batch      15: slow: rmse", "MAE / RMSE, p05 ",
+                  "averages of step 20: ema", "model_p05.ckpt-20.pt"):  # fmt: skip
+        assert words in text
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+    bars = [line for line in lines if re.match(r"\d+%\|.*step/s.*\]$", line)]
+    assert bars
+    messages = [line for line in lines if re.match(r"\[\d{4}-\d\d-\d\d ", line)]
+    assert not [line for line in messages if "step/s]" in line or "%|" in line]
+    assert {*lines} == {*bars, *messages, ""}
+
+
+def test_A5_E2_a_file_holds_the_moment_that_it_was_made_of():
+    """Buffers are the live ones of that step, and no later step reaches what waits to be written."""
+    config = tiny_config()
+    model = random_model(config)
+    bank = AverageBank(model, [SwaProfile("flat")])
+    payloads = Payloads(model, bank, to_dict(config), 0.9, "run")
+
+    def step(bias):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+            model.out_bias.fill_(bias)
+        bank.update()
+
+    step(-5.0)
+    step(-6.0)
+    made = {
+        "training": payloads.training(2, {"averages": bank.state_dict()}),
+        "best": payloads.weights("live", 2, "best"),
+        "average": payloads.weights("flat", 2, "average"),
+        "snapshot": payloads.snapshot("flat", 2),
+    }
+    before = copy.deepcopy(made)
+    step(9.0)
+    assert_same(made, before)
+    for name, content in made.items():
+        assert torch.equal(content["model"]["out_bias"], torch.full_like(model.out_bias, -6.0)), name
+    for name in ("out_bias", "out_std"):
+        assert torch.equal(made["average"]["model"][name], made["training"]["model"][name])

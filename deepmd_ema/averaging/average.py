@@ -113,6 +113,7 @@ class Average:
             else:  # the average does not fit into the live tensor, so it stays where it is
                 self._held[i] = slot.live.detach().to(mine.device, copy=True)
                 slot.live.copy_(average)
+            slot.publish()
             self._exchanged += 1
 
     @torch.no_grad()
@@ -127,6 +128,7 @@ class Average:
                 held = live.detach().clone()
                 live.copy_(mine)
                 mine.copy_(held)
+            self.slots[i].publish()
             self._exchanged = i
 
     def raw(self, i: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.exchange import reshard, signals_wait
-from deepmd_ema.averaging.slots import Binding, canonical, prefix_of, unwrap
+from deepmd_ema.averaging.slots import Binding, RangeSlot, canonical, prefix_of, unwrap
 from deepmd_ema.averaging.state import load_average, model_under, saved_average
 from deepmd_ema.checkpoint import check_weights, snapshot
 from deepmd_ema.errors import ConfigError
@@ -115,7 +115,7 @@ class AverageBank:
                 self._active = None
 
     @torch.no_grad()
-    def weights(self, name: str, copy: bool = True) -> dict[str, Tensor]:
+    def weights(self, name: str, copy: bool = True, keep: bool = True) -> dict[str, Tensor]:
         """Return the model under the average ``name``: averaged tensors, everything else live.
 
         Names and order are those of the state dict. Every rank must call this when weights are sharded.
@@ -123,8 +123,9 @@ class AverageBank:
         Args:
             name: of the average.
             copy: whether the tensors are copies on the CPU, or may share memory with the averages and the model.
+            keep: whether this process wants them; else it only takes part, and the result is empty.
         """
-        found = model_under(self._averages[name], self._active, self._modules, self._binding)
+        found = model_under(self._averages[name], self._active, self._modules, self._binding, keep)
         return snapshot(found) if copy else found
 
     @torch.no_grad()
@@ -167,12 +168,17 @@ class AverageBank:
         }
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return all averages by parameter name with their counters, as copies on the CPU.
 
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.
+
+        Args:
+            keep: whether this process wants the tensors; else it only takes part, and the result has none.
         """
-        profiles = {name: saved_average(average, self._steps, self._active) for name, average in self._averages.items()}
+        profiles = {
+            name: saved_average(average, self._steps, self._active, keep) for name, average in self._averages.items()
+        }
         return snapshot(
             {"steps": self._steps, "tasks": list(self._modules), "frozen": self._binding.frozen, "profiles": profiles}
         )
@@ -249,7 +255,10 @@ def note_unused(state: Mapping[str, Any] | None) -> None:
 
 def _bound(profile: Profile, binding: Binding, previous: Average | None, steps: int) -> Average:
     """Return the average over the tensors of now, with what ``previous`` knows of them."""
-    average = Average(profile, [*binding.slots, *(binding.buffers if profile.buffers == "average" else [])])
+    slots = [*binding.slots, *(binding.buffers if profile.buffers == "average" else [])]
+    if profile.layout == "rank_range":
+        slots = [slot if slot.is_sharded else RangeSlot(slot) for slot in slots]
+    average = Average(profile, slots)
     if previous is None:
         average.seed(steps)
         return average

@@ -77,10 +77,13 @@ class Track:
     def mean_age(self) -> float:
         """Return how many steps lie, on average, between the weights in it and its last update."""
         # the sum over updates of the part that is older than each: (m / n)^p
+        n, p = self.updates, self.gamma + 1
+        if n > _CHUNK and n > 10 * p:  # Euler-Maclaurin, exact to rounding here
+            return self.every * (n / (p + 1) - 1 / 2 + p / (12 * n) - p * (p - 1) * (p - 2) / (720 * n**3))
         older = 0.0
-        for low in range(1, self.updates, _CHUNK):
-            update = np.arange(low, min(low + _CHUNK, self.updates), dtype=np.float64)
-            older += float(np.sum((update / self.updates) ** (self.gamma + 1)))
+        for low in range(1, n, _CHUNK):
+            update = np.arange(low, min(low + _CHUNK, n), dtype=np.float64)
+            older += float(np.sum((update / n) ** p))
         return self.every * older
 
 

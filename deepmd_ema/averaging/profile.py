@@ -18,8 +18,13 @@ LIVE = "live"  # what the weights of the model itself are called; no average may
 WIDEST_SIGMA_REL = 1 / math.sqrt(12)  # gamma 0: equal weights from the start to now
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_CHOICES = {"device": (LIVE, "cpu"), "dtype": ("float32", "float64"), "layout": ("local_shard", "full_tensor"),
-            "buffers": ("copy", "average")}  # fmt: skip
+_CHOICES = {
+    "device": (LIVE, "cpu"),
+    "dtype": ("float32", "float64"),
+    "layout": ("local_shard", "full_tensor", "rank_range"),
+    "buffers": ("copy", "average"),
+}
+_LAYOUTS = {"full_tensor": ["whole on every rank"], "rank_range": ["a range of it on each rank"]}
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Profile:
             copied asynchronously, and taken in when the next update begins or something reads the average.
         dtype: ``float32`` or ``float64``; never narrower than float32 or the weights themselves.
         layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
-            weights at each update and holds the whole average on every rank.
+            weights at each update and holds the whole average on every rank; ``rank_range`` lets each rank average
+            a range of every tensor that all ranks hold, gathered to swap and to save only.
         buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
             floating-point ones that are in the state dict. Integer and bool ones never are.
         should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start
@@ -92,7 +98,7 @@ class Profile:
         parts += [f"when {self.settings()['should_update']} says so"] if self.should_update is not None else []
         parts += ["in host memory"] if self.device == "cpu" else []
         parts += ["in float64"] if self.dtype == "float64" else []
-        parts += ["whole on every rank"] if self.layout == "full_tensor" else []
+        parts += _LAYOUTS.get(self.layout, [])
         parts += ["with averaged buffers"] if self.buffers == "average" else []
         return ", ".join(parts)
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +65,46 @@ class Slot:
         like = self.parameter
         assert isinstance(like, DTensor)
         return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements).to_local()
+
+    def publish(self) -> None:
+        """Let other processes have what was written to ``live``. Every rank must call this when sharded."""
+
+
+class RangeSlot(Slot):
+    """A tensor that every process holds whole, of which each averages a range of elements.
+
+    Args:
+        slot: the tensor.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.names, self.parameter = slot.names, slot.parameter
+        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._room = -(-slot.parameter.numel() // self._size)
+        self.live = self._mine(slot.parameter.detach().view(-1))
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the tensor of which ``part`` is this process's range. Every rank must call this."""
+        if self._size == 1:
+            return part.detach().view(self.shape)
+        padded = part.new_zeros(self._room)
+        padded[: part.numel()] = part
+        ranges = [torch.empty_like(padded) for _ in range(self._size)]
+        dist.all_gather(ranges, padded)
+        return torch.cat(ranges)[: self.parameter.numel()].view(self.shape)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this process's range of ``whole``."""
+        return self._mine(whole.reshape(-1))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the ranges of all processes into the tensor. Every rank must call this."""
+        if self._size > 1:
+            self.parameter.copy_(self.whole(self.live))
+
+    def _mine(self, flat: Tensor) -> Tensor:
+        return flat[self._rank * self._room : (self._rank + 1) * self._room]
 
 
 class Binding:

@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def model_under(
-    average: Average | None, active: Average | None, modules: Mapping[str, nn.Module], binding: Binding
+    average: Average | None,
+    active: Average | None,
+    modules: Mapping[str, nn.Module],
+    binding: Binding,
+    keep: bool = True,
 ) -> dict[str, Tensor]:
     """Return all tensors of the modules under ``average``. Every rank must call this when weights are sharded.
 
@@ -30,21 +34,28 @@ def model_under(
         active: the average that is swapped in now, or None.
         modules: by task.
         binding: which of their tensors are averaged.
+        keep: whether this process wants them; else it only takes part, one tensor at a time, and gets nothing.
     """
-    averaged = _values(average, active, [*binding.slots, *binding.buffers])
-    state = live_state(modules)
-    return {name: averaged[name] if name in averaged else _whole(value) for name, value in state.items()}
+    slots = [*binding.slots, *binding.buffers]
+    averaged = _values(average, active, slots, keep)
+    names = {name for slot in slots for name in slot.names}
+    found: dict[str, Tensor] = {}
+    for name, value in live_state(modules).items():
+        tensor = averaged.get(name) if name in names else _whole(value)
+        if keep and tensor is not None:
+            found[name] = tensor
+    return found
 
 
-def saved_average(average: Average, steps: int, active: Average | None) -> dict[str, Any]:
-    """Return the settings, counters and tensors of an average that has seen ``steps`` steps."""
+def saved_average(average: Average, steps: int, active: Average | None, keep: bool = True) -> dict[str, Any]:
+    """Return the settings, counters and tensors of an average that has seen ``steps`` steps; no tensors if not kept."""
     updates, mean_step = average.counts()
     return {
         **average.profile.settings(),
         "updates": updates,
         "mean_age": steps - mean_step if updates >= 0 else 0.0,
         "mean_step": mean_step,
-        "weights": _values(average, active, average.slots),
+        "weights": _values(average, active, average.slots, keep),
     }
 
 
@@ -76,20 +87,30 @@ def load_average(average: Average, state: Mapping[str, Any], tasks: Iterable[str
     average.set_counts(saved["updates"], mean_step)
 
 
-def _values(average: Average | None, active: Average | None, slots: Sequence[Slot]) -> dict[str, Tensor]:
-    """Return the whole tensors of ``slots`` under ``average``, or live where it has none or has not started."""
-    values: dict[str, Tensor] = {}
+def _values(average: Average | None, active: Average | None, slots: Sequence[Slot], keep: bool) -> dict[str, Tensor]:
+    """Return the whole tensors of ``slots`` under ``average``, or live where it has none or has not started.
+
+    Gathered tensors go to host memory, so that the whole model is never on a device that holds a part of it; nothing
+    stays where ``keep`` is off.
+    """
+    values: dict[str, Tensor | None] = {}
+
+    def put(slot: Slot, tensor: Tensor) -> None:
+        tensor = tensor.cpu() if slot.is_sharded else tensor
+        values.update(dict.fromkeys(slot.names, tensor if keep else None))
+
     if average is not None and average.started:
         for i, slot in enumerate(average.slots):
-            values |= dict.fromkeys(slot.names, average.averaged(i))
+            put(slot, average.averaged(i))
     if active is not None:
         for i, slot in enumerate(active.slots):
             if slot.names[0] not in values:
-                values |= dict.fromkeys(slot.names, active.raw(i))
+                put(slot, active.raw(i))
     for slot in slots:
         if slot.names[0] not in values:
-            values |= dict.fromkeys(slot.names, slot.whole(slot.live))
-    return {name: values[name] for slot in slots for name in slot.names}
+            put(slot, slot.whole(slot.live))
+    kept = {name: values[name] for slot in slots for name in slot.names}
+    return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -30,9 +30,11 @@ class BestFiles:
         folder: where the files stand.
         keep: how many are kept.
         metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
+        writes: whether this process writes the files; others keep the records and make the payload, no more.
     """
 
-    def __init__(self, prefix: str, folder: str | Path, keep: int, metric: str) -> None:
+    def __init__(self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True) -> None:
+        self.writes = writes
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
         self._pattern = re.compile(rf"^{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+)\.pt$")
@@ -47,9 +49,12 @@ class BestFiles:
         if not math.isfinite(value) or rank >= self.keep:
             return False
         records.insert(rank, (value, step))
-        save(self._file(step, rank + 1), payload())
+        content = payload()
+        if self.writes:
+            save(self._file(step, rank + 1), content)
         self.records = records[: self.keep]
-        self._arrange(records)
+        if self.writes:
+            self._arrange(records)
         return True
 
     def path(self, step: int) -> Path:
@@ -58,7 +63,7 @@ class BestFiles:
 
     def settle(self) -> None:
         """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
-        if not self.records:
+        if not self.records or not self.writes:
             return
         sweep(self.folder, rf"{re.escape(self.prefix)}\.ckpt-\d+\.t-\d+\.pt")
         mine = {self.path(step).name for _, step in self.records}
@@ -72,14 +77,20 @@ class BestFiles:
         return {"metric": self.metric, "records": [list(record) for record in self.records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the records of ``state`` whose files are still there; put the ranks in their names right."""
+        """Continue with the records of ``state`` whose files are still there; put the ranks in their names right.
+
+        A process that does not write takes the records as they are: those that the writing one has checked.
+        """
         if state["metric"] != self.metric:
             logger.warning(
                 "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
             )
             return
-        there = self._on_disk()
         records = [(float(value), int(step)) for value, step in state["records"]]
+        if not self.writes:
+            self.records = records
+            return
+        there = self._on_disk()
         for value, step in records:
             if step not in there:
                 logger.warning(

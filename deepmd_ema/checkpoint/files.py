@@ -183,6 +183,31 @@ def ensure_writable(folder: str | Path, option: str = "") -> None:
         ) from error
 
 
+def refuse_to_replace(path: str | Path, option: str) -> None:
+    """Check that a file of weights may be written to ``path``: not over what a restart or ``dp-ema posthoc`` needs.
+
+    Args:
+        path: the file; need not be there.
+        option: what names it, for the message.
+
+    Raises:
+        CheckpointError: if the name does not end in .pt, or a training checkpoint or a snapshot is there.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".pt":
+        raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
+    try:
+        kind = load_facts(path)["kind"] if path.is_file() else ""
+    except CheckpointError:  # nothing that could be needed
+        return
+    what = {"training": "the training checkpoint itself", "snapshot": "a snapshot of the run"}.get(kind)
+    if what is not None:
+        loss = "no restart could go on" if kind == "training" else "`dp-ema posthoc` would leave it out"
+        raise CheckpointError(
+            f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
+        )
+
+
 def snapshot(tree: Any) -> Any:
     """Return a copy of nested dictionaries, lists and tuples with every tensor cloned to the CPU.
 

@@ -36,7 +36,7 @@ def bank_warnings(config: RunConfig, num_steps: int | None, steps_per: Mapping[s
         num_steps: length of the run; None while it is not known, and then little can be said.
         steps_per: steps of one of ``steps``, ``frames``, ``epochs``, as far as they are known.
     """
-    yield from _too_few_lengths(config)
+    yield from _snapshots_that_do_not_combine(config)
     if num_steps is None:
         return
     training = config.training
@@ -82,6 +82,8 @@ def _of_one(average: Average, config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "full_validation", "validating.full_val_start = 1 means never"
     if average.layout == "full_tensor" and config.training.zero_stage <= _NOT_SHARDED:
         yield "layout", f"every process holds all weights at zero_stage {config.training.zero_stage}"
+    if average.layout == "rank_range" and config.training.zero_stage > _NOT_SHARDED:
+        yield "layout", f"every process holds a part of the weights only at zero_stage {config.training.zero_stage}"
 
 
 # ---- allowed, but likely not meant
@@ -142,12 +144,18 @@ def _few_snapshots(
         )
 
 
-def _too_few_lengths(config: RunConfig) -> Iterator[str]:
+def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
     stored = [a for _, a in _entries(config) if isinstance(a, PowerAverage | SwaAverage) and a.snapshots]
     if stored and len({_length(a) for a in stored}) == 1:
         yield (
             f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
             "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
+        )
+    if len({a.buffers for a in stored}) > 1:
+        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
+        yield (
+            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
+            "averages of the same tensors only: give them the same."
         )
 
 
@@ -185,6 +193,8 @@ def _more_words(average: Average) -> Iterator[str]:
         yield average.dtype
     if average.layout == "full_tensor":
         yield "whole on every process"
+    if average.layout == "rank_range":
+        yield "a range of it on each process"
     if average.buffers == "average":
         yield "with averaged buffers"
     if isinstance(average, PowerAverage | SwaAverage) and average.snapshots:

@@ -10,18 +10,23 @@ from typing import ClassVar
 from deepmd_ema.config.fields import Check, fraction, not_negative, not_negative_int, option, positive_int
 
 LIVE = "live"  # name of the weights that are trained, which no average may have
+POSTHOC = "posthoc"  # what `dp-ema posthoc` calls the average that it makes
 SHORT_FORM = "ema"  # name of the average that enable_ema keeps
 LARGEST_SIGMA_REL = 1 / math.sqrt(12)  # width of equal weights over the run, EDM2 (arXiv:2312.02696), section 3.1
 _LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
 
 
 def _is_name(value: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", value) is not None and value.lower() != LIVE
+    # `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
+    like_a_step = re.search(r"-[0-9]+$", value) is not None
+    is_word = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", value) is not None
+    return is_word and not like_a_step and value.lower() not in (LIVE, POSTHOC)
 
 
 _name = Check(
     _is_name,
-    f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, and not {LIVE}",
+    f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, without a number after a - at the "
+    f"end, and not {LIVE} or {POSTHOC}",
 )
 _half_life = Check(lambda v: 0 < v <= _LONGEST_HALF_LIFE, "a number > 0 and <= 1e9")
 _sigma_rel = Check(
@@ -68,9 +73,11 @@ class _Average:
     )
     layout: str = option(
         "local_shard",
-        choices=("local_shard", "full_tensor"),
-        doc="Where several processes share the weights: `local_shard`: each averages the part that it holds, without "
-        "communication; `full_tensor`: each holds the whole average, gathered at each update.",
+        choices=("local_shard", "full_tensor", "rank_range"),
+        doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
+        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3); `rank_range`: each "
+        "averages a range of the weights that all of them hold, so that the average takes one copy of the weights over "
+        "all ranks together (zero_stage 0 and 1).",
     )
     buffers: str = option(
         "copy",

@@ -12,6 +12,7 @@ from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
 from deepmd_ema.config.optim import LKF
 from deepmd_ema.config.run import RunConfig
+from deepmd_ema.launch import Launch, find_launch
 
 if TYPE_CHECKING:
     from deepmd_ema.config.walk import Walk
@@ -52,30 +53,24 @@ def rule_problems(config: RunConfig, walk: Walk) -> list[Problem]:
 
 def launch_problems(config: RunConfig, environ: Mapping[str, str], walk: Walk) -> list[Problem]:
     """Return what speaks against the ranks that this process was launched with."""
-    if is_broken(("training", "zero_stage"), walk.broken):
-        return []
-    return [_problem(path, text, walk) for path, text in _launch(config, environ)]
+    found = _launch(config, find_launch(environ))
+    return [_problem(path, text, walk) for path, text in found if not is_broken(path_of(path), walk.broken)]
 
 
-def _launch(config: RunConfig, environ: Mapping[str, str]) -> Found:
-    stage, ranks = config.training.zero_stage, environ.get("WORLD_SIZE", "1")
-    launched = "WORLD_SIZE" in environ or "LOCAL_RANK" in environ
-    if stage > 0 and not launched:
+def _launch(config: RunConfig, launch: Launch) -> Found:
+    stage = config.training.zero_stage
+    if isinstance(config.optimizer, LKF):
+        if launch.size > 1:
+            yield (
+                "optimizer.type",
+                f' = "LKF": trains in one process only, and {launch.size} were launched. Start it without a launcher, '
+                "or choose Adam, AdamW, AdaMuon or HybridMuon.",
+            )
+    elif stage > 0 and not launch.launched:
         yield (
             "training.zero_stage",
             f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
             "torchrun --nproc_per_node=2 -m deepmd_ema train input.json",
-        )
-    elif stage > 0:
-        yield (
-            "training.zero_stage",
-            f" = {stage}: {NOT_AVAILABLE}. Set it to 0 and launch without torchrun: dp-ema train input.json",
-        )
-    elif ranks != "1":
-        yield (
-            "training",
-            f": launched with WORLD_SIZE={ranks}, but training on several ranks is not available in dp-ema 0.1. "
-            "Launch without torchrun: dp-ema train input.json",
         )
 
 
@@ -264,14 +259,13 @@ def warmup_ends_in_the_run(config: RunConfig) -> Found:
 
 
 @rule("optimizer", "training.zero_stage")
-def lkf_needs_whole_gradients(config: RunConfig) -> Found:
-    """LKF shares nothing out between ranks: a block of its covariance has weights of several layers."""
+def lkf_shares_nothing_out(config: RunConfig) -> Found:
+    """LKF trains in one process: a block of its covariance has weights of several layers."""
     stage = config.training.zero_stage
     if isinstance(config.optimizer, LKF) and stage > 0:
         yield (
             "training.zero_stage",
-            f" = {stage}: LKF needs whole gradients on every rank. Use 0, or choose Adam, AdamW, AdaMuon or "
-            "HybridMuon.",
+            f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
         )
 
 

@@ -16,15 +16,17 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.npy import System
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.launch import find_launch
 
 MOST_CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
+MOST_ATOMS = 1024  # in a batch of a validation
 _PATIENCE_S = 0.2  # how often a waiting thread looks whether it shall stop
 
 
 class PairCache:
     """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
 
-    By default that is a quarter of the machine's memory, 4 GiB at most.
+    By default that is a quarter of the machine's memory, shared by the ranks on it, and 4 GiB at most.
 
     Nothing is thrown out when it is full: frames are drawn in permutations, where any frame is as good as another.
     Loaders, statistics and checks of one layout share one cache. May be used by several threads.
@@ -149,7 +151,7 @@ def sequential_batches(
     systems: Sequence[System],
     layout: NeighborLayout,
     cache: PairCache | None = None,
-    max_atoms: int = 1024,
+    max_atoms: int = MOST_ATOMS,
     labels: Sequence[str] = (),
     rank: int = 0,
     world_size: int = 1,
@@ -175,12 +177,17 @@ def sequential_batches(
             yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
 
 
+def num_batches(systems: Sequence[System], max_atoms: int = MOST_ATOMS) -> int:
+    """Return how many batches :func:`sequential_batches` makes of all frames, for all ranks together."""
+    return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
+
+
 def _cache_bytes() -> int:
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # no such question on this system
         return MOST_CACHE_BYTES // 4
-    return min(MOST_CACHE_BYTES, memory // 4)
+    return min(MOST_CACHE_BYTES, memory // (4 * find_launch().local_size))
 
 
 def _groups(
@@ -204,6 +211,8 @@ def _make_batch(
 ) -> Batch:
     system, frames = sampler.batch(n)
     batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
+    if sampler.is_repeat(n):
+        batch = batch.as_spare()
     return batch.pin_memory() if pin else batch
 
 

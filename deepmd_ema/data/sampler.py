@@ -98,6 +98,15 @@ class Sampler:
             mine = together[self._rank % len(together) :][:1]
         return system, tuple(int(f) for f in mine)
 
+    def is_repeat(self, n: int) -> bool:
+        """Whether batch ``n`` of this rank only repeats a frame of another rank, and must not count."""
+        epoch, place = divmod(n, self.batches_per_epoch)
+        systems, numbers = self._epoch_order(epoch)
+        system = int(systems[place])
+        k = int(numbers[place]) % self.batches[system]
+        size = self._global_size[system]
+        return min(size, self.num_frames[system] - k * size) <= self._rank
+
     def steps_for_epochs(self, num_epochs: float) -> int:
         """Return the steps after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
         drawn = [Fraction(b) / p for b, p in zip(self.batches, self._probabilities) if b and p > 0]

@@ -199,11 +199,8 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
         raise UserError(f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}")
     if not path.parent.is_dir():
         raise CheckpointError(f"-o {path}: the folder {path.parent} is not there. Make it, or choose another -o.")
-    if loaded.info.kind == "training" and path.exists() and path.samefile(source):
-        raise CheckpointError(
-            f"-o {path}: the training checkpoint itself. The file written holds weights only, so that no restart could "
-            "go on from here. Choose another -o."
-        )
+    if not frozen:
+        checkpoint.refuse_to_replace(path, "-o")
     return path
 
 

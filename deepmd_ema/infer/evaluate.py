@@ -156,6 +156,7 @@ def measure(
     num_frames: int = 0,
     atomic: bool = False,
     use_average: bool = False,
+    profile: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> ErrorReport:
@@ -167,13 +168,14 @@ def measure(
         num_frames: frames of each system, from its first; 0 takes all.
         atomic: whether atomic energies are tested as well.
         use_average: takes the averaged weights of a training checkpoint.
+        profile: which average, when there are several; implies ``use_average``.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
 
     Raises:
         UserError: if the model or the data cannot be read, or no frame has a label.
     """
-    loaded = load_model(model, use_average=use_average)
+    loaded = load_model(model, use_average=use_average or profile is not None, profile=profile)
     where = make_runtime(device).device
     labels = (keys.ENERGY, keys.FORCE, keys.VIRIAL) + ((keys.ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, labels, rglob_patterns)

@@ -46,7 +46,7 @@ class Row:
 
     def score(self, metric: str, live: Errors) -> float:
         """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
-        if metric.lower() != "overall":
+        if metric != "overall":
             return self.errors.metric(metric)
         pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED]
         parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
@@ -99,13 +99,12 @@ class LengthReport:
         lines.append(f"chosen by {self.metric}: {self.chosen.words()}")
         if winner != self.best:
             other = self.rows[winner]
-            lines.append(
-                f"{other.name} is better still ({scores[winner]:.4g} against {scores[self.best]:.4g} of the chosen one)"
-            )
+            better = 1 - scores[winner] / scores[self.best]
+            lines.append(f"{other.name} is better still, by {100 * better:.2g} %")
         made = [row for row in self.rows if row.kind == "posthoc"]
         if len(made) > 2 and self.chosen in (made[0], made[-1]):
             lines.append("the chosen one is at an end of the range: a length beyond it may be better still")
-            if self.reach is not None and self.chosen.sigma_rel in self.reach:
+            if self.reach is not None and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in self.reach):
                 lines.append("more frequent snapshots (a smaller snapshot_freq) reach further")
         return "\n".join(lines)
 
@@ -161,7 +160,7 @@ class LengthReport:
     def _table(self) -> list[str]:
         scores = self.scores()
         columns = [[1000 * row.errors.metric(f"{name}:RMSE") for row in self.rows] for name in RANKED]
-        overall = self.metric.lower() == "overall"
+        overall = self.metric == "overall"
         head = ["weights", "sigma_rel", "gamma", "mean age", *(f"{name} RMSE" for name in RANKED), self.metric,
                 "residual", "rounding"]  # fmt: skip
         units = ["", "", "", "steps", *(_UNITS[name] for name in RANKED), "of live" if overall else "meV", "", "x"]

@@ -37,6 +37,7 @@ NAME = "posthoc"  # what the weights are called in files and tables
 KIND = "weights"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 NUM_LENGTHS = 9
+MOST_LENGTHS = 999  # of one range: each is validated
 LABELS = (keys.ENERGY, keys.FORCE, keys.VIRIAL)
 
 
@@ -88,9 +89,18 @@ def run_posthoc(
         UserError: if snapshots or data are missing or wrong, or a length cannot be told from the snapshots.
     """
     folder, wanted = Path(folder), parse_lengths(sigma_rel)
-    _check_metric(metric)
+    metric = _known_metric(metric)
     where = make_runtime(device).device
+    output, table, plot = (
+        folder / default if path is None else Path(path)
+        for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
+    )
     run = find_snapshots(folder, step)
+    for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
+        checkpoint.ensure_writable(path.parent, option)
+        if path.is_dir():
+            raise UserError(f"{option} {path}: a folder. Give the name of a file.")
+    checkpoint.refuse_to_replace(output, "-o")
     for note in run.notes:
         say(note)
     found, reach = choose_lengths(run, wanted)
@@ -99,18 +109,18 @@ def run_posthoc(
     rows, best, weights = measure_lengths(run, found.mixes, config.model, opened, where, metric)
     report = LengthReport(run, found, reach, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
     say(report.text())
-    path = Path(folder / "model_posthoc.pt" if output is None else output)
-    checkpoint.save(path, _payload(run, report.chosen, found, weights))
-    say(f"wrote {path}: {report.chosen.words()}")
-    say(f"wrote {report.write_table(folder / 'posthoc.csv' if table is None else table)}")
+    checkpoint.save(output, _payload(run, report.chosen, found, weights))
+    say(f"wrote {output}: {report.chosen.words()}")
+    say(f"wrote {report.write_table(table)}")
     try:
-        say(f"wrote {report.plot(folder / 'posthoc.png' if plot is None else plot)}")
+        say(f"wrote {report.plot(plot)}")
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
     if "refitted_bias" in run.payload:
         say(
             "the run refitted the output bias after its last step (training.change_bias_after_training); the bias of "
-            f"this file is not refitted. To do so: dp-ema change-bias {path} -s TRAINING_SYSTEMS"
+            "this file is not refitted, and all errors above are those before. To do so: "
+            f"dp-ema change-bias {output} -s TRAINING_SYSTEMS"
         )
     return report
 
@@ -131,7 +141,7 @@ def parse_lengths(words: Sequence[str | float] | None) -> list[float] | Range:
         if not found:
             problems.append(
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                "0.02:0.2:9 (from, to, how many, at least 2)."
+                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_LENGTHS})."
             )
     if problems:
         raise UserError(problems)
@@ -195,7 +205,9 @@ def measure_lengths(
 
 def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with what the table says of it."""
-    payload, at = run.payload, f", step {run.payload['step']:,}" if run.payload["step"] != run.step else ""
+    # a bias that was refitted after training would make live and tracked weights look better than those made here
+    payload = {name: value for name, value in run.payload.items() if name != "refitted_bias"}
+    at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
     none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "mix": None}
     live, _ = checkpoint.weights_in(payload, run.reference)
     yield {**none, "kind": "live", "name": f"live{at}", "mean_age": 0.0}, live
@@ -233,15 +245,18 @@ def _open(
         raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
 
 
-def _check_metric(metric: str) -> None:
+def _known_metric(metric: str) -> str:
+    """Return ``metric`` as it is written here."""
     known = [OVERALL, *(f"{name}:{kind}" for name in METRICS for kind in ("RMSE", "MAE"))]
-    if metric.upper() not in [name.upper() for name in known]:
+    found = next((name for name in known if name.upper() == metric.upper()), None)
+    if found is None:
         raise UserError(f"--metric {metric}: unknown. {did_you_mean(metric, known)}")
+    return found
 
 
 def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
     """Check that the frames have what ``metric`` compares with."""
-    if metric.lower() == OVERALL:
+    if metric == OVERALL:
         if all(math.isnan(live.metric(f"{name}:RMSE")) for name in ("E", "F", "V")):
             names = ", ".join(system.name for system in systems)
             raise UserError(f"no frame of {names} has an energy, a force or a virial to compare.")
@@ -261,7 +276,8 @@ def _lengths(word: str) -> list[float]:
         return []
     if len(ends) == 1:
         return ends
-    return Range(ends[0], ends[1], count).values() if len(ends) == 2 and ends[0] < ends[1] and count > 1 else []
+    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_LENGTHS
+    return Range(ends[0], ends[1], count).values() if good else []
 
 
 def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tensor]) -> dict[str, Any]:

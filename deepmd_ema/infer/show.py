@@ -59,7 +59,8 @@ def _checkpoint(path: Path, payload: Mapping[str, Any]) -> dict[str, Any]:
         "tensors": payload["model"],
         "rows": [
             ("weights", f"{own}, step {payload['step']:,}"),
-            *(("average", f"{name}: {_average(state)} (freeze it with --use-ema)") for name, state in profiles.items()),
+            *(("average", f"{name}: {_average(state)} (freeze it with {_option(name, profiles)})")
+              for name, state in profiles.items()),
             *_bias(payload.get("bias", {}), payload.get("refitted_bias", {})),
         ],
         "more": [
@@ -111,6 +112,10 @@ def _run_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _options(section: Mapping[str, Any], *names: str) -> str:
     known = [f"{n} {section[n]}" for n in names if section.get(n) not in (None, 0, False)]
     return ", ".join([str(section.get("type", "")), *known])
+
+
+def _option(name: str, profiles: Mapping[str, Any]) -> str:
+    return "--use-ema" if len(profiles) == 1 else f"--profile {name}"
 
 
 def _average(state: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def _read_all(
     place: Path, payload: Mapping[str, Any], newest: Path
 ) -> tuple[list[tuple[Kept, Mapping[str, Any]]], list[str]]:
     """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
-    found, others, beyond, problems = [], [], [], []
+    found, others, beyond, changed, problems = [], [], [], [], []
     for path in sorted(place.glob("*.pt")) if place.is_dir() else []:
         try:
             facts = _facts(path)
@@ -161,14 +162,24 @@ def _read_all(
             if average.get("should_update") is not None:
                 problems.append(f"{path}: was updated when {average['should_update']} said so, and not at known steps.")
             elif average["updates"] > 0:
-                found.append((Kept(path, facts["step"], facts["weights"], Track.of(average, facts["step"])), facts))
+                track = Track.of(average, facts["step"])
+                if _is_pure(track, average["mean_age"], facts["step"]):
+                    found.append((Kept(path, facts["step"], facts["weights"], track), facts))
+                else:
+                    changed.append(path.name)
     if problems:
         raise CheckpointError(problems)
     notes = [f"of another run, left out: {_some(others)}"] if others else []
     notes += [f"beyond {newest.name}, left out: {_some(beyond)}"] if beyond else []
+    notes += [f"of averages whose settings were changed at a restart, left out: {_some(changed)}"] if changed else []
     if not found:
         raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {_because(notes)}{HOW_TO_KEEP}")
     return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
+
+
+def _is_pure(track: Track, mean_age: float, step: int) -> bool:
+    """Whether an average was made as its settings say from its first update on; ``mean_age`` was counted with it."""
+    return math.isclose(mean_age, track.mean_age() + step - track.end, rel_tol=1e-6, abs_tol=1e-3)
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -194,18 +205,22 @@ def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mappin
     """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
     averaged, problems = list(kept[-1][1]["averaged"]), []
+    others: dict[tuple[str, ...], list[Path]] = {}  # one message for all files of an average
     for one, facts in kept:
         try:
             checkpoint.check_weights(shapes, facts["model"], one.path)
         except CheckpointError as error:
             problems += error.problems
             continue
-        differ = set(averaged) ^ set(facts["averaged"])
-        if differ:
-            problems.append(
-                f"{one.path}: averages {len(facts['averaged'])} tensors, {kept[-1][0].path} {len(averaged)}; "
-                f"different: {_some(sorted(differ))}. Only averages of the same tensors combine: move the others away."
-            )
+        if set(averaged) != set(facts["averaged"]):
+            others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
+    for (_, *names), paths in others.items():
+        problems.append(
+            f"{paths[0]}{f' and {len(paths) - 1} more of this average' if len(paths) > 1 else ''}: of {len(names)} "
+            f"averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: "
+            f"{_some(sorted(set(averaged) ^ set(names)))}. Only averages of the same tensors combine (`buffers` of "
+            "training.averaging): move the others to another folder."
+        )
     if problems:
         raise CheckpointError(problems)
     return averaged

@@ -94,6 +94,14 @@ class EnergyModel(nn.Module):
                 out[keys.VIRIAL] = -(frames_FA @ per_atom)
             return out
 
+    def shard_units(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
+        """Return modules whose parameters may be gathered one by one, and the methods beside ``forward`` that use them.
+
+        From now on every rank evaluates all of them, whatever elements its frames have.
+        """
+        self.fitting.skips_absent = False  # type: ignore[assignment]
+        return [(net, ("value_and_gradient",)) for net in self.fitting.nets]  # type: ignore[union-attr]
+
     def apply_statistics(self, statistics: Statistics) -> None:
         """Write means, spreads and biases into the buffers."""
         for name, values in statistics.buffers().items():

@@ -42,6 +42,7 @@ class EnergyFitting(nn.Module):
         self.excluded_types = frozenset(excluded_types)
         # types whose energy is measured from that of an atom without neighbors
         self.from_vacuum = frozenset(t for t, e in enumerate(config.atom_ener or ()) if e is not None)
+        self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
         self.nets = nn.ModuleList(
             Network(
@@ -75,7 +76,7 @@ class EnergyFitting(nn.Module):
         inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
         energies, gradients = [], []
         for t, (net, mine) in enumerate(zip(self.networks, inputs.split(batch.type_counts), strict=True)):
-            if not len(mine) and not torch.is_grad_enabled():
+            if not len(mine) and self.skips_absent and not torch.is_grad_enabled():
                 continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
             energy, gradient = net.value_and_gradient(mine)
             if t in self.from_vacuum:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.optim.guarded import GuardedOptimizer
 from deepmd_ema.optim.hybrid_muon import HybridMuon, routed
 from deepmd_ema.optim.muon import AdaMuon
 
@@ -24,6 +28,7 @@ def build_optimizer(
     config: sections.Adam | sections.AdamW | sections.AdaMuon | sections.HybridMuon,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
+    shared: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
@@ -34,16 +39,17 @@ def build_optimizer(
         config: the section ``optimizer``.
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
         device: where the parameters are; the step counters stay there as well, so that no step waits.
+        shared: whether each rank keeps the state of a part of the parameters only, updates these, and sends them to
+            all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
     """
     trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
     kind, parameters, settings = KINDS[config.type](config, trained)
-    optimizer: torch.optim.Optimizer = kind(parameters, lr=0.0, **settings)
-    if settings.get("fused"):
-        for p in trained.values():
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS},
-            }
+    settings = {"lr": 0.0, **settings}
+    optimizer = _shared(kind, parameters, settings) if shared else kind(parameters, **settings)
+    own = _own(optimizer)
+    if not isinstance(own, GuardedOptimizer):
+        for p in (p for group in own.param_groups for p in group["params"]):
+            own.state[p] = _fused_state(p, device)
     return optimizer
 
 
@@ -57,28 +63,35 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         found_inf: scalar on the device of the parameters, 1 to call the step off, else 0.
     """
     # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler calls a step off
-    assert optimizer.defaults.get("fused") or getattr(optimizer, "knows_found_inf", False), "it would not be called off"
-    optimizer.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
+    own = _own(optimizer)
+    assert isinstance(own, GuardedOptimizer) or own.defaults["fused"], "it would not be called off"
+    own.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        del own.found_inf  # type: ignore[attr-defined]
 
 
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    keep: bool = True,
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
-    Hyperparameters and the learning rate are not in it: they follow from the config and the step.
+    Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
+    shared out, every rank must call this; rank 0 gets all of it, and the others nothing if ``keep`` is off.
     """
-    state = {
-        name: {key: value.detach().to("cpu", copy=True) for key, value in optimizer.state[p].items()}
-        for name, p in _items(named_parameters)
-        if p in optimizer.state
-    }
-    return {"type": type(optimizer).__name__, "state": state}
+    own = _own(optimizer)
+    state: dict[str, Any] = {}
+    for name, p in _items(named_parameters):
+        for key, value in own.state.get(p, {}).items():
+            whole = _whole(value)  # by all ranks, one tensor at a time
+            if keep or own is not optimizer:
+                state.setdefault(name, {})[key] = whole.to("cpu", copy=True)
+    if own is not optimizer:
+        state = _gathered(state)
+    return {"type": type(own).__name__, "state": state}
 
 
 def load_optimizer_state_by_name(
@@ -88,19 +101,22 @@ def load_optimizer_state_by_name(
 ) -> None:
     """Copy a state made by :func:`optimizer_state_by_name` into an optimizer over parameters of the same names.
 
+    The state must be whole, however it was or will be shared out; every rank must call this then.
+
     Raises:
         CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
     """
-    own = {name: optimizer.state[p] for name, p in _items(named_parameters) if p in optimizer.state}
-    problems = _differences(type(optimizer).__name__, own, state)
+    inner = _own(optimizer)
+    trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
+    problems = _differences(type(inner).__name__, _whole_shapes(optimizer, trained), state)
     if problems:
         raise CheckpointError([f"optimizer state of the checkpoint: {problem}" for problem in problems])
-    for name, tensors in own.items():
-        for key, tensor in tensors.items():
-            tensor.copy_(state["state"][name][key])
+    for name, p in trained.items():
+        for key, tensor in inner.state.get(p, {}).items():
+            _set(tensor, state["state"][name][key])
 
 
-Recipe = tuple[type[Any], list[Any], dict[str, Any]]
+Recipe = tuple[type[torch.optim.Optimizer], list[Any], dict[str, Any]]
 """Class of an optimizer, its parameters or groups of them, and its options."""
 
 
@@ -141,7 +157,62 @@ KINDS: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> list[str]:
+def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer of what this rank updates itself."""
+    return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+
+
+def _shared(
+    kind: type[torch.optim.Optimizer], parameters: list[Any], settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch compiles things of its own on the way
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **settings)
+
+
+def _fused_state(p: Tensor, device: torch.device) -> dict[str, Tensor]:
+    moments = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
+
+
+def _whole_shapes(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the whole state, by parameter name and key, whatever this rank has of it."""
+    own = _own(optimizer)
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    shapes = {}
+    for name, p in trained.items():
+        like = torch.empty(p.shape, dtype=p.dtype, device="meta")  # has a shape and no memory
+        if isinstance(own, GuardedOptimizer):
+            state = own.first_state(like, group_of[p])
+        else:
+            state = _fused_state(like, like.device)
+        shapes[name] = {key: tuple(value.shape) for key, value in state.items()}
+    return shapes
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def _set(tensor: Tensor, whole: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        part = distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(part.to_local())
+    else:
+        tensor.copy_(whole)
+
+
+def _gathered(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of all ranks together on rank 0, an empty one elsewhere."""
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(state, parts)
+    return {name: tensors for part in parts or [] for name, tensors in part.items()}
+
+
+def _differences(kind: str, own: Mapping[str, Mapping[str, tuple[int, ...]]], state: Mapping[str, Any]) -> list[str]:
     if state.get("type") != kind:
         return [
             f"it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {kind}. Set it back, or start "
@@ -150,9 +221,9 @@ def _differences(kind: str, own: Mapping[str, Mapping[str, Tensor]], state: Mapp
     given = {f"{name}.{key}": value for name, tensors in state["state"].items() for key, value in tensors.items()}
     wanted = {f"{name}.{key}": value for name, tensors in own.items() for key, value in tensors.items()}
     reshaped = [
-        f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
+        f"{name} {tuple(given[name].shape)} instead of {wanted[name]}"
         for name in wanted.keys() & given.keys()
-        if given[name].shape != wanted[name].shape
+        if tuple(given[name].shape) != wanted[name]
     ]
     lists = {
         "missing": sorted(wanted.keys() - given.keys()),

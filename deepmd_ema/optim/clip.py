@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, add_up: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for the device.
 
     Parameters without a gradient are left out.
@@ -21,15 +23,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     Args:
         parameters: owners of the gradients, on one device, of any precisions.
         max_norm: largest norm, or None to leave the gradients as they are.
+        add_up: adds a scalar up over the ranks, when each holds a part of every gradient.
 
     Returns:
         The norm before clipping, a scalar; it is finite only if every gradient is.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    # of a sharded gradient, the part that this process holds
+    gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients)
     total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
+    if add_up is not None:
+        total = add_up(total.square()).sqrt()
     if max_norm is not None:
         factor = (max_norm / (total + NORM_GUARD)).clamp(max=1.0)
         for dtype in {g.dtype for g in gradients}:

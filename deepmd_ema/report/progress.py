@@ -30,10 +30,11 @@ class Progress:
     Args:
         num_steps: steps of the whole run.
         interactive: whether to draw a bar; None asks whether stderr is a terminal.
+        frames_per_step: mean number of frames in a step of all ranks together; None leaves frames per second out.
     """
 
-    def __init__(self, num_steps: int, interactive: bool | None = None) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int, interactive: bool | None = None, frames_per_step: float | None = None) -> None:
+        self._num_steps, self._frames = num_steps, frames_per_step
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
         self._step = self._shown = 0
@@ -66,11 +67,13 @@ class Progress:
         if validation:
             logger.info("Batch %7d: val: %s", step, _join(validation))
         left = seconds_per_step * (self._num_steps - step)
+        rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
         logger.info(
-            "Batch %7d: total wall time = %.2f s (%.1f steps/s%s), eta = %s at %s",
+            "Batch %7d: total wall time = %.2f s (%.1f steps/s%s%s), eta = %s at %s",
             step,
             seconds_per_step * (step - self._shown),
-            1 / seconds_per_step if seconds_per_step > 0 else 0.0,
+            rate,
+            f", {rate * self._frames:.4g} frames/s" if self._frames is not None else "",
             f"; {split}" if split else "",
             timedelta(seconds=int(left)),
             (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M"),

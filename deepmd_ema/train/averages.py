@@ -11,6 +11,7 @@ from deepmd_ema.averaging import EmaProfile, PowerProfile, Profile, SwaProfile
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
+    from deepmd_ema.averaging import AverageBank
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.sampler import Sampler
 
@@ -88,6 +89,17 @@ def snapshot_lines(tracked: Sequence[Tracked], num_steps: int, num_bytes: int) -
             yield f"{t.name} every {t.snapshot_every:,} steps: {files:,} files of {num_bytes / 1e6:.2f} MB"
     if total:
         yield f"{total / 1e6:,.2f} MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
+
+
+def averages_in_words(bank: AverageBank) -> str:
+    """Return how far every average looks back now, on one line; may wait for the device."""
+    facts = ((name, bank.info(name)) for name in bank.names)
+    return "; ".join(
+        f"{name}: decay {info['effective_decay']:.6g}, mean age {info['mean_age']:,.1f} steps"
+        if info["updates"]
+        else f"{name}: no update yet"
+        for name, info in facts
+    )
 
 
 def _profile(section: Any, sampler: Sampler, hook: Hook | None) -> Profile:

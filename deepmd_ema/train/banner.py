@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from deepmd_ema.train.parts import Plan
 
 
+SHARED = {
+    0: "every rank holds everything",
+    1: "moments are shared out over the ranks",
+    2: "moments and gradients are shared out over the ranks",
+    3: "moments, gradients and parameters are shared out over the ranks",
+}
+
+
 def start_lines(plan: Plan, sampler: Sampler) -> list[str]:
     """Return the start banner: device, ranks, systems, parameters, batch, steps and epochs, averages."""
     config, runtime, model = plan.prepared.config, plan.runtime, plan.prepared.model
@@ -27,16 +35,19 @@ def start_lines(plan: Plan, sampler: Sampler) -> list[str]:
     epochs = plan.num_steps / sampler.batches_per_epoch
     return [
         f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"device      {_device(runtime)}; {runtime.world_size} process(es)",
+        f"device      {_device(runtime)}",
+        f"ranks       {runtime.world_size}; zero_stage {config.training.zero_stage}: "
+        f"{SHARED[config.training.zero_stage]}",
         f"model       {descriptor.type}, cutoff {descriptor.rcut:g} angstrom, sel {descriptor.sel}, "
         f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {model.dtype}".replace(
             "torch.", ""
         ),
         f"data        {len(plan.prepared.train)} systems, {frames} frames; "
         f"batch_size {config.training.training_data.batch_size}",
+        f"batch       {_count(sampler.frames_per_step)} frames per step over all ranks",
         f"length      {plan.num_steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch} batches",
         f"learning    {config.optimizer.type}, {config.learning_rate.type} from {config.learning_rate.start_lr:g} "
-        f"to {config.learning_rate.end_lr:g}",
+        f"to {config.learning_rate.end_lr:g}; used as given, whatever the number of ranks",
         *([f"average     {t.profile.words()}" for t in plan.tracked] or ["average     none (training.enable_ema)"]),
         *(f"snapshots   {line}" for line in snapshot_lines(plan.tracked, plan.num_steps, _snapshot_bytes(model))),
     ]
@@ -46,6 +57,10 @@ def _snapshot_bytes(model: EnergyModel) -> int:
     """Return the size of one kept copy of an average: trained parameters in float32, everything else as it is."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     return sum(t.numel() * (4 if name in trained else t.element_size()) for name, t in model.state_dict().items())
+
+
+def _count(mean: float) -> str:
+    return f"{mean:g}" if mean == round(mean) else f"{mean:.3g} (mean)"
 
 
 def _device(runtime: Runtime) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepmd_ema.ranks import Ranks
+
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
@@ -29,8 +31,10 @@ class Display:
         times: stopwatch of the current interval.
         every: steps between two rows; step 1 has a row as well.
         average: whether a row shows the mean over its interval instead of the current batch.
-        curves: name of an average to the file of its own learning curve, on the same batches.
+        curves: name of an average to the file of its own learning curve, on the same batches; None on ranks that
+            write nothing.
         bank: holds these averages.
+        ranks: over which errors are those of all frames together.
         device: where validation batches are evaluated.
         board: TensorBoard writer, or None.
         board_every: steps between two points on the board.
@@ -42,8 +46,9 @@ class Display:
     every: int
     device: torch.device
     average: bool = False
-    curves: Mapping[str, LcurveFile] = field(default_factory=dict)
+    curves: Mapping[str, LcurveFile | None] = field(default_factory=dict)
     bank: AverageBank | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     board: Any = None
     board_every: int = 1
     _sums: dict[str, Tensor] = field(default_factory=dict)
@@ -81,7 +86,7 @@ class Display:
         train = {name: float(value) for name, value in self._train_values(outcome).items()}
         with self.times.of("validation"):
             batches = _display_batches(task)
-            valid = _mean_values(task, batches, rate, self.device)
+            valid = self._mean_values(task, batches, rate)
             self._show_averages(step, task, batch, batches, rate)
         if self.lcurve is not None:
             self.lcurve.write(step, rate, train, valid)
@@ -95,9 +100,10 @@ class Display:
         for name, file in self.curves.items():
             assert self.bank is not None
             with self.bank.swapped_in(name):
-                train = _mean_values(task, [batch], rate, self.device)
-                valid = _mean_values(task, batches, rate, self.device)
-            file.write(step, rate, train, valid)
+                train = self._mean_values(task, [batch], rate)
+                valid = self._mean_values(task, batches, rate)
+            if file is not None:
+                file.write(step, rate, train, valid)
             self.progress.show_average(step, name, valid or train)
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
@@ -138,8 +144,24 @@ class Display:
         if self.board is not None:
             self.board.close()
 
+    def _mean_values(self, task: Task, batches: Sequence[Batch], rate: float) -> dict[str, float]:
+        """Return each displayed value over ``batches``, weighted by their atoms; empty without any."""
+        sums: dict[str, Tensor] = {}
+        atoms = torch.zeros((), dtype=torch.float64, device=self.device)
+        was_training = task.model.training
+        task.model.eval()
+        for batch in (b.to(self.device) for b in batches):
+            prediction = task.model(batch, need_virial=task.loss.need_virial)
+            _, values = task.loss(prediction, batch, rate)
+            number = self.ranks.add_up(torch.full_like(atoms, 0 if batch.spare else batch.atom_type.shape[0]))
+            for name, value in values.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
+            atoms = atoms + number
+        task.model.train(was_training)
+        return {name: float(total / atoms) for name, total in sums.items()}
+
     def _files(self) -> list[LcurveFile]:
-        return [*([self.lcurve] if self.lcurve is not None else []), *self.curves.values()]
+        return [file for file in (self.lcurve, *self.curves.values()) if file is not None]
 
 
 def _display_batches(task: Task) -> list[Batch]:
@@ -147,20 +169,3 @@ def _display_batches(task: Task) -> list[Batch]:
     if task.display_frames is None:
         return []
     return [next(task.display_frames) for _ in range(task.display_batches)]
-
-
-def _mean_values(task: Task, batches: Sequence[Batch], rate: float, device: torch.device) -> dict[str, float]:
-    """Return each displayed value over ``batches``, weighted by their atoms; empty without any."""
-    sums: dict[str, Tensor] = {}
-    atoms = 0
-    was_training = task.model.training
-    task.model.eval()
-    for batch in (b.to(device) for b in batches):
-        prediction = task.model(batch, need_virial=task.loss.need_virial)
-        _, values = task.loss(prediction, batch, rate)
-        number = batch.atom_type.shape[0]
-        for name, value in values.items():
-            sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
-        atoms += number
-    task.model.train(was_training)
-    return {name: float(total) / atoms for name, total in sums.items()}

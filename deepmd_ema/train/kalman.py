@@ -79,9 +79,9 @@ class KalmanStep(Step):
             prediction = {}
         return Outcome(rate, values, ok)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the covariances of the filter."""
-        return self._filter.state_dict()
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return the covariances of the filter, if this process is to ``keep`` them."""
+        return self._filter.state_dict() if keep else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the covariances of ``state``."""

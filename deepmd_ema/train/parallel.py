@@ -1,28 +1,73 @@
-"""How many processes a run may have: one, so far."""
+"""What ranks share out: nothing (zero_stage 0), moments (1), gradients too (2), parameters too (3)."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from deepmd_ema.errors import UserError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from deepmd_ema.runtime import Runtime
+    from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.ranks import Ranks
+
+NOT_SHARDED = 1  # the largest stage at which every rank holds all parameters
 
 
-def refuse_several_processes(runtime: Runtime, zero_stage: int) -> None:
-    """Check that the run is one process that holds everything.
+def spread(model: EnergyModel, ranks: Ranks, stage: int) -> nn.Module:
+    """Return what a training step calls; from stage 2 on ``model`` itself is sharded in place.
 
-    Raises:
-        UserError: if ``zero_stage`` needs more processes than there are, or there are more than one.
+    Weights must be the same on all ranks. Gradients become means over the ranks in the backward pass.
+
+    Args:
+        model: on the device it computes on.
+        ranks: of the run; one alone has nothing to share at stage 0.
+        stage: ``training.zero_stage``.
     """
-    if runtime.world_size > 1:
-        raise UserError(
-            f"started as {runtime.world_size} processes (WORLD_SIZE), but this version trains in one process. "
-            "Start dp-ema train without torchrun."
+    if stage > NOT_SHARDED:
+        _shard(model, ranks, reshard=stage > 2)
+        return model
+    if ranks.size == 1:
+        return model
+    # buckets that are laid out anew after the first step would add up in another order after a restart:
+    # with unused parameters allowed, they stay
+    with warnings.catch_warnings():
+        # `broadcast_buffers` got another name in torch 2.13, which older ones do not know
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True
         )
-    if zero_stage > 0:
-        raise UserError(
-            f"training.zero_stage = {zero_stage}: sharding needs several processes, and this run has one. "
-            "Use training.zero_stage 0."
-        )
+
+
+def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """Return the state dict with whole tensors, gathered one by one; every rank must call this when sharded.
+
+    Args:
+        model: sharded or not.
+        keep: whether this rank wants them; else the result is empty.
+    """
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            state[name] = whole.cpu() if isinstance(value, DTensor) else whole
+    return state
+
+
+def whole_shapes(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of the state dict, whole."""
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def _shard(model: EnergyModel, ranks: Ranks, reshard: bool) -> None:
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    for block, methods in model.shard_units():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        for method in methods:
+            register_fsdp_forward_method(block, method)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)

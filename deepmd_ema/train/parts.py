@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema import checkpoint
 from deepmd_ema import config as sections
 from deepmd_ema.config import to_dict
-from deepmd_ema.data.loader import Loader, sequential_batches
+from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
@@ -19,6 +19,7 @@ from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog
 from deepmd_ema.runtime import seed_for
 from deepmd_ema.train.display import Display
 from deepmd_ema.train.kalman import KalmanStep
+from deepmd_ema.train.parallel import NOT_SHARDED
 from deepmd_ema.train.places import snapshot_folder, suffixed
 from deepmd_ema.train.saver import Payloads, Saver, Snapshots
 from deepmd_ema.train.step import GradientStep
@@ -26,10 +27,13 @@ from deepmd_ema.train.task import Task
 from deepmd_ema.train.validate import LIVE, FullValidation, Validated
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.data.npy import System
     from deepmd_ema.loss import EnerLoss
     from deepmd_ema.optim.schedule import Schedule
+    from deepmd_ema.ranks import Ranks
     from deepmd_ema.runtime import Runtime
     from deepmd_ema.train.averages import Tracked
     from deepmd_ema.train.prepare import Prepared
@@ -48,6 +52,7 @@ class Plan:
         tracked: averages, and what is made of each.
         bank: holds them, or None.
         run: identifies the trajectory of weights.
+        ranks: of the run.
     """
 
     prepared: Prepared
@@ -57,6 +62,7 @@ class Plan:
     tracked: Sequence[Tracked]
     bank: AverageBank | None
     run: str
+    ranks: Ranks
 
 
 def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, runtime: Runtime) -> Sampler:
@@ -73,26 +79,34 @@ def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, r
     )
 
 
-def make_task(plan: Plan, loss: EnerLoss, sampler: Sampler) -> Task:
-    """Return the model with its training frames, and its validation frames if they are displayed."""
+def make_task(plan: Plan, wrapped: nn.Module, loss: EnerLoss, sampler: Sampler) -> Task:
+    """Return the model with its training frames, and its validation frames if they are displayed.
+
+    Args:
+        plan: of the run.
+        wrapped: what a training step calls.
+        loss: of the task.
+        sampler: of the training frames.
+    """
     prepared, pin = plan.prepared, plan.runtime.device.type == "cuda"
     model, training = prepared.model, prepared.config.training
     frames = Loader(prepared.train, sampler, model.layout, cache=prepared.cache, pin=pin)
     if training.validation_data is None or not training.disp_training:
-        return Task("", model, loss, frames)
+        return Task("", model, loss, frames, wrapped=wrapped)
     order = make_sampler(prepared.valid, training.validation_data, prepared.seed, "display frames", plan.runtime)
     shown = Loader(prepared.valid, order, model.layout, cache=prepared.cache, pin=pin)
-    return Task("", model, loss, frames, shown, training.validation_data.numb_btch)
+    return Task("", model, loss, frames, shown, training.validation_data.numb_btch, wrapped)
 
 
 def make_step(plan: Plan, schedule: Schedule) -> Step:
     """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
-    config, model = plan.prepared.config, plan.prepared.model
+    config, model, stage = plan.prepared.config, plan.prepared.model, plan.prepared.config.training.zero_stage
     if isinstance(config.optimizer, sections.LKF):
         kalman = LKF(model.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(model, kalman, schedule, config.optimizer, plan.num_steps, plan.prepared.seed)
-    optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()), plan.runtime.device)
-    return GradientStep(model, optimizer, schedule, config.training.gradient_max_norm or None)
+    device, clip = plan.runtime.device, config.training.gradient_max_norm or None
+    optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()), device, shared=stage == 1)
+    return GradientStep(model, optimizer, schedule, clip, plan.ranks.add_up if stage > NOT_SHARDED else None)
 
 
 def make_validator(plan: Plan) -> FullValidation | None:
@@ -104,23 +118,34 @@ def make_validator(plan: Plan) -> FullValidation | None:
         return None
     metric = validating.validation_metric
     folder = Path(validating.save_best_dir or Path(config.training.save_ckpt).parent)
-    rows = []
+    rows, ranks = [], plan.ranks
     for weights in wanted:
         suffix = "" if weights == LIVE else f"_{weights}"
         log = ValidationLog(suffixed(validating.full_val_file, suffix), plan.num_steps, metric)
-        best = checkpoint.BestFiles(f"best{suffix}", folder, validating.max_best_ckpt, metric)
-        rows.append(Validated(weights, log, best if validating.save_best else None))
-    batches = partial(sequential_batches, prepared.valid, prepared.model.layout, prepared.cache)
-    start = _validation_start(validating.full_val_start, plan.num_steps)
+        best = checkpoint.BestFiles(f"best{suffix}", folder, validating.max_best_ckpt, metric, writes=ranks.chief)
+        rows.append(Validated(weights, log if ranks.chief else None, best if validating.save_best else None))
+    every = partial(sequential_batches, prepared.valid, prepared.model.layout, prepared.cache)
     return FullValidation(
-        prepared.model, plan.bank, rows, batches, plan.runtime.device, metric, start, validating.validation_freq
+        prepared.model,
+        plan.bank,
+        rows,
+        partial(every, rank=ranks.rank, world_size=ranks.size),
+        plan.runtime.device,
+        metric,
+        start=_validation_start(validating.full_val_start, plan.num_steps),
+        every=validating.validation_freq,
+        ranks=ranks,
+        num_batches=num_batches(prepared.valid),
+        spare=lambda: next(every()),
     )
 
 
 def make_saver(plan: Plan, validator: FullValidation | None) -> Saver:
     """Return what writes the files of the live weights and of every average."""
     prepared, training = plan.prepared, plan.prepared.config.training
-    payloads = Payloads(prepared.model, plan.bank, to_dict(prepared.config), prepared.min_nbor_dist, plan.run)
+    payloads = Payloads(
+        prepared.model, plan.bank, to_dict(prepared.config), prepared.min_nbor_dist, plan.run, plan.ranks.chief
+    )
 
     def family(suffix: str, max_keep: int) -> checkpoint.Family:
         keep = checkpoint.keep_count(max_keep, training.ckpt_keep_ratio, plan.num_steps, training.save_freq)
@@ -135,20 +160,27 @@ def make_saver(plan: Plan, validator: FullValidation | None) -> Saver:
     ]
     bests = [row.best for row in validator.rows if row.best is not None] if validator is not None else []
     live = family("", training.max_ckpt_keep)
-    return Saver(payloads, live, averages, bests, training.save_freq, snapshots)
+    return Saver(payloads, live, averages, bests, training.save_freq, snapshots, plan.ranks)
 
 
-def make_display(plan: Plan, loss: EnerLoss) -> Display:
-    """Return the progress bar, the learning curves of the live weights and of averages that ask for one."""
+def make_display(plan: Plan, loss: EnerLoss, frames_per_step: float) -> Display:
+    """Return the progress bar, the learning curves of the live weights and of averages that ask for one.
+
+    Args:
+        plan: of the run.
+        loss: whose values are shown.
+        frames_per_step: mean number of frames in a step of all ranks together.
+    """
     training = plan.prepared.config.training
-    curves: dict[str, LcurveFile] = {}
+    chief = plan.ranks.chief
+    curves: dict[str, LcurveFile | None] = {}
     if training.disp_training:
         validated = training.validation_data is not None
         for name in ("", *(t.name for t in plan.tracked if t.lcurve)):
             file = suffixed(training.disp_file, f"_{name}" if name else "")
-            curves[name] = LcurveFile(file, loss.display_names, validation=validated)
+            curves[name] = LcurveFile(file, loss.display_names, validation=validated) if chief else None
     return Display(
-        progress=Progress(plan.num_steps),
+        progress=Progress(plan.num_steps, None if chief else False, frames_per_step),
         lcurve=curves.pop("", None),
         times=IntervalTimes(),
         every=training.disp_freq,
@@ -156,7 +188,8 @@ def make_display(plan: Plan, loss: EnerLoss) -> Display:
         average=training.disp_avg,
         curves=curves,
         bank=plan.bank,
-        board=open_board(training.tensorboard_log_dir, plan.start) if training.tensorboard else None,
+        ranks=plan.ranks,
+        board=open_board(training.tensorboard_log_dir, plan.start) if training.tensorboard and chief else None,
         board_every=training.tensorboard_freq,
     )
 

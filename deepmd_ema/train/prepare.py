@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,13 @@ from deepmd_ema.runtime import seed_for
 from deepmd_ema.train.resume import Origin, load_weights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from deepmd_ema.batch import Batch
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.npy import System
     from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -52,18 +55,46 @@ class Prepared:
     seed: int
 
 
-def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False) -> Prepared:
+def prepare(config: RunConfig, origin: Origin, ranks: Ranks, skip_neighbor_stat: bool = False) -> Prepared:
     """Open and check the data, resolve ``sel``, and make the model with its first weights.
 
-    A new run gets statistics from data; a run that starts from a file takes those of the file.
+    A new run gets statistics from data; a run that starts from a file takes those of the file. The chief looks at the
+    data, and the others learn what it has found.
 
     Raises:
         DataError: with every problem of the data at once.
     """
+    seed = config.training.seed
+    assert seed is not None, "a run without a seed draws one before this"
+    with ranks.together():
+        train, valid = open_run(config)
+    made: list[Prepared] = []
+
+    def look() -> tuple[RunConfig, float | None, Mapping[str, Tensor]]:
+        made.append(_look(config, origin, train, valid, skip_neighbor_stat, ranks.size))
+        return made[0].config, made[0].min_nbor_dist, made[0].model.state_dict()
+
+    config, nearest, state = ranks.from_chief(look)
+    if made:
+        return made[0]
+    model = build_model(config.model, seed_for("weights", seed))
+    model.min_nbor_dist = nearest
+    model.load_state_dict(state)
+    return Prepared(config, train, valid, PairCache(model.layout), model, nearest, seed)
+
+
+def _look(
+    config: RunConfig,
+    origin: Origin,
+    train: Sequence[System],
+    valid: Sequence[System],
+    skip_neighbor_stat: bool,
+    num_ranks: int,
+) -> Prepared:
+    """Check the data, and make the model from what they are."""
     started = time.perf_counter()
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
-    train, valid = open_run(config)
     report = check_run(config, train, valid)
     for line in report.warnings:
         logger.warning("%s", line)
@@ -84,7 +115,7 @@ def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False)
     if origin.path is not None:
         load_weights(model, origin)
     else:
-        statistics = _statistics(config, train, cache, seed)
+        statistics = _statistics(config, train, cache, seed, num_ranks)
         model.apply_statistics(statistics)
         for line in statistics.lines():
             logger.info("%s", line)
@@ -92,8 +123,10 @@ def prepare(config: RunConfig, origin: Origin, skip_neighbor_stat: bool = False)
     return Prepared(config, train, valid, cache, model, nearest, seed)
 
 
-def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int) -> Statistics:
-    """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of every system."""
+def _statistics(
+    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
+) -> Statistics:
+    """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
     path = config.training.stat_file
     if path is not None:
         stored = read_stat_file(path, config.model)
@@ -105,7 +138,7 @@ def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, 
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
                 '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
             )
-    found = collect_statistics(config.model, _statistics_batches(config, systems, cache, seed))
+    found = collect_statistics(config.model, _statistics_batches(config, systems, cache, seed, num_ranks))
     if path is not None:
         try:
             write_stat_file(path, config.model, found)
@@ -117,12 +150,15 @@ def _statistics(config: RunConfig, systems: Sequence[System], cache: PairCache, 
     return found
 
 
-def _statistics_batches(config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int) -> Iterator[Batch]:
+def _statistics_batches(
+    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
+) -> Iterator[Batch]:
     data = config.training.training_data
     sizes, _ = batch_sizes(data.batch_size, [system.natoms for system in systems])
     for number, (system, size) in enumerate(zip(systems, sizes)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = permutation(system.num_frames, seed_for("statistics", seed, number))
-        chosen = [int(k) for k in order[: config.model.data_stat_nbatch * size]]
+        # as many as one process with all the frames of a step would take, so that it starts from the same model
+        chosen = [int(k) for k in order[: config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):
             yield collate([cache.get(system, k) for k in chosen[begin : begin + 8]], cache.layout)

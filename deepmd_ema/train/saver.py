@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepmd_ema import __version__, checkpoint
+from deepmd_ema.ranks import Ranks
+from deepmd_ema.train.parallel import whole_state
 from deepmd_ema.train.validate import LIVE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
     from deepmd_ema.averaging import AverageBank
@@ -27,6 +31,7 @@ class Payloads:
         config: normalized config of the run, ``sel`` resolved.
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for.
         run: identifies the trajectory of weights; a restart goes on with that of the checkpoint.
+        writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
     """
 
     model: nn.Module
@@ -34,27 +39,40 @@ class Payloads:
     config: Mapping[str, Any]
     min_nbor_dist: float | None
     run: str
+    writes: bool = True
 
     def training(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights and everything that a restart needs."""
         head = self._head("training", LIVE, step)
-        return checkpoint.snapshot({**head, "model": dict(self.model.state_dict()), **state})
+        return self._copied({**head, "model": self._live(), **state})
 
     def weights(self, name: str, step: int, kind: str) -> dict[str, Any]:
         """Return the content of a file of the weights ``name``: ``live``, or an average."""
         head = self._head(kind, name, step)
         if name == LIVE or self.bank is None:
-            return checkpoint.snapshot({**head, "model": dict(self.model.state_dict())})
+            return self._copied({**head, "model": self._live()})
         info = {"profile": name, **self.bank.info(name)}
-        return checkpoint.snapshot({**head, "average": info, "model": dict(self.bank.weights(name, copy=False))})
+        return self._copied({**head, "average": info, "model": self.bank.weights(name, copy=False, keep=self.writes)})
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
-        """Return a copy of the average ``name`` for ``dp-ema posthoc``; what is averaged is narrowed to float32."""
+        """Return a copy of the average ``name`` for ``dp-ema posthoc``; trained parameters are narrowed to float32.
+
+        Averaged buffers are not: they are few, and the energies of the elements may be large.
+        """
         assert self.bank is not None
         content = self.weights(name, step, "snapshot")
+        if not self.writes:
+            return content
         averaged = self.bank.averaged_names(name)
-        narrow = {n: content["model"][n].to(torch.float32) for n in averaged}
+        buffers = {n for n, _ in self.model.named_buffers()}
+        narrow = {n: content["model"][n].to(torch.float32) for n in averaged if n not in buffers}
         return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}
+
+    def _live(self) -> dict[str, Tensor]:
+        return whole_state(self.model, keep=self.writes)
+
+    def _copied(self, content: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint.snapshot(content) if self.writes else {"average": content.get("average")}
 
     def _head(self, kind: str, weights: str, step: int) -> dict[str, Any]:
         return {
@@ -95,6 +113,7 @@ class Saver:
         bests: best files, whose ranks settle once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step.
+        ranks: of the run; the chief writes.
     """
 
     payloads: Payloads
@@ -103,6 +122,7 @@ class Saver:
     bests: Sequence[checkpoint.BestFiles]
     every: int
     snapshots: Sequence[Snapshots] = field(default=())
+    ranks: Ranks = field(default_factory=Ranks)
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after ``step``."""
@@ -116,10 +136,11 @@ class Saver:
         """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
         for kept in due:
             content = self.payloads.snapshot(kept.name, step)
-            if content["average"]["updates"]:
-                kept.family.sweep()
-                checkpoint.save(kept.family.file(step), content)
-                kept.family.rotate(step)
+            with self.ranks.together():
+                if self.ranks.chief and content["average"]["updates"]:
+                    kept.family.sweep()
+                    checkpoint.save(kept.family.file(step), content)
+                    kept.family.rotate(step)
 
     def save(self, step: int, state: Mapping[str, Any], biases: Mapping[str, Tensor] | None = None) -> list[str]:
         """Write all files of ``step``, move the links, rotate; return the names that were written.
@@ -134,7 +155,11 @@ class Saver:
         files = [(self.live, self.payloads.training(step, {**state, **extra}))]
         for name, family in self.averages.items():
             content = self.payloads.weights(name, step, "average")
-            if biases:
+            if biases and self.ranks.chief:
                 content["model"]["out_bias"] = biases[name].clone()
             files.append((family, content))
-        return [str(path) for path in checkpoint.save_together(step, files, self.bests)]
+        written: list[Path] = []
+        with self.ranks.together():
+            if self.ranks.chief:
+                written = checkpoint.save_together(step, files, self.bests)
+        return [str(path) for path in written]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,18 @@ class Step:
     remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
 
     def __init__(self, module: nn.Module) -> None:
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        # asked now: a module that FSDP has left gathered after a forward pass names other objects
+        self._named = dict(module.named_parameters())
+        self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+        self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizer remembers, by parameter name."""
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return what the optimizer remembers, by parameter name; every rank takes part, those that ``keep`` get it."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,6 +74,10 @@ class Step:
     def first_bad_step(self) -> int:
         """Return the first step with a non-finite loss or gradient, or 0; waits for the device."""
         return int(self._first_bad)
+
+    def is_own_fault(self) -> bool:
+        """Whether it was the loss of this rank's own frames that was not finite; waits for the device."""
+        return bool(self._own_fault)
 
     def raise_if_diverged(self, tasks: Any, last_step: int) -> None:
         """Raise :class:`DivergedError` with step, task and frames if any step so far was not finite."""
@@ -89,9 +96,16 @@ class Step:
             f"`dp-ema check`, {self.remedy}."
         )
 
-    def _note(self, finite: Tensor, step: int) -> Tensor:
-        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step."""
+    def _note(self, finite: Tensor, step: int, own: Tensor | None = None) -> Tensor:
+        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step.
+
+        Args:
+            finite: scalar, the same on all ranks, so that all of them decide alike.
+            step: from 1.
+            own: whether what this rank alone has computed is finite; ``finite`` if not given.
+        """
         good = finite & (self._first_bad == 0)
+        self._own_fault = torch.where(self._first_bad == 0, ~(finite if own is None else own), self._own_fault)
         self._first_bad = torch.where(good | (self._first_bad > 0), self._first_bad, step)
         return good.to(torch.float32)
 
@@ -104,13 +118,20 @@ class GradientStep(Step):
         optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
         schedule: learning rate as a function of the 0-based step.
         max_norm: largest global L2 norm of the gradient, or None for no clipping.
+        add_up: adds a scalar up over the ranks, when each holds a part of every gradient.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, max_norm: float | None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        max_norm: float | None,
+        add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(module)
-        self._module, self._optimizer, self._schedule, self._max_norm = module, optimizer, schedule, max_norm
+        self._add_up = add_up
+        self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
@@ -118,18 +139,20 @@ class GradientStep(Step):
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        prediction = task.model(batch, need_virial=task.loss.need_virial)
+        prediction = task.trained(batch, need_virial=task.loss.need_virial)
         total, values = task.loss(prediction, batch, rate)
         total.backward()
-        norm = clip_gradients(self._trained, self._max_norm)
-        ok = self._note(torch.isfinite(norm) & torch.isfinite(total.detach()), step)
+        norm = clip_gradients(self._trained, self._max_norm, self._add_up)
+        # both are the same on all ranks
+        finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
+        ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok)
         return Outcome(rate, values, ok)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return moments and counters by parameter name."""
-        return optimizer_state_by_name(self._optimizer, dict(self._module.named_parameters()))
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
+        return optimizer_state_by_name(self._optimizer, self._named, keep)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""
-        load_optimizer_state_by_name(self._optimizer, dict(self._module.named_parameters()), state)
+        load_optimizer_state_by_name(self._optimizer, self._named, state)

@@ -13,6 +13,8 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.runtime import seed_for
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from deepmd_ema.batch import Batch
     from deepmd_ema.data.loader import Loader
     from deepmd_ema.loss import EnerLoss
@@ -32,6 +34,7 @@ class Task:
         frames: training batches in their seeded order.
         display_frames: validation batches for the learning curve, or None.
         display_batches: how many of them one row of the learning curve uses.
+        wrapped: what a training step calls instead of ``model``, when ranks exchange gradients.
     """
 
     name: str
@@ -40,6 +43,12 @@ class Task:
     frames: Loader
     display_frames: Loader | None = None
     display_batches: int = 1
+    wrapped: nn.Module | None = None
+
+    @property
+    def trained(self) -> nn.Module:
+        """What a training step calls."""
+        return self.model if self.wrapped is None else self.wrapped
 
     def next_batch(self) -> Batch:
         """Return the next training batch, in host memory."""

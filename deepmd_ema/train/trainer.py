@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.errors import Interrupted
+from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
+from deepmd_ema.ranks import Ranks
+from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
 
 if TYPE_CHECKING:
@@ -27,11 +30,16 @@ if TYPE_CHECKING:
     from deepmd_ema.train.validate import FullValidation
 
 
+STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
+SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
+
+
 class StopRequest(AbstractContextManager["StopRequest"]):
     """Turns SIGTERM and Ctrl-C into a question that the loop asks after each step; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -48,9 +56,10 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         return self.signal is not None
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
 
 
 @dataclass
@@ -70,6 +79,7 @@ class Trainer:
     device: torch.device
     num_steps: int
     steps_per_epoch: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
     refit: Callable[[], Mapping[str, Tensor]] | None = None
     input_file: str = "input.json"
     step: int = 0
@@ -87,7 +97,7 @@ class Trainer:
         with self.stop:
             try:
                 if self.validator is not None:
-                    self.validator.stopped = self.stop
+                    self.validator.stopped = self._is_stopped
                 self._loop()
             finally:
                 self.display.close()
@@ -103,10 +113,23 @@ class Trainer:
                 self._save()
             while self.step < self.num_steps:
                 self._advance()
-                if self.stop() and self.step < self.num_steps:
+                if self._is_asked_to_stop() and self.step < self.num_steps:
                     self._leave()
         except ValidationAborted:
             self._leave()
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether some rank was asked to stop: all of them then stop after this step."""
+        # other ranks are waited for, which on a GPU, where the host runs ahead, is worth it now and then only
+        if self.device.type != "cpu" and self.step % STEPS_BETWEEN_QUESTIONS:
+            return False
+        return self._is_stopped()
+
+    def _is_stopped(self) -> bool:
+        asked = self.ranks.most(self.stop.signal or 0)
+        if asked and self.stop.signal is None:
+            self.stop.signal = signal.Signals(asked)
+        return asked > 0
 
     def _advance(self) -> None:
         number = self.step + 1
@@ -151,11 +174,21 @@ class Trainer:
         self.display.show_validation(self.step, results)
 
     def _save(self) -> None:
-        biases = self.refit() if self.refit is not None and self.step >= self.num_steps else None
+        biases = None
+        if self.refit is not None and self.step >= self.num_steps:
+            if self._saved < self.step:
+                self._write()  # the fit reads many frames: what ends it early costs no step of the run
+            biases = self.refit()
+        written = self._write(biases)
+        self.display.say(f"saved {', '.join(written)}")
+        if self.bank is not None:
+            self.display.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
+
+    def _write(self, biases: Mapping[str, Tensor] | None = None) -> list[str]:
         with self.display.times.of("checkpoint"):
             written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
-        self.display.say(f"saved {', '.join(written)}")
+        return written
 
     def _leave(self) -> None:
         """Write where the run stands and end it."""
@@ -165,23 +198,30 @@ class Trainer:
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
-            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}",
+            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}"
+            + (", launched as before" if self.ranks.size > 1 else ""),
             self.stop.signal,
         )
 
     def _raise_if_diverged(self) -> None:
-        self.take_step.raise_if_diverged(self.tasks, self.step)
+        try:
+            self.take_step.raise_if_diverged(self.tasks, self.step)
+        except DivergedError:  # on all ranks alike
+            own = self.take_step.is_own_fault()
+            if self.ranks.most(int(own)) and not own:
+                raise RankLostError("ended because the loss of another rank is not finite") from None
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs beside the weights."""
         state: dict[str, Any] = {
-            "optimizer": self.take_step.state_dict(),
+            "optimizer": self.take_step.state_dict(self.ranks.chief),
             "streams": self.tasks.state_dict(),
             "display": self.display.state_dict(),
             "owes_validation": self._owes_validation,
         }
         if self.bank is not None:
-            state["averages"] = self.bank.state_dict()
+            state["averages"] = self.bank.state_dict(self.ranks.chief)
         if self.validator is not None:
             state["best"] = self.validator.state_dict()
         return state
@@ -191,7 +231,7 @@ class Trainer:
 
         Averages are loaded by the caller, who knows whether the checkpoint has them.
         """
-        self.step = step
+        self.step = self._saved = step
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.display.load_state_dict(state["display"], step)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.metrics import evaluate
+from deepmd_ema.metrics import Errors, evaluate
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
-    from deepmd_ema.metrics import Errors
     from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.ranks import Ranks
     from deepmd_ema.report import ValidationLog
 
 LIVE = "live"
@@ -33,18 +33,20 @@ class Validated:
 
     Attributes:
         weights: ``live``, or the name of an average.
-        log: the file of this row (``val.log``, ``val_ema.log``).
+        log: the file of this row (``val.log``, ``val_ema.log``); None on ranks that write nothing.
         best: best files and their records, or None when they are not kept.
     """
 
     weights: str
-    log: ValidationLog
+    log: ValidationLog | None
     best: BestFiles | None = None
 
 
 @dataclass
 class FullValidation:
     """Validates when it is due, writes one row per set of weights, and keeps the best files.
+
+    Every rank takes its share of the batches, and all get the errors over all of them.
 
     Attributes:
         model: the live model.
@@ -54,6 +56,9 @@ class FullValidation:
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
         every: steps between two validations.
+        ranks: that share the batches.
+        num_batches: of a whole pass, over all ranks.
+        spare: makes some batch, for a rank that has no share.
         stopped: asked between batches; True ends the validation.
     """
 
@@ -65,6 +70,9 @@ class FullValidation:
     metric: str
     start: int | None
     every: int
+    ranks: Ranks
+    num_batches: int
+    spare: Callable[[], Batch]
     stopped: Callable[[], bool] = field(default=lambda: False)
 
     def is_due(self, step: int) -> bool:
@@ -83,10 +91,13 @@ class FullValidation:
         """
         results = {row.weights: self._errors(row.weights) for row in self.rows}
         for row in self.rows:
-            row.log.write(step, results[row.weights])
+            if row.log is not None:
+                row.log.write(step, results[row.weights])
             if row.best is not None:
                 value = results[row.weights].metric(self.metric)
-                if row.best.submit(value, step, partial(payload, row.weights)):
+                with self.ranks.together():
+                    kept = row.best.submit(value, step, partial(payload, row.weights))
+                if kept and row.log is not None:
                     row.log.write_best(row.best.path(step), self.metric, value)
         return results
 
@@ -96,25 +107,33 @@ class FullValidation:
         with swap:
             self.model.eval()
             try:
-                return evaluate(self.model, self._until_stopped(), self.device)
+                errors = evaluate(self.model, self._until_stopped(), self.device)
+                return Errors.from_tensor(self.ranks.add_up(errors.as_tensor()))
             finally:
                 self.model.train(was_training)
 
     def _until_stopped(self) -> Iterator[Batch]:
-        for batch in self.batches():
+        mine = self.batches()
+        batch = None
+        # all ranks go the same number of rounds, because a sharded model computes together
+        for _ in range(-(-self.num_batches // self.ranks.size)):
             if self.stopped():
                 raise ValidationAborted
+            following = next(mine, None)
+            batch = following if following is not None else (batch or self.spare()).as_spare()
             yield batch
 
     def truncate(self, step: int) -> None:
         """Cut the rows after ``step`` from every log: a restart writes them again."""
         for row in self.rows:
-            row.log.cut_after(step)
+            if row.log is not None:
+                row.log.cut_after(step)
 
     def close(self) -> None:
         """Close the logs."""
         for row in self.rows:
-            row.log.close()
+            if row.log is not None:
+                row.log.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records of every set of weights."""
@@ -124,4 +143,11 @@ class FullValidation:
         """Continue with the best records of ``state``; what it does not name starts without records."""
         for row in self.rows:
             if row.best is not None and row.weights in state:
-                row.best.load_state_dict(state[row.weights])
+                checked = self.ranks.from_chief(partial(_continue, row.best, state[row.weights]))
+                if not self.ranks.chief:
+                    row.best.load_state_dict(checked)
+
+
+def _continue(best: BestFiles, state: Mapping[str, Any]) -> dict[str, Any]:
+    best.load_state_dict(state)
+    return best.state_dict()

@@ -1,0 +1,284 @@
+"""Ranks of a run that something goes wrong on: each is a process with the environment of a launcher and a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from helpers import tiny_input, write_system
+from parallel_runs import PRELOADED
+
+LAST, SAVE_EVERY, AT_STEP = 20, 10, 12
+STAMP = "fault"  # file that is made when the fault happens
+SPOKEN = ("dp-ema", "stopped by", "This should", "  1. ")  # how the lines begin that a run ends with
+
+
+def make_run(folder, stage=0, **changes):
+    """Write data and an input whose steps are short and whose validations have many batches; return the folder."""
+    folder.mkdir(parents=True)
+    write_system(folder / "data", frames=16, natoms=6, seed=1)
+    write_system(folder / "valid", frames=30, natoms=72, seed=2)
+    config = tiny_input(
+        ["data"],
+        ["valid"],
+        num_steps=LAST,
+        **{
+            "training__save_freq": SAVE_EVERY,
+            "training__zero_stage": stage,
+            "validating__full_validation": True,
+            "validating__validation_freq": AT_STEP + 2,
+            "validating__full_val_start": AT_STEP + 2,
+            "validating__save_best": False,
+            **changes,
+        },
+    )
+    (folder / "input.json").write_text(json.dumps(config))
+    return folder
+
+
+def start_rank(folder, environ, fault="", words=("train", "input.json", "--device", "cpu")):
+    """Start a process in ``folder`` that is what ``environ`` says; what it says goes to ``said.txt`` there.
+
+    Returns:
+        Its number. It leads a group of processes of its own.
+    """
+    _load_once()
+    pid = os.fork()  # as a fork: loading torch anew would take seconds
+    if pid:
+        return pid
+    code = 99
+    try:
+        os.setsid()
+        os.chdir(folder)
+        said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(said, number)
+        # of pytest's until now
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in environ.items() if value})
+        code = be_a_rank(fault, words)
+    finally:
+        os._exit(code)
+
+
+def be_a_rank(fault, words):
+    """Run the command line with a fault."""
+    from deepmd_ema import cli
+
+    if fault:
+        FAULTS[fault]()
+    return cli.main(list(words))
+
+
+def wait_for(pids, limit):
+    """Return the exit codes, negative for a signal; a process that is there after ``limit`` seconds is killed: None."""
+    codes, end = {}, time.monotonic() + limit
+    while len(codes) < len(pids):
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = None
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+def last_words(folder):
+    """Return the lines beside the log: what the run has ended with."""
+    lines = (folder / "said.txt").read_text(errors="replace").splitlines()
+    return [line for line in lines if line.startswith((*SPOKEN, "Traceback"))]
+
+
+def fail():
+    """Raise an error that nobody has thought of, after a step."""
+    _after_step(_raise)
+
+
+def die():
+    """Be killed after a step."""
+    _after_step(_die)
+
+
+def die_in_validation():
+    """Be killed inside a full validation."""
+    _in_validation(_die)
+
+
+def die_at_start():
+    """Be killed while the chief looks at the data."""
+    from deepmd_ema.train import assemble
+
+    def prepare(*_arguments):
+        _note()
+        _die()
+
+    assemble.prepare = prepare
+
+
+def ask_to_stop():
+    """Be sent SIGTERM after a step."""
+    _after_step(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def ask_in_validation():
+    """Be sent SIGTERM inside a full validation."""
+    _in_validation(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def ask_often():
+    """Be sent Ctrl-C twice at once, as torchrun and the terminal do."""
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    _after_step(twice)
+
+
+def lose_folder_at_start():
+    """Have no such system on this machine."""
+    from deepmd_ema.data import folder
+
+    def refuse(path):
+        _note()
+        raise folder.DataError(f"{path}: cannot be read: Permission denied.")
+
+    folder.open_npy = refuse
+
+
+def lose_file():
+    """Find that the data cannot be read any more on this machine."""
+    from deepmd_ema.data import folder
+
+    def lose():
+        def refuse(*_arguments, **_options):
+            raise PermissionError(13, "Permission denied")
+
+        folder.np.fromfile = refuse
+
+    _without_cache()
+    _after_step(lose)
+
+
+def lose_input():
+    """Not have the input on this machine."""
+    Path("elsewhere").mkdir()
+    os.chdir("elsewhere")
+
+
+def spoil_frame():
+    """Read numbers that are not finite from here on."""
+    from deepmd_ema.data.npy import System
+
+    frame = System.frame
+
+    def spoil():
+        def bad(system, index):
+            found = frame(system, index)
+            found.labels["force"][...] = float("nan")
+            return found
+
+        System.frame = bad
+
+    _without_cache()
+    _after_step(spoil)
+
+
+def fill_disk():
+    """Have a disk that takes no more than a few kB in one file."""
+
+    def fill():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+
+    _after_step(fill)
+
+
+def be_quick():
+    """Wait seconds, not minutes, for ranks that do not come."""
+    from deepmd_ema import meeting
+
+    meeting.MEETING_S = 2.0
+
+
+def _load_once():
+    """Load what training needs, before the fork."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in PRELOADED:
+            importlib.import_module(name)
+
+
+def _raise():
+    raise ValueError("something that nobody has thought of")
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _without_cache():
+    from deepmd_ema.data.loader import PairCache
+
+    PairCache.__init__.__defaults__ = (0,)
+
+
+def _after_step(action):
+    from deepmd_ema.train.trainer import Trainer
+
+    advance = Trainer._advance
+
+    def step(trainer):
+        advance(trainer)
+        if trainer.step == AT_STEP:
+            _note()
+            action()
+
+    Trainer._advance = step
+
+
+def _in_validation(action):
+    from deepmd_ema.train.validate import FullValidation
+
+    errors = FullValidation._errors
+
+    def validate(validation, weights):
+        plain = validation.batches
+
+        def batches():
+            _note()
+            action()
+            yield from plain()
+
+        validation.batches = batches
+        return errors(validation, weights)
+
+    FullValidation._errors = validate
+
+
+def _note():
+    with contextlib.suppress(OSError):
+        Path(STAMP).touch()
+
+
+FAULTS = {
+    act.__name__: act
+    for act in (
+        fail, die, die_in_validation, die_at_start, ask_to_stop, ask_in_validation, ask_often, lose_folder_at_start,
+        lose_file, lose_input, spoil_frame, fill_disk, be_quick,
+    )
+}  # fmt: skip

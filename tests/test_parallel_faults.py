@@ -1,0 +1,232 @@
+"""A fault on one rank ends all of them soon, with one message, and leaves a run that goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from parallel_runs import free_port, launcher_environment
+from rank_faults import AT_STEP, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
+
+from deepmd_ema import meeting
+from deepmd_ema.errors import UserError
+from deepmd_ema.launch import find_launch
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(60)]
+
+LIMIT_S = 30  # from the start; without a fault noticed it would take minutes
+
+
+@pytest.fixture
+def no_last_words(monkeypatch):
+    """Where nobody who knows why can speak, it is not waited for."""
+    monkeypatch.setattr(meeting, "NEWS_S", 0.3)
+    monkeypatch.setattr(meeting, "SEE_OFF_S", 0.3)
+
+
+def start(folder, faults, environ=None):
+    """Start one rank per fault; return their numbers."""
+    port = free_port()
+    return [
+        start_rank(folder, launcher_environment(k, len(faults), port) | (environ or {}), fault)
+        for k, fault in enumerate(faults)
+    ]
+
+
+def run(folder, *faults, environ=None):
+    """Run one rank per fault to their ends; return exit codes and last words."""
+    codes = wait_for(start(folder, faults, environ), LIMIT_S)
+    assert None not in codes, f"hangs: {(folder / 'said.txt').read_text()}"
+    return codes, last_words(folder)
+
+
+def assert_goes_on(folder, step):
+    """The newest checkpoint is that of ``step``, nothing is half-written, and two ranks go on to the end."""
+    assert not list(folder.glob("*.part"))
+    assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == step
+    (folder / "said.txt").unlink()
+    port = free_port()
+    words = ("train", "input.json", "--device", "cpu", "--restart", "model.ckpt.pt")
+    pids = [start_rank(folder, launcher_environment(k, 2, port), "", words) for k in range(2)]
+    assert wait_for(pids, LIMIT_S) == [0, 0], (folder / "said.txt").read_text()
+    assert last_words(folder) == []
+    assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == LAST
+
+
+SAVED = AT_STEP // SAVE_EVERY * SAVE_EVERY
+BROKEN = "dp-ema (rank 1): ValueError: something that nobody has thought of"
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_message(tmp_path):
+    folder = make_run(tmp_path / "run")
+    codes, said = run(folder, "", "fail")
+    assert codes == [1, 1]
+    assert said[0] == BROKEN
+    assert len(said) == 2  # and what to do about it
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.usefixtures("no_last_words")
+def test_a_killed_rank_is_named_by_another_one(tmp_path, stage):
+    folder = make_run(tmp_path / "run", stage)
+    codes, said = run(folder, "", "die")
+    assert codes == [1, -signal.SIGKILL]
+    (line,) = said
+    assert "rank 1 (process" in line
+    assert "ended without a message" in line
+    assert_goes_on(folder, SAVED)
+
+
+@pytest.mark.usefixtures("no_last_words")
+def test_a_killed_chief_is_told_by_one_rank(tmp_path):
+    folder = make_run(tmp_path / "run")
+    codes, said = run(folder, "die", "", "")
+    assert codes == [-signal.SIGKILL, 1, 1]
+    assert said == ["dp-ema (rank 1): rank 0 has ended; if it left no message, it was killed."]
+
+
+@pytest.mark.parametrize("fault", ["die_at_start", "die_in_validation"])
+@pytest.mark.usefixtures("no_last_words")
+def test_a_rank_that_is_killed_elsewhere_ends_all_as_well(tmp_path, fault):
+    codes, said = run(make_run(tmp_path / "run"), "", fault)
+    assert codes == [1, -signal.SIGKILL]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("fault", ["lose_folder_at_start", "lose_file"])
+def test_data_that_one_rank_cannot_read_end_all_with_the_file(tmp_path, fault):
+    codes, said = run(make_run(tmp_path / "run"), "", fault)
+    assert codes == [1, 2]
+    assert said[0].startswith("dp-ema (rank 1): ")
+    assert "npy: cannot be read" in "".join(said)
+    assert "Permission denied" in "".join(said)
+
+
+def test_frames_that_are_not_finite_are_named_by_the_rank_that_has_them(tmp_path):
+    folder = make_run(tmp_path / "run")
+    codes, said = run(folder, "", "spoil_frame")
+    assert codes == [1, 2]
+    (line,) = said
+    assert line.startswith("dp-ema (rank 1): step ")
+    assert "the loss or a gradient is not finite. Frames of the batch: " in line
+    assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == SAVED
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path):
+    folder = make_run(tmp_path / "run")
+    codes, said = run(folder, "fill_disk", "")
+    assert codes == [2, 1]
+    assert "could not be written" in said[0]
+    assert f"model.ckpt-{SAVED}.pt is whole and still usable" in said[0]
+    assert_goes_on(folder, SAVED)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "number", "step"),
+    [
+        ("ask_to_stop", 2, signal.SIGTERM, AT_STEP),
+        ("ask_in_validation", 3, signal.SIGTERM, AT_STEP + 2),
+        ("ask_often", 0, signal.SIGINT, AT_STEP),
+    ],
+)
+def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, fault, stage, number, step):
+    folder = make_run(tmp_path / "run", stage)
+    codes, said = run(folder, "", fault)
+    assert codes == [128 + number] * 2
+    (line,) = said
+    assert line.startswith(f"stopped by {number.name} after step {step} of {LAST}; everything is saved. Go on with")
+    assert_goes_on(folder, step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__zero_stage": 4}, "training.zero_stage = 4: expected 0, 1, 2 or 3"),
+        ({"training__zero_stagee": 1}, "training.zero_stagee"),
+        ({"training__training_data__systems": ["nowhere"]}, "nowhere"),
+    ],
+)
+def test_a_mistake_that_all_ranks_see_is_told_once(tmp_path, changes, message):
+    codes, said = run(make_run(tmp_path / "run", **changes), "", "")
+    assert codes == [2, 2]
+    assert message in "".join(said)
+    assert len(said) == 1
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_an_input_that_only_one_rank_lacks_is_told_by_that_rank(tmp_path):
+    codes, said = run(make_run(tmp_path / "run"), "", "lose_input")
+    assert codes == [1, 2]
+    assert len(said) == 1
+    assert said[0].startswith("dp-ema (rank 1): ")
+    assert "input.json" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "fault", "message"),
+    [
+        ({"MASTER_ADDR": ""}, "", "MASTER_ADDR is not set, so the ranks cannot meet"),
+        ({"MASTER_PORT": "many"}, "", "MASTER_PORT = 'many': expected a port number"),
+        ({"WORLD_SIZE": "3"}, "be_quick", "rank 2 did not come within 2 s"),
+    ],
+)
+def test_ranks_that_cannot_meet_say_why(tmp_path, environ, fault, message):
+    codes, said = run(make_run(tmp_path / "run"), fault, fault, environ=environ)
+    assert 2 in codes
+    assert set(codes) <= {1, 2}
+    assert all(message in line for line in said)
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK = 5: expected 0 to 1, because WORLD_SIZE = 2."),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE = 'two': expected a whole number."),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but RANK is not set"),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "SLURM_PROCID = 2: expected 0 to 1, because SLURM_NTASKS = 2.",
+        ),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ, message):
+    with pytest.raises(UserError, match=message):
+        find_launch(environ)
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        pids = [start_rank(folder, launcher_environment(0, 2, port))]
+        assert wait_for(pids, LIMIT_S) == [2]
+        assert time.monotonic() - began < LIMIT_S
+    (line,) = last_words(folder)
+    assert line.startswith(f"dp-ema (rank 0): MASTER_PORT = {port}: in use on 127.0.0.1.")
+
+
+def test_sharing_out_without_a_launcher_is_refused(tmp_path):
+    folder = make_run(tmp_path / "run", stage=2)
+    assert wait_for([start_rank(folder, {})], LIMIT_S) == [2]
+    (line,) = last_words(folder)
+    assert "training.zero_stage = 2: needs several ranks, and this process is alone" in line
+
+
+def test_ctrl_c_at_the_terminal_stops_all_ranks_after_the_same_step(tmp_path):
+    folder = make_run(tmp_path / "run", training__numb_steps=10**6)
+    pids = start(folder, ("", ""))
+    end = time.monotonic() + LIMIT_S
+    while not (folder / "model.ckpt.pt").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    assert wait_for(pids, LIMIT_S) == [130, 130]
+    (line,) = last_words(folder)
+    assert line.startswith("stopped by SIGINT after step ")
+    assert f"after step {torch.load(folder / 'model.ckpt.pt', weights_only=True)['step']} of" in line

@@ -1,0 +1,94 @@
+"""The launchers themselves: torchrun in its three spellings, and the environment that srun gives."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_same, tiny_input
+from parallel_runs import free_port, train
+
+ROOT = Path(__file__).parents[1]
+STEPS = 4
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory, water_like):
+    """Return what the forked processes of other tests make of the same input."""
+    folder = tmp_path_factory.mktemp("forked")
+    train(folder, 2, config(water_like))
+    return folder
+
+
+def config(system):
+    return tiny_input([system], num_steps=STEPS, training__zero_stage=3, training__enable_ema=True)
+
+
+def environment(**more):
+    """Return the environment of a launcher that finds this package and the command ``dp-ema``."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = [p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p]
+    return {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1", **more}
+
+
+def ready(tmp_path, system):
+    (tmp_path / "input.json").write_text(json.dumps(config(system)))
+
+
+def assert_trained(folder, forked):
+    left, right = (torch.load(f / f"model.ckpt-{STEPS}.pt", weights_only=True) for f in (folder, forked))
+    assert_same(left, right)
+    assert (folder / "lcurve.out").read_bytes() == (forked / "lcurve.out").read_bytes()
+
+
+SPELLINGS = {
+    "no-python": ("--no-python", "dp-ema"),
+    "path": ("DP-EMA",),
+    "module": ("-m", "deepmd_ema"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_torchrun_starts_a_run(tmp_path, water_like, forked, spelling):
+    command = shutil.which("dp-ema", path=environment()["PATH"])
+    assert command is not None, "the package is not installed: pip install -e ."
+    words = [command if word == "DP-EMA" else word for word in SPELLINGS[spelling]]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words]
+    ready(tmp_path, water_like)
+    done = subprocess.run(
+        [*launcher, "train", "input.json", "--device", "cpu"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_trained(tmp_path, forked)
+    assert done.stderr.count("trained model: model.ckpt.pt") == 1  # said by one rank
+
+
+def test_the_environment_of_srun_starts_a_run(tmp_path, water_like, forked):
+    ready(tmp_path, water_like)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env=environment(**meeting, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert_trained(tmp_path, forked)

@@ -1,0 +1,158 @@
+"""What is easily lost when weights are sharded: averages that are not seen, memory, and the end of a run."""
+
+import ctypes
+import gc
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_input
+from parallel_runs import run_ranks, train, train_here
+
+from deepmd_ema.data.sampler import Sampler
+
+pytestmark = pytest.mark.timeout(120)
+
+VALIDATED = {
+    "training__enable_ema": True,
+    "training__ema_decay": 0.5,
+    "learning_rate__start_lr": 1e-2,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 5,
+    "validating__full_val_start": 0,
+}
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def rows_of(file):
+    return np.array([row.split() for row in file.read_text().splitlines() if not row.startswith("#")])[:, :7]
+
+
+def train_without_reshard(folder):
+    """Train as a rank whose averages are swapped in without dropping gathered weights."""
+    with mock.patch("deepmd_ema.averaging.bank.reshard"):
+        train_here(folder, {})
+
+
+def test_F3_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, water_like, water_like_valid):
+    folders = [tmp_path / name for name in ("whole", "sharded", "trapped")]
+    for folder, stage in zip(folders, (0, 2, 2)):
+        config = tiny_input([water_like], [water_like_valid], num_steps=10, training__zero_stage=stage, **VALIDATED)
+        if folder.name == "trapped":
+            folder.mkdir()
+            (folder / "input.json").write_text((folders[1] / "input.json").read_text())
+            run_ranks(2, train_without_reshard, str(folder))
+        else:
+            train(folder, 2, config)
+    live, average = ([rows_of(folder / name) for folder in folders] for name in ("val.log", "val_ema.log"))
+    assert (live[0] == live[1]).all()
+    assert (average[0] == average[1]).all()
+    assert (average[1] != live[1]).any()
+    # this is what would be seen, and what the assertions above are there for
+    assert (average[2] == live[2]).all()
+
+
+def most_memory(folder):
+    """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
+    from deepmd_ema.train import assemble, trainer
+
+    growth = {}
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+
+    def measured(name):
+        original = getattr(trainer.Trainer, name)
+
+        def call(self):
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")
+            before = resident("VmRSS")
+            original(self)
+            growth[name, self.step] = resident("VmHWM") - before
+
+        return mock.patch.object(trainer.Trainer, name, call)
+
+    with measured("_validate"), measured("_save"), mock.patch.object(assemble, "keep_freed_memory"):
+        train_here(folder, {})
+    return growth
+
+
+def resident(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no way to ask for the largest memory")
+def test_F9_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(tmp_path, water_like, water_like_valid):
+    config = tiny_input(
+        [water_like], [water_like_valid], num_steps=4, type_map=("O", "H", "C", "N"), training__zero_stage=3,
+        model__fitting_net__neuron=[1000, 1000], **{**VALIDATED, "validating__validation_freq": 4},
+    )  # fmt: skip
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    grown = run_ranks(2, most_memory, str(tmp_path))[1].value
+    whole = sum(t.nbytes for t in load(tmp_path / "model.ckpt-4.pt")["model"].values())
+    assert grown.keys() == {("_validate", 4), ("_save", 4)}
+    for growth in grown.values():
+        assert whole / 5 < growth < whole  # one of the five nets is gathered at a time
+
+
+def train_and_part(folder):
+    """Train as a rank; return how many DDP modules are left when the process group goes."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    left = []
+    collect = gc.collect
+
+    def collect_and_count():
+        collect()
+        left.append(sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects()))
+
+    with mock.patch("deepmd_ema.ranks.gc.collect", collect_and_count):
+        train_here(folder, {})
+    return left
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_nothing_of_a_run_outlives_its_process_group(tmp_path, water_like, stage):
+    """Else it ends the group holding the interpreter lock that the group's threads may want: now and then for ever."""
+    config = tiny_input([water_like], num_steps=2, training__zero_stage=stage)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    assert [ended.value for ended in run_ranks(2, train_and_part, str(tmp_path))] == [[0], [0]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_D5_a_step_that_is_not_finite_ends_all_ranks_and_changes_nothing(tmp_path, water_like, stage):
+    wild = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__max_ckpt_keep": 0}
+    config = tiny_input(
+        [water_like], num_steps=60, training__zero_stage=stage, training__save_freq=1, training__enable_ema=True, **wild
+    )
+    ended = train(tmp_path, 2, config, may_fail=True)
+    assert {e.error for e in ended} <= {"DivergedError", "RankLostError"}
+    (said, *_) = [e for e in ended if e.error == "DivergedError"]
+    assert re.search(r"step \d+: .*not finite. Frames of the batch: .*water_like frame \d+", said.message)
+    files = list(tmp_path.glob("model*.ckpt-*.pt"))
+    assert files
+    for file in files:
+        assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_union_of_the_ranks_in_an_epoch_is_every_frame_once_from_any_place_on(ranks):
+    frames, atoms = (16, 9, 10, 1), (12, 7, 10, 5)
+    samplers = [Sampler(frames, atoms, 2, seed=3, rank=r, world_size=ranks) for r in range(ranks)]
+    length = samplers[0].batches_per_epoch
+    for epoch in range(3):
+        seen = []
+        for n in range(epoch * length, (epoch + 1) * length):
+            again = [Sampler(frames, atoms, 2, seed=3, rank=r, world_size=ranks) for r in range(ranks)]
+            assert [s.batch(n) for s in samplers] == [s.batch(n) for s in again]
+            system = samplers[0].batch(n)[0]
+            seen += [(system, k) for s in samplers if not s.is_repeat(n) for k in s.batch(n)[1]]
+        assert sorted(seen) == [(s, k) for s, number in enumerate(frames) for k in range(number)]
