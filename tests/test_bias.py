@@ -24,6 +24,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
+from deepmd_ema.ranks import Ranks
 from deepmd_ema.train import bias as bias_module
 from deepmd_ema.train.bias import refit
 from deepmd_ema.train.prepare import prepare
@@ -331,7 +332,7 @@ def prepared(data, tmp_path, monkeypatch):
         from deepmd_ema.config import config_from_dict
 
         monkeypatch.chdir(tmp_path)
-        return prepare(config_from_dict(tiny_input(systems, **changes)), find_origin(None, None))
+        return prepare(config_from_dict(tiny_input(systems, **changes)), find_origin(None, None), Ranks())
 
     return make
 

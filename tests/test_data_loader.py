@@ -101,6 +101,9 @@ class Failing:
             raise DataError("water/set.000/force.npy: has become shorter")
         return self.sampler.batch(n)
 
+    def is_repeat(self, n):
+        return self.sampler.is_repeat(n)
+
 
 def test_an_exception_of_the_thread_surfaces_in_order_and_again(systems):
     with Loader(systems, Failing(make_sampler(systems)), LAYOUT) as loader:

@@ -412,3 +412,10 @@ def test_a_system_without_virials_trains_with_a_virial_prefactor_and_a_warning(s
     rows = np.genfromtxt("lcurve.out", names=True)
     assert np.isnan(rows["rmse_v_trn"]).all()
     assert np.isfinite(rows["rmse_f_trn"]).all()
+
+
+def test_a_restart_whose_steps_have_another_number_of_frames_says_so(start, caplog):
+    start("run", 4, {"training__save_freq": 4})
+    with caplog.at_level("WARNING"):
+        start("run", 6, {"training__training_data__batch_size": 4}, restart="model.ckpt.pt", allow_config_change=True)
+    assert "a step has 4 frames now, over all ranks together, and had 2 when the checkpoint was written" in caplog.text

@@ -33,24 +33,28 @@ def start_lines(plan: Plan, sampler: Sampler) -> list[str]:
     frames = sum(system.num_frames for system in plan.prepared.train)
     descriptor = config.model.descriptor
     epochs = plan.num_steps / sampler.batches_per_epoch
+    several = runtime.world_size > 1 or config.training.zero_stage > 0
     return [
         f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"device      {_device(runtime)}",
-        f"ranks       {runtime.world_size}; zero_stage {config.training.zero_stage}: "
-        f"{SHARED[config.training.zero_stage]}",
+        *(_ranks(runtime.world_size, config.training.zero_stage) if several else []),
         f"model       {descriptor.type}, cutoff {descriptor.rcut:g} angstrom, sel {descriptor.sel}, "
         f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {model.dtype}".replace(
             "torch.", ""
         ),
         f"data        {len(plan.prepared.train)} systems, {frames} frames; "
-        f"batch_size {config.training.training_data.batch_size}",
-        f"batch       {_count(sampler.frames_per_step)} frames per step over all ranks",
+        f"batch_size {config.training.training_data.batch_size}"
+        + (f" of each rank, {_count(sampler.frames_per_step)} frames per step over all ranks" if several else ""),
         f"length      {plan.num_steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch} batches",
         f"learning    {config.optimizer.type}, {config.learning_rate.type} from {config.learning_rate.start_lr:g} "
-        f"to {config.learning_rate.end_lr:g}; used as given, whatever the number of ranks",
+        f"to {config.learning_rate.end_lr:g}" + ("; used as given, whatever the number of ranks" if several else ""),
         *([f"average     {t.profile.words()}" for t in plan.tracked] or ["average     none (training.enable_ema)"]),
         *(f"snapshots   {line}" for line in snapshot_lines(plan.tracked, plan.num_steps, _snapshot_bytes(model))),
     ]
+
+
+def _ranks(number: int, stage: int) -> list[str]:
+    return [f"ranks       {number}; zero_stage {stage}: {SHARED[stage]}"]
 
 
 def _snapshot_bytes(model: EnergyModel) -> int:

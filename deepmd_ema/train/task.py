@@ -58,14 +58,16 @@ class Task:
         """Return where the frames of the batch at ``position`` come from."""
         return self.frames.frames_at(position)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, float]:
         """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
-        drawn = {"frames": self.frames.position, "num_frames": sum(self.frames.sampler.num_frames)}
+        sampler = self.frames.sampler
+        drawn: dict[str, float] = {"frames": self.frames.position, "num_frames": sum(sampler.num_frames)}
+        drawn["frames_per_step"] = sampler.frames_per_step
         if self.display_frames is not None:
             drawn["display_frames"] = self.display_frames.position
         return drawn
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue after the batches that ``state`` says were consumed."""
         now = sum(self.frames.sampler.num_frames)
         before = state.get("num_frames", now)
@@ -75,9 +77,16 @@ class Task:
                 "order from here on",
                 now, before,
             )  # fmt: skip
-        self.frames.seek(state["frames"])
+        size = self.frames.sampler.frames_per_step
+        size_before = state.get("frames_per_step", size)
+        if size_before != size:
+            logger.warning(
+                "a step has %.4g frames now, over all ranks together, and had %.4g when the checkpoint was written",
+                size, size_before,
+            )  # fmt: skip
+        self.frames.seek(int(state["frames"]))
         if self.display_frames is not None:
-            self.display_frames.seek(state.get("display_frames", 0))
+            self.display_frames.seek(int(state.get("display_frames", 0)))
 
     def close(self) -> None:
         """Stop the background readers."""
