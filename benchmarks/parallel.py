@@ -25,6 +25,7 @@ import common
 
 STAGES = (0, 1, 2, 3)
 KINDS = ("parameters", "gradients", "moments", "average")
+RANGE = "average as `rank_range`"
 
 
 def main() -> None:
@@ -54,7 +55,8 @@ def _memory(args: argparse.Namespace) -> str:
     config = common.with_precision(common.with_numeric_sel(common.read_input(args.input, args.data)), "float32")
     config = common.bare(config)
     config["model"]["fitting_net"]["neuron"] = [args.width] * 3
-    config["training"] |= {"enable_ema": True, "numb_steps": 2, "disp_freq": 100}
+    ranges = [{"name": "range", "decay": 0.99, "layout": "rank_range"}]
+    config["training"] |= {"enable_ema": True, "averaging": ranges, "numb_steps": 2, "disp_freq": 100}
     ranks = args.ranks or [4]
     rows = []
     for number in ranks:
@@ -64,14 +66,19 @@ def _memory(args: argparse.Namespace) -> str:
             whole = found[0]["whole"]
             theory = _theory(whole, stage, number)
             cells = [f"{h / 1e6:.1f} ({t / 1e6:.1f})" for h, t in zip(held, theory)]
-            rows.append([str(number), str(stage), *cells, f"{sum(held) / 1e6:.1f} ({sum(theory) / 1e6:.1f})"])
+            shared = max(f["bytes"][RANGE] for f in found)
+            cells += [
+                f"{sum(held) / 1e6:.1f} ({sum(theory) / 1e6:.1f})",
+                f"{shared / 1e6:.1f} ({whole / number / 1e6:.1f})",
+            ]
+            rows.append([str(number), str(stage), *cells])
             print(" | ".join(rows[-1]), flush=True)
     text = (
         f"{found[0]['numel']:,} trained parameters in float32, {whole / 1e6:.1f} MB for one copy; Adam with two "
         "moments, one average. MB that the fullest rank holds between two steps, gradients after a backward pass; what "
         f"theory says in brackets.  \nOn {common.machine(common.programs(None), 1, 'cpu')}."
     )
-    header = ["ranks", "zero_stage", *KINDS, "together"]
+    header = ["ranks", "zero_stage", *KINDS, "together", RANGE]
     return "\n\n".join([f"# Bytes per rank, {common.today()}", text, common.table(header, rows)])
 
 
@@ -165,6 +172,7 @@ def _bytes_of(trainer, args: argparse.Namespace) -> dict:
             "gradients": _local_bytes([p.grad for p in trained]),
             "moments": _local_bytes(moments),
             "average": trainer.bank.num_bytes("ema"),
+            RANGE: trainer.bank.num_bytes("range"),
         },
     }
 

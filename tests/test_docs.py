@@ -102,7 +102,6 @@ NUMBERS = {"A": [*range(1, 11), 12, 14], "B": range(1, 9), "C": range(1, 5), "D"
            "F": [1, 2, 3, 4, 7, 9], "G": [1, 2, 5], "I": range(1, 5)}  # fmt: skip
 CODES = [f"{letter}{number}" for letter, numbers in NUMBERS.items() for number in numbers]
 LATER = {
-    "needs several processes: comes with parallel training": {"B8", "F1", "F2", "F4", "F7", "F9", ""},
     "comes with multi-task training": {"I4"},
 }
 

@@ -195,8 +195,8 @@ class Training:
     zero_stage: int = option(
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
-        doc="What ranks share out: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too. Only 0 is "
-        "available in dp-ema 0.1.",
+        doc="What ranks share out: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too: a choice of "
+        "memory only. Above 0 the run must be launched by torchrun or srun.",
     )
 
 
