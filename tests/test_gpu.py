@@ -1,6 +1,8 @@
 """The same runs on a CUDA device: exact restarts, numbers of the CPU, no wait inside a step."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -78,3 +80,23 @@ def test_a_non_finite_loss_on_a_gpu_leaves_the_last_good_weights(start):
     options = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 4}
     with pytest.raises(DivergedError, match=r"step \d+: .* frame \d+"):
         start("run", 60, options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(start, tmp_path, stage):
+    ranks = min(2, torch.cuda.device_count())
+    alone = start("alone", 20, {"training__training_data__batch_size": 2 * ranks})
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    config = json.loads((alone / "input.json").read_text())
+    config["training"] |= {"zero_stage": stage}
+    config["training"]["training_data"]["batch_size"] = 2
+    (folder / "input.json").write_text(json.dumps(config))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launcher, "-m", "deepmd_ema", "train", "input.json"], cwd=folder, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt"):
+        a, b = load(alone / name)["model"], load(folder / name)["model"]
+        assert all(torch.allclose(a[n], b[n], rtol=1e-7, atol=1e-9) for n in a), name
