@@ -83,15 +83,6 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.talk)
         return box[0]
 
-    def gather(self, thing: Any) -> list[Any]:
-        """Return the ``thing`` of every rank on the chief, an empty list elsewhere."""
-        if self.size == 1:
-            return [thing]
-        things: list[Any] | None = [None] * self.size if self.chief else None
-        with _blaming_others():
-            dist.gather_object(thing, things, group=self.talk)
-        return things or []
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run the body on every rank, and end all of them if it fails on one.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import assert_same, tiny_input
 from infer_models import random_model, tiny_config
+from test_train import load, stop_after
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank, SwaProfile
@@ -21,7 +22,6 @@ from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import run_test
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report import set_up_logging
-from deepmd_ema.train import trainer as trainer_module
 from deepmd_ema.train.assemble import run_training
 from deepmd_ema.train.averages import tracked_averages
 from deepmd_ema.train.saver import Payloads
@@ -61,23 +61,6 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
         return folder
 
     return run
-
-
-def stop_after(monkeypatch, step):
-    """Make the next run believe that SIGTERM came while it took ``step``; return what takes that back."""
-    advance = trainer_module.Trainer._advance
-
-    def advance_and_note(self):
-        advance(self)
-        if self.step == step:
-            self.stop._note(15, None)
-
-    monkeypatch.setattr(trainer_module.Trainer, "_advance", advance_and_note)
-    return lambda: monkeypatch.setattr(trainer_module.Trainer, "_advance", advance)
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
 
 
 def files_of(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -57,11 +56,6 @@ def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
         if keep:
             state[name] = whole.cpu() if isinstance(value, DTensor) else whole
     return state
-
-
-def whole_shapes(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of the state dict, whole."""
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def _shard(model: EnergyModel, ranks: Ranks, reshard: bool) -> None:
