@@ -137,18 +137,18 @@ def _launch(args: argparse.Namespace, config: dict, stage: int, number: int, nam
 
 def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.config import load_config
-    from deepmd_ema.launch import find_launch
-    from deepmd_ema.ranks import open_ranks
-    from deepmd_ema.runtime import keep_freed_memory, make_runtime
+    from deepmd_ema.dist.device import keep_freed_memory, select_device
+    from deepmd_ema.dist.launch import find_launch
+    from deepmd_ema.dist.world import open_world
     from deepmd_ema.train.assemble import assemble
     from deepmd_ema.train.prepare import prepare
     from deepmd_ema.train.resume import find_origin
 
-    runtime = make_runtime(args.device)
+    device = select_device(args.device)
     keep_freed_memory()
     config, origin = load_config("input.json"), find_origin(None, None)
-    with open_ranks(runtime.device, find_launch()) as ranks:
-        trainer = assemble(prepare(config, origin, ranks), origin, runtime, ranks)
+    with open_world(device, find_launch()) as world:
+        trainer = assemble(prepare(config, origin, world), origin, world)
         found = {"memory": _bytes_of, "speed": _times_of}[args.what](trainer, args)
         trainer.tasks.close()
     (args.rank_of / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -95,7 +95,7 @@ def matrix(work: Path, places: list[Place]) -> dict[tuple[Place, Place], dict]:
 
 
 def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dict]:
-    """Train as ``place`` from the middle of each origin, or from the beginning; compare as the chief.
+    """Train as ``place`` from the middle of each origin, or from the beginning; compare as rank 0.
 
     A process of the place runs this.
     """
@@ -118,7 +118,7 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
 
         def save_and_run(self, resaved=resaved, origin=origin) -> None:
             content = self.saver.payloads.training(self.step, self.state_dict())
-            if origin is not None and self.ranks.chief:
+            if origin is not None and self.world.is_main:
                 source = torch.load(checkpoint_of(Path(work), origin, HALF), weights_only=True)
                 resaved += differing(source, content)
             run(self)

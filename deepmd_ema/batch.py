@@ -52,11 +52,11 @@ class Batch:
         vector: (A, K, 3) float64, position of the neighbor (its image) minus that of the atom, angstrom.
         reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
         labels: name (see ``keys``) to tensor, zeros where a frame has no such label.
-        found: label name to (F,) float64, 1 where the frame has the label.
+        has_label: label name to (F,) float64, 1 where the frame has the label.
         fparam: (F, P) float64 or None.
         aparam: (A, Q) float64 or None.
         frames: for messages, where each frame comes from: (system, frame number in the system).
-        spare: whether it only keeps a rank in step with the others, and must not count.
+        padding: computed so that all ranks run the same collectives; excluded from losses and errors.
     """
 
     type_counts: tuple[int, ...]
@@ -72,11 +72,11 @@ class Batch:
     vector: Tensor
     reverse: Tensor
     labels: Mapping[str, Tensor] = field(default_factory=dict)
-    found: Mapping[str, Tensor] = field(default_factory=dict)
+    has_label: Mapping[str, Tensor] = field(default_factory=dict)
     fparam: Tensor | None = None
     aparam: Tensor | None = None
     frames: tuple[tuple[str, int], ...] = ()
-    spare: bool = False
+    padding: bool = False
 
     @property
     def num_frames(self) -> int:
@@ -87,10 +87,10 @@ class Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is pinned."""
         return self._map(lambda t: t.to(device, non_blocking=True))
 
-    def as_spare(self) -> Batch:
+    def as_padding(self) -> Batch:
         """Return the batch with all labels marked as missing: it adds nothing to any loss or error."""
-        found = {name: torch.zeros_like(there) for name, there in self.found.items()}
-        return replace(self, found=found, spare=True)
+        has_label = {name: torch.zeros_like(flags) for name, flags in self.has_label.items()}
+        return replace(self, has_label=has_label, padding=True)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, from which a copy to a GPU runs beside the step."""

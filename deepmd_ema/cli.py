@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_ema import __version__
+from deepmd_ema.dist.launch import find_launch, speaker
 from deepmd_ema.errors import ConfigError, DataError, Interrupted, RankLostError, UserError, did_you_mean
-from deepmd_ema.launch import find_launch, speaker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -287,7 +287,7 @@ def _doc(args: argparse.Namespace) -> None:
 def _start_logging(args: argparse.Namespace) -> None:
     from deepmd_ema.report import set_up_logging
 
-    set_up_logging(args.log_level, args.log_path, chief=find_launch().rank == 0)
+    set_up_logging(args.log_level, args.log_path, is_main=find_launch().rank == 0)
 
 
 class _Parser(argparse.ArgumentParser):

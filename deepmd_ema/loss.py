@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from deepmd_ema.keys import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
-from deepmd_ema.ranks import Ranks
+from deepmd_ema.dist.world import World
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # F frames, A atoms
 
 
-def build_loss(config: EnerLossConfig, start_lr: float, ranks: Ranks | None = None) -> EnerLoss:
+def build_loss(config: EnerLossConfig, start_lr: float, world: World | None = None) -> EnerLoss:
     """Return the loss that ``config`` describes; at the rate ``start_lr`` its start prefactors hold."""
-    return EnerLoss(config, start_lr, ranks)
+    return EnerLoss(config, start_lr, world)
 
 
 class EnerLoss:
@@ -46,9 +46,9 @@ class EnerLoss:
         need_virial: whether the model has to compute virials.
     """
 
-    def __init__(self, config: EnerLossConfig, start_lr: float, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: EnerLossConfig, start_lr: float, world: World | None = None) -> None:
         self.config = config
-        self._ranks = ranks if ranks is not None else Ranks()
+        self._world = world if world is not None else World()
         self.start_lr = start_lr
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"
@@ -85,10 +85,10 @@ class EnerLoss:
         loss = total
         shown = {}
         errors = [term.compute(prediction, batch) for term in self.terms]
-        everywhere = self._ranks.add_up(torch.stack([error.sums() for error in errors])) if errors else ()
+        everywhere = self._world.all_reduce_sum(torch.stack([error.sums() for error in errors])) if errors else ()
         for term, error, (value, size, found) in zip(self.terms, errors, everywhere):
             rows, prefactor = found.clamp(min=1), term.prefactor(lr / self.start_lr)
-            total = total + prefactor * (self._ranks.size * error.value.sum / (rows * error.value.columns))
+            total = total + prefactor * (self._world.size * error.value.sum / (rows * error.value.columns))
             loss = loss + prefactor * (value / (rows * error.value.columns))
             mean = size / (rows * error.shown.columns)
             shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(found > 0, torch.nan)
@@ -197,7 +197,7 @@ class _Term:
 def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
     """Return a label and, per frame, whether it is there; zeros when the batch has never heard of it."""
     if name in batch.labels:
-        return batch.labels[name], batch.found[name]
+        return batch.labels[name], batch.has_label[name]
     nobody = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
     return torch.zeros((), dtype=torch.float64, device=nobody.device).expand(_shape(batch, name)), nobody
 

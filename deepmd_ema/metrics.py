@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.keys import ATOM_ENERGY, ENERGY, FORCE, LABELS, PER_ATOM, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, PER_ATOM, VIRIAL
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
@@ -141,7 +141,7 @@ def evaluate(
         for batch in batches:
             there = batch.to(device)
             prediction = model(there)
-            if not batch.spare:
+            if not batch.padding:
                 errors.add({name: value.detach() for name, value in prediction.items()}, there)
             if progress is not None:
                 progress(batch.num_frames)
@@ -185,7 +185,7 @@ def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[
 
 def _batch_sums(prediction: Mapping[str, Tensor], batch: Batch) -> Tensor:
     errors = {
-        name: (prediction[name].to(torch.float64) - label, batch.found[name])
+        name: (prediction[name].to(torch.float64) - label, batch.has_label[name])
         for name, label in batch.labels.items()
         if name in prediction
     }
@@ -248,7 +248,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     labelled = _split(batch.labels, batch, sizes)
     types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
     volume = _volume(batch).tolist()
-    found = {name: flags.tolist() for name, flags in batch.found.items()}
+    found = {name: flags.tolist() for name, flags in batch.has_label.items()}
     return [
         FrameResult(
             source=batch.frames[f],

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.keys import LABELS, PER_ATOM
+from deepmd_ema.labels import LABELS, PER_ATOM
 
 
 def flat_batch(frames, num_types=2, names=LABELS):
@@ -35,7 +35,7 @@ def flat_batch(frames, num_types=2, names=LABELS):
         vector=torch.zeros(len(types), 0, 3, dtype=torch.float64),
         reverse=none,
         labels=labels,
-        found=found,
+        has_label=found,
         frames=tuple(f.get("source", ("toy", k)) for k, f in enumerate(frames)),
     )
 

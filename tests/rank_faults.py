@@ -1,4 +1,4 @@
-"""Ranks of a run that something goes wrong on: each is a process with the environment of a launcher and a fault."""
+"""World of a run that something goes wrong on: each is a process with the environment of a launcher and a fault."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def die_in_validation():
 
 
 def die_at_start():
-    """Be killed while the chief looks at the data."""
+    """Be killed while rank 0 looks at the data."""
     from deepmd_ema.train import assemble
 
     def prepare(*_arguments):
@@ -210,7 +210,7 @@ def fill_disk():
 
 def be_quick():
     """Wait seconds, not minutes, for ranks that do not come."""
-    from deepmd_ema import meeting
+    from deepmd_ema.dist import rendezvous as meeting
 
     meeting.MEETING_S = 2.0
 

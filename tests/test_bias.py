@@ -13,18 +13,19 @@ import torch
 from helpers import assert_same, tiny_input, toy_frame, toy_labels, write_system
 from infer_models import random_model, tiny_config
 
-from deepmd_ema import checkpoint, cli, keys
+from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.frame import Frame
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
 from deepmd_ema.export import freeze
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.ranks import Ranks
 from deepmd_ema.train import bias as bias_module
 from deepmd_ema.train.bias import refit
 from deepmd_ema.train.prepare import prepare
@@ -41,20 +42,20 @@ def shifted_frames(repeats=3, seed=0):
     for natoms, num_types in SIZES * repeats:
         coord, types, box = toy_frame(rng, natoms, num_types)
         energy = toy_labels(coord, types, box)[0] + SHIFT * (types == 0).sum()
-        frames.append(Frame(coord, types, box, {keys.ENERGY: energy}, source=("shifted", len(frames))))
+        frames.append(Frame(coord, types, box, {ENERGY: energy}, source=("shifted", len(frames))))
     return frames
 
 
 def batches_of(frames, model, frames_per_batch=5):
     for k in range(0, len(frames), frames_per_batch):
-        yield collate(frames[k : k + frames_per_batch], model.layout, labels=[keys.ENERGY])
+        yield collate(frames[k : k + frames_per_batch], model.layout, labels=[ENERGY])
 
 
 def mean_residual(model, frames):
     """Return the mean of label minus prediction per atom, eV, as the whole model gives it frame by frame."""
     errors = []
     for batch, frame in zip(batches_of(frames, model, 1), frames, strict=True):
-        errors.append((frame.labels[keys.ENERGY] - float(model(batch)[keys.ENERGY][0])) / len(frame.atom_type))
+        errors.append((frame.labels[ENERGY] - float(model(batch)[ENERGY][0])) / len(frame.atom_type))
     return np.mean(errors)
 
 
@@ -218,7 +219,7 @@ def train(folder, data, monkeypatch, *words, **changes):
 
 def mean_of_file(path, data, **options):
     frames = measure(path, data, device="cpu", **options).frames
-    return np.mean([(f.label[keys.ENERGY] - f.prediction[keys.ENERGY]) / f.num_atoms for f in frames])
+    return np.mean([(f.label[ENERGY] - f.prediction[ENERGY]) / f.num_atoms for f in frames])
 
 
 REFIT = {"training__change_bias_after_training": True}
@@ -332,7 +333,7 @@ def prepared(data, tmp_path, monkeypatch):
         from deepmd_ema.config import config_from_dict
 
         monkeypatch.chdir(tmp_path)
-        return prepare(config_from_dict(tiny_input(systems, **changes)), find_origin(None, None), Ranks())
+        return prepare(config_from_dict(tiny_input(systems, **changes)), find_origin(None, None), World())
 
     return make
 

@@ -14,7 +14,7 @@ import torch
 from helpers import assert_same, toy_frame, write_system
 from infer_models import write_run
 
-from deepmd_ema import checkpoint, cli, keys
+from deepmd_ema import checkpoint, cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.export import freeze
 from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
@@ -22,6 +22,7 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange.files import VARIABLES, read_tree, write_tree
+from deepmd_ema.labels import ENERGY
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
@@ -50,7 +51,7 @@ def residuals(path, data, **options):
 
 def errors_of(path, data, **options):
     frames = measure(path, [data], device="cpu", **options).frames
-    return [(f.label[keys.ENERGY] - f.prediction[keys.ENERGY], f.num_atoms) for f in frames]
+    return [(f.label[ENERGY] - f.prediction[ENERGY], f.num_atoms) for f in frames]
 
 
 def bias_of(path, **options):

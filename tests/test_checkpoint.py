@@ -11,6 +11,7 @@ import torch
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint import files
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.tensors import check_weights, cpu_copy
 
 
 def payload(step=3, kind="training", weights="live", **more):
@@ -58,10 +59,10 @@ def test_the_same_payload_gives_the_same_bytes_whatever_the_file_is_called(here)
     assert (here / "one.pt").read_bytes() == (here / "two.pt").read_bytes()
 
 
-def test_a_snapshot_shares_no_memory_and_keeps_aliases():
+def test_a_cpu_copy_shares_no_memory_and_keeps_aliases():
     big = torch.arange(100.0)
     tree = {"view": big[:3], "again": big[:3], "list": [big[10:12]], "tuple": (1, "x"), "empty": torch.zeros(0)}
-    copy = checkpoint.snapshot(tree)
+    copy = cpu_copy(tree)
     big.zero_()
     assert copy["view"].tolist() == [0, 1, 2]
     assert copy["list"][0].tolist() == [10, 11]
@@ -90,8 +91,8 @@ def test_a_damaged_file_without_an_older_one_says_so(here):
 
 
 def test_names_without_ending_links_folders_and_pointers_are_found(here):
-    family = checkpoint.Family("out/mm.ckpt", save_dir="ck/sub")
-    checkpoint.save_together(5, [(family, payload(5))])
+    series = checkpoint.CheckpointSeries("out/mm.ckpt", save_dir="ck/sub")
+    checkpoint.save_together(5, [(series, payload(5))])
     real = (here / "ck/sub/mm.ckpt-5.pt").resolve()
     for way in ("out/mm.ckpt.pt", "out/mm.ckpt", "ck/sub/mm.ckpt-5", "ck/sub/mm.ckpt-5.pt", ".", "checkpoint", here):
         assert checkpoint.resolve(way).resolve() == real
@@ -140,9 +141,9 @@ def test_files_of_other_programs_are_recognised(here):
 
 
 def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
-    families = [checkpoint.Family("model.ckpt"), checkpoint.Family("model.ckpt", "_ema")]
+    series_list = [checkpoint.CheckpointSeries("model.ckpt"), checkpoint.CheckpointSeries("model.ckpt", "_ema")]
     average = payload(7, "average", "ema")
-    checkpoint.save_together(7, [(families[0], payload(7)), (families[1], average)])
+    checkpoint.save_together(7, [(series_list[0], payload(7)), (series_list[1], average)])
     checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
     with pytest.raises(CheckpointError, match=r"the average 'ema' of step 7.*--restart model.ckpt-7.pt.*--init-model"):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
@@ -160,9 +161,9 @@ def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
 def test_weights_of_another_model_are_listed_in_one_message():
     expected = {"kept": (2,), "lost": (3,), "net.layers.0.weight": (1, 4), "wide": (5, 5)}
     found = {"kept": (2,), "net.layers.0.matrix": torch.zeros(1, 4), "wide": torch.zeros(5, 6), "odd": torch.zeros(7)}
-    checkpoint.check_weights({"kept": [2]}, {"kept": torch.zeros(2)}, "x.pt")
+    check_weights({"kept": [2]}, {"kept": torch.zeros(2)}, "x.pt")
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_weights(expected, found, "x.pt")
+        check_weights(expected, found, "x.pt")
     text = str(caught.value)
     assert text.startswith("x.pt: its weights do not fit")
     assert "missing: lost (3,)" in text
@@ -171,7 +172,7 @@ def test_weights_of_another_model_are_listed_in_one_message():
     assert "of another shape: wide is (5, 6) there, (5, 5) here" in text
     many = {f"layer{i}": (i,) for i in range(1000)}
     with pytest.raises(CheckpointError, match="and 990 more"):
-        checkpoint.check_weights(many, {}, "x.pt")
+        check_weights(many, {}, "x.pt")
 
 
 class FullDisk:
@@ -191,13 +192,13 @@ class FullDisk:
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, monkeypatch):
-    family, write = checkpoint.Family("model.ckpt"), torch.save
-    checkpoint.save_together(1, [(family, payload(1))])
+    series, write = checkpoint.CheckpointSeries("model.ckpt"), torch.save
+    checkpoint.save_together(1, [(series, payload(1))])
     kept = (here / "model.ckpt-1.pt").read_bytes()
     monkeypatch.setattr(torch, "save", lambda content, file: write(content, FullDisk(file)))
     said = r"model.ckpt-2.pt: .*could not be written. The disk is full.*model.ckpt-1.pt is whole and still usable"
     with pytest.raises(CheckpointError, match=said):
-        checkpoint.save_together(2, [(family, payload(2))])
+        checkpoint.save_together(2, [(series, payload(2))])
     assert (here / "model.ckpt-1.pt").read_bytes() == kept
     assert sorted(p.name for p in here.iterdir()) == ["checkpoint", "model.ckpt-1.pt", "model.ckpt.pt"]
     assert checkpoint.load(".")["step"] == 1

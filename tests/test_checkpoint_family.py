@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint import BestFiles, Family, keep_count, save_together
+from deepmd_ema.checkpoint import BestFiles, CheckpointSeries, keep_count, save_together
 from deepmd_ema.errors import CheckpointError
 
 
@@ -35,8 +35,8 @@ def save_pair(step, live, average, bests=()):
 
 def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
     # what `dp --pt train` of DeePMD-kit 3.2.0 leaves behind with these options
-    live = Family("out/mm.ckpt", save_dir="ck/sub", keep=2, start=0)
-    average = Family("out/mm.ckpt", "_ema", save_dir="ck/sub", keep=1, start=0)
+    live = CheckpointSeries("out/mm.ckpt", save_dir="ck/sub", keep=2, start=0)
+    average = CheckpointSeries("out/mm.ckpt", "_ema", save_dir="ck/sub", keep=1, start=0)
     for step in (5, 10, 12):
         save_pair(step, live, average)
     assert names(here) == [
@@ -53,19 +53,19 @@ def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
 
 
 def test_a_prefix_without_a_dot_gets_its_suffix_at_the_end(here):
-    assert Family("model", "_ema").file(3).name == "model_ema-3.pt"
-    assert Family("a.b.ckpt", "_ema").file(3).name == "a.b_ema.ckpt-3.pt"
+    assert CheckpointSeries("model", "_ema").file(3).name == "model_ema-3.pt"
+    assert CheckpointSeries("a.b.ckpt", "_ema").file(3).name == "a.b_ema.ckpt-3.pt"
 
 
 def test_families_do_not_see_each_others_files(here):
-    live, average = Family("model.ckpt", start=0), Family("model.ckpt", "_ema", start=0)
+    live, average = CheckpointSeries("model.ckpt", start=0), CheckpointSeries("model.ckpt", "_ema", start=0)
     save_pair(1, live, average)
     checkpoint.save("model.ckpt-extra-2.pt", payload(2))
     assert live.steps() == average.steps() == [1]
 
 
 def test_A14_rotation_goes_by_the_step_and_not_by_time(here):
-    live = Family("model.ckpt", keep=2, start=0)
+    live = CheckpointSeries("model.ckpt", keep=2, start=0)
     for step in (1, 9, 10, 100):
         save_together(step, [(live, payload(step))])
         os.utime(live.file(step), (1e9 - step, 1e9 - step))
@@ -74,7 +74,7 @@ def test_A14_rotation_goes_by_the_step_and_not_by_time(here):
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_a_keep_below_one_keeps_everything(here, keep):
-    live = Family("model.ckpt", keep=keep, start=0)
+    live = CheckpointSeries("model.ckpt", keep=keep, start=0)
     for step in range(1, 9):
         save_together(step, [(live, payload(step))])
     assert live.steps() == list(range(1, 9))
@@ -84,7 +84,7 @@ def test_A14_files_of_a_longer_earlier_run_do_not_push_out_new_ones(here, caplog
     caplog.set_level(logging.INFO)
     for step in (100, 1000, 1100, 1200):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
-    live = Family("model.ckpt", keep=2, start=0)
+    live = CheckpointSeries("model.ckpt", keep=2, start=0)
     for step in (50, 150, 250):
         save_together(step, [(live, payload(step))])
     assert live.steps() == [150, 250, 1000, 1100, 1200]
@@ -96,7 +96,7 @@ def test_A14_files_of_a_longer_earlier_run_do_not_push_out_new_ones(here, caplog
 def test_a_restart_leaves_its_own_files_and_drops_the_branch_that_it_leaves(here):
     for step in (10, 20, 30, 35):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
-    live = Family("model.ckpt", keep=5, start=20)
+    live = CheckpointSeries("model.ckpt", keep=5, start=20)
     save_together(30, [(live, payload(30, value=0.25))])
     assert live.steps() == [10, 20, 30, 35]
     assert checkpoint.load("model.ckpt-30.pt")["model"]["w"][0] == 30.25
@@ -107,7 +107,7 @@ def test_a_restart_leaves_its_own_files_and_drops_the_branch_that_it_leaves(here
 def test_a_family_that_does_not_know_its_start_removes_nothing_of_others(here):
     for step in (10, 20, 30):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
-    live = Family("model.ckpt", keep=5)
+    live = CheckpointSeries("model.ckpt", keep=5)
     save_together(40, [(live, payload(40))])
     assert live.steps() == [10, 20, 30, 40]
 
@@ -134,14 +134,14 @@ def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_on
         (here / f"{name}.{dead.pid}.part").write_text("x")
     (here / f"model.ckpt-3.pt.{os.getppid()}.part").write_text("x")
     (here / f"other.{dead.pid}.part").write_text("x")
-    save_together(4, [(Family("model.ckpt", start=0), payload(4))])
+    save_together(4, [(CheckpointSeries("model.ckpt", start=0), payload(4))])
     assert names(here, "*.part") == sorted([f"model.ckpt-3.pt.{os.getppid()}.part", f"other.{dead.pid}.part"])
 
 
 def test_a_link_that_cannot_be_moved_says_that_the_file_is_whole(here):
     (here / "model.ckpt.pt").mkdir()
     with pytest.raises(CheckpointError, match=r"could not be moved.*model.ckpt-4.pt is whole and usable"):
-        save_together(4, [(Family("model.ckpt", start=0), payload(4))])
+        save_together(4, [(CheckpointSeries("model.ckpt", start=0), payload(4))])
 
 
 CRASH = """
@@ -149,7 +149,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint import BestFiles, Family, save_together
+from deepmd_ema.checkpoint import BestFiles, CheckpointSeries, save_together
 
 at, count = int(sys.argv[1]), 0
 
@@ -165,14 +165,15 @@ def dying(call):
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint_family import payload
 
-live, average = Family("model.ckpt", keep=2, start=10), Family("model.ckpt", "_ema", keep=1, start=10)
+live = CheckpointSeries("model.ckpt", keep=2, start=10)
+average = CheckpointSeries("model.ckpt", "_ema", keep=1, start=10)
 best = BestFiles("best", ".", 1, "E:MAE")
 best.load_state_dict(checkpoint.load("model.ckpt.pt")["best"])
 for name in ("replace", "fsync", "unlink"):
     setattr(os, name, dying(getattr(os, name)))
 torch.save = dying(torch.save)
 Path.symlink_to = dying(Path.symlink_to)
-best.submit(0.5, 20, lambda: payload(20, "best"))
+best.offer(0.5, 20, lambda: payload(20, "best"))
 content = payload(20) | {"best": best.state_dict()}
 save_together(20, [(live, content), (average, payload(20, "average", "ema"))], [best])
 print("end", count)
@@ -186,10 +187,13 @@ def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatc
         folder = tmp_path / str(at)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        live, average = Family("model.ckpt", keep=2, start=0), Family("model.ckpt", "_ema", keep=1, start=0)
+        live, average = (
+            CheckpointSeries("model.ckpt", keep=2, start=0),
+            CheckpointSeries("model.ckpt", "_ema", keep=1, start=0),
+        )
         best = BestFiles("best", ".", 1, "E:MAE")
         for step in (5, 10):
-            best.submit(10 / step, step, lambda step=step: payload(step, "best"))
+            best.offer(10 / step, step, lambda step=step: payload(step, "best"))
             content = payload(step) | {"best": best.state_dict()}
             save_together(step, [(live, content), (average, payload(step, "average", "ema"))], [best])
         pid = os.fork()
@@ -211,7 +215,7 @@ def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatc
         again.load_state_dict(newest["best"])
         assert len(again.records) == 1
         assert checkpoint.load(again.path(again.records[0][1]))["step"] == step
-        again.submit(0.5, 20, lambda: payload(20, "best"))
+        again.offer(0.5, 20, lambda: payload(20, "best"))
         save_together(20, [(live, payload(20)), (average, payload(20, "average", "ema"))], [again])
         expected = ["best.ckpt-20.t-1.pt", "checkpoint", "model.ckpt-10.pt", "model.ckpt-20.pt", "model.ckpt.pt"]
         assert names(folder) == [*expected, "model_ema.ckpt-20.pt", "model_ema.ckpt.pt"]
@@ -230,12 +234,12 @@ def best(here):
 
 
 def submit(best, value, step):
-    return best.submit(value, step, lambda: payload(step, "best"))
+    return best.offer(value, step, lambda: payload(step, "best"))
 
 
 def test_best_files_carry_their_rank_as_those_of_deepmd_kit(here, best):
     assert [submit(best, v, s) for v, s in [(5.0, 4), (3.0, 8), (4.0, 12), (9.0, 16)]] == [True, True, True, False]
-    best.settle()
+    best.prune()
     assert names(here) == ["best.ckpt-12.t-2.pt", "best.ckpt-8.t-1.pt"]
     assert best.path(8).name == "best.ckpt-8.t-1.pt"
     assert checkpoint.load(best.path(12))["step"] == 12
@@ -253,13 +257,13 @@ def test_of_equal_values_the_earlier_one_stays_ahead_and_nan_is_never_kept(here,
 def test_no_payload_is_made_for_a_value_that_is_not_kept(best):
     submit(best, 1.0, 1)
     submit(best, 2.0, 2)
-    assert not best.submit(3.0, 3, lambda: pytest.fail("made in vain"))
+    assert not best.offer(3.0, 3, lambda: pytest.fail("made in vain"))
 
 
 def test_what_was_pushed_out_stays_until_a_checkpoint_knows(here):
     best = BestFiles("best", ".", 1, "E:MAE")
     submit(best, 2.0, 4)
-    best.settle()
+    best.prune()
     known = best.state_dict()
     submit(best, 1.0, 8)
     assert names(here) == ["best.ckpt-4.t-2.pt", "best.ckpt-8.t-1.pt"]
@@ -268,7 +272,7 @@ def test_what_was_pushed_out_stays_until_a_checkpoint_knows(here):
     assert restarted.records == [(2.0, 4)]
     assert restarted.path(4).is_file()
     submit(restarted, 1.5, 8)
-    restarted.settle()
+    restarted.prune()
     assert names(here) == ["best.ckpt-8.t-1.pt"]
 
 
@@ -279,7 +283,7 @@ def test_C2_the_best_so_far_survives_a_restart(here, best):
     again.load_state_dict(best.state_dict())
     assert not submit(again, 6.0, 12)
     assert submit(again, 4.0, 16)
-    again.settle()
+    again.prune()
     assert names(here) == ["best.ckpt-16.t-2.pt", "best.ckpt-8.t-1.pt"]
 
 
@@ -287,10 +291,10 @@ def test_best_files_of_an_earlier_run_go_once_this_run_has_its_own(here, best):
     submit(best, 0.1, 900)
     checkpoint.save("best_ema.ckpt-900.t-1.pt", payload(900, "best", "ema"))
     fresh = BestFiles("best", ".", 2, "E:MAE")
-    fresh.settle()
+    fresh.prune()
     assert "best.ckpt-900.t-1.pt" in names(here)
     assert submit(fresh, 7.0, 10)
-    fresh.settle()
+    fresh.prune()
     assert names(here) == ["best.ckpt-10.t-1.pt", "best_ema.ckpt-900.t-1.pt"]
 
 
@@ -318,12 +322,12 @@ def test_fewer_best_files_after_a_restart_keep_the_best(here, best):
     submit(best, 3.0, 8)
     again = BestFiles("best", ".", 1, "E:MAE")
     again.load_state_dict(best.state_dict())
-    again.settle()
+    again.prune()
     assert names(here) == ["best.ckpt-8.t-1.pt"]
 
 
 def test_best_files_are_never_rotated(here):
-    best, live = BestFiles("best", ".", 1, "E:MAE"), Family("model.ckpt", keep=1, start=0)
+    best, live = BestFiles("best", ".", 1, "E:MAE"), CheckpointSeries("model.ckpt", keep=1, start=0)
     submit(best, 1.0, 1)
     for step in range(2, 9):
         save_together(step, [(live, payload(step))], [best])

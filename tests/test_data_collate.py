@@ -139,10 +139,10 @@ def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
         batch.in_file_order(batch.labels["force"]),
         torch.from_numpy(np.concatenate([f.labels["force"] for f in FRAMES])),
     )
-    assert batch.found["virial"].tolist() == [1, 0, 1, 1]
+    assert batch.has_label["virial"].tolist() == [1, 0, 1, 1]
     assert batch.labels["virial"].shape == (4, 9)
     assert (batch.labels["virial"][1] == 0).all()
-    assert batch.found["atom_energy"].tolist() == [0, 0, 0, 0]
+    assert batch.has_label["atom_energy"].tolist() == [0, 0, 0, 0]
     assert batch.labels["atom_energy"].shape == (40,)
     assert batch.labels["energy"].shape == (4,)
     assert batch.periodic.tolist() == [True, False, True, True]

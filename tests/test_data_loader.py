@@ -47,7 +47,7 @@ def assert_same(a, b):
         torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0)
     for name in a.labels:
         torch.testing.assert_close(a.labels[name], b.labels[name], rtol=0, atol=0)
-        torch.testing.assert_close(a.found[name], b.found[name], rtol=0, atol=0)
+        torch.testing.assert_close(a.has_label[name], b.has_label[name], rtol=0, atol=0)
 
 
 def test_a_loader_started_at_a_position_goes_on_as_one_that_ran_there(systems):
@@ -87,7 +87,7 @@ def test_every_batch_has_the_labels_asked_for(systems):
         for _ in range(30):
             batch = next(loader)
             periodic = batch.periodic.to(torch.float64)
-            torch.testing.assert_close(batch.found["virial"], periodic)
+            torch.testing.assert_close(batch.has_label["virial"], periodic)
 
 
 class Failing:

@@ -19,7 +19,7 @@ from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure, run_test, systems_to_test
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.keys import ENERGY, FORCE, VIRIAL
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import evaluate
 
 SAME_MATH = 1e-10

@@ -9,7 +9,7 @@ import torch
 from flat_batches import flat_batch, predicted, random_frame
 
 from deepmd_ema.config import EnerLoss as Config
-from deepmd_ema.keys import LABELS
+from deepmd_ema.labels import LABELS
 from deepmd_ema.loss import build_loss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "loss.json").read_text())

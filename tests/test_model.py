@@ -11,10 +11,10 @@ from toy_models import TRICLINIC, TYPES, batch_of, evaluate, model_section, toy_
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import ConfigError, DataError
-from deepmd_ema.model import moments
-from deepmd_ema.model.activation import activation
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.layers import Network
+from deepmd_ema.model.kernels import moments
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import Network
 
 SAME_MATH = 1e-12
 ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",

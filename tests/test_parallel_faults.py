@@ -12,9 +12,9 @@ import torch
 from parallel_runs import free_port, launcher_environment
 from rank_faults import AT_STEP, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
 
-from deepmd_ema import meeting
+from deepmd_ema.dist import rendezvous as meeting
+from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
-from deepmd_ema.launch import find_launch
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(60)]
 

@@ -114,7 +114,7 @@ def train_and_part(folder):
         collect()
         left.append(sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects()))
 
-    with mock.patch("deepmd_ema.ranks.gc.collect", collect_and_count):
+    with mock.patch("deepmd_ema.dist.world.gc.collect", collect_and_count):
         train_here(folder, {})
     return left
 

@@ -343,7 +343,7 @@ def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch
 def test_only_the_chief_speaks(here, monkeypatch, fresh_logging):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    set_up_logging("INFO", here / "train.log", chief=False)
+    set_up_logging("INFO", here / "train.log", is_main=False)
     logging.getLogger("deepmd_ema").warning("not me")
     assert stream.getvalue() == ""
     assert not (here / "train.log").exists()

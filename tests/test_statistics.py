@@ -11,11 +11,11 @@ import pytest
 import torch
 from helpers import write_system
 
-from deepmd_ema import keys
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.errors import DataError
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import collect_statistics
@@ -47,7 +47,7 @@ def frames_of(folder):
                 coord.reshape(-1, 3),
                 types,
                 stored["box"][k].reshape(3, 3) if "box" in stored else None,
-                {keys.ENERGY: stored["energy"][k]},
+                {ENERGY: stored["energy"][k]},
                 stored["fparam"][k] if "fparam" in stored else None,
                 stored["aparam"][k].reshape(len(types), -1) if "aparam" in stored else None,
             )
@@ -132,7 +132,7 @@ def test_labels_of_atomic_energies_give_the_bias_where_there_are_any(folders):
     config = model_config_from_dict(section({}, {}, {}))
     frames = list(frames_of(folders["a"]))
     energies = np.where(frames[0].atom_type == 0, -3.0, -8.0)
-    labelled = [replace(f, labels={**f.labels, keys.ATOM_ENERGY: energies}) for f in frames[:2]]
+    labelled = [replace(f, labels={**f.labels, ATOM_ENERGY: energies}) for f in frames[:2]]
     batch = collate([*labelled, *frames[2:]], build_model(config).layout)
     close(collect_statistics(config, [batch]).bias, [-3.0, -8.0])
 
@@ -142,7 +142,7 @@ def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
     frames = list(frames_of(folders["a"]))
     found = collect_statistics(config, [collate(frames, build_model(config).layout)])
     assert found.bias[0] == -3.2
-    left = np.mean([f.labels[keys.ENERGY] + 3.2 * (f.atom_type == 0).sum() for f in frames])
+    left = np.mean([f.labels[ENERGY] + 3.2 * (f.atom_type == 0).sum() for f in frames])
     close(found.bias[1], left / (frames[0].atom_type == 1).sum())
 
 
@@ -159,7 +159,7 @@ def test_elements_that_the_compositions_do_not_tell_apart_are_named(folders):
 def test_frames_without_energies_leave_the_bias_at_zero(folders):
     config = model_config_from_dict(section({}, {}, {}))
     frames = [replace(f, labels={}) for f in frames_of(folders["a"])]
-    found = collect_statistics(config, [collate(frames, build_model(config).layout, labels=[keys.ENERGY])])
+    found = collect_statistics(config, [collate(frames, build_model(config).layout, labels=[ENERGY])])
     assert found.bias.tolist() == [0, 0]
     assert found.rmse_per_atom is None
 

@@ -13,7 +13,7 @@ from torch import nn
 from deepmd_ema.config import LKF as LKFConfig
 from deepmd_ema.config import EnerLoss
 from deepmd_ema.errors import DivergedError
-from deepmd_ema.keys import ENERGY, FORCE
+from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.train import kalman
@@ -81,7 +81,7 @@ def as_batch(energy, force, sizes=None):
         num_frames=frames,
         atom_frame=torch.repeat_interleave(torch.arange(frames), sizes),
         labels={ENERGY: energy.flatten(), FORCE: force.flatten(0, 1)},
-        found={ENERGY: found, FORCE: found.clone()},
+        has_label={ENERGY: found, FORCE: found.clone()},
         in_file_order=lambda values: values,
     )
 
@@ -140,7 +140,7 @@ def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
     batch = SimpleNamespace(
         num_atoms=torch.tensor([2, 3]),
         labels={FORCE: torch.zeros(5, 3, dtype=torch.float64)},
-        found={FORCE: torch.ones(2, dtype=torch.float64)},
+        has_label={FORCE: torch.ones(2, dtype=torch.float64)},
         in_file_order=lambda values: values,
     )
     scalar, error, found = measure_force(force, batch, 1.0, torch.tensor([0.1, 0.99]))
@@ -157,12 +157,12 @@ def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
 def test_frames_without_a_label_do_not_count(measured):
     model, batch, _, _ = measured
     energy = model.energy.flatten()
-    batch.found[ENERGY][0] = 0
+    batch.has_label[ENERGY][0] = 0
     part = measure_energy(energy, batch, 1.0)
     only = measure_energy(energy[1:], as_batch(batch.labels[ENERGY][1:], torch.zeros(2, 10, 3)), 1.0)
     assert part[1] == only[1]
     assert part[0] == only[0]
-    batch.found = {name: torch.zeros(3, dtype=torch.float64) for name in (ENERGY, FORCE)}
+    batch.has_label = {name: torch.zeros(3, dtype=torch.float64) for name in (ENERGY, FORCE)}
     before = [p.detach().clone() for p in model.parameters()]
     task, step = kalman_step(model)
     memory = step.state_dict()

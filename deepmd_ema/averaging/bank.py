@@ -14,8 +14,8 @@ from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.exchange import reshard, signals_wait
 from deepmd_ema.averaging.slots import Binding, RangeSlot, canonical, prefix_of, unwrap
 from deepmd_ema.averaging.state import load_average, model_under, saved_average
-from deepmd_ema.checkpoint import check_weights, snapshot
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.tensors import check_weights, cpu_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -126,13 +126,13 @@ class AverageBank:
             keep: whether this process wants them; else it only takes part, and the result is empty.
         """
         found = model_under(self._averages[name], self._active, self._modules, self._binding, keep)
-        return snapshot(found) if copy else found
+        return cpu_copy(found) if copy else found
 
     @torch.no_grad()
     def live_weights(self, copy: bool = True) -> dict[str, Tensor]:
         """Return the model under its raw weights, also while an average is swapped in."""
         found = model_under(None, self._active, self._modules, self._binding)
-        return snapshot(found) if copy else found
+        return cpu_copy(found) if copy else found
 
     def averaged_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors that the average ``name`` averages; all others are live in it."""
@@ -179,7 +179,7 @@ class AverageBank:
         profiles = {
             name: saved_average(average, self._steps, self._active, keep) for name, average in self._averages.items()
         }
-        return snapshot(
+        return cpu_copy(
             {"steps": self._steps, "tasks": list(self._modules), "frozen": self._binding.frozen, "profiles": profiles}
         )
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.averaging.slots import live_state
-from deepmd_ema.checkpoint import check_weights
+from deepmd_ema.tensors import check_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

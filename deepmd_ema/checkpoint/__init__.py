@@ -9,11 +9,9 @@ A checkpoint is a dictionary that loads with ``torch.load(weights_only=True)``::
 """
 
 from deepmd_ema.checkpoint.best import BestFiles
-from deepmd_ema.checkpoint.family import Family, keep_count, save_together
 from deepmd_ema.checkpoint.files import (
     FORMAT,
     POINTER,
-    check_weights,
     ensure_writable,
     load,
     load_facts,
@@ -21,16 +19,15 @@ from deepmd_ema.checkpoint.files import (
     require_training,
     resolve,
     save,
-    snapshot,
 )
 from deepmd_ema.checkpoint.payload import choose_profile, weights_in
+from deepmd_ema.checkpoint.series import CheckpointSeries, keep_count, save_together
 
 __all__ = [
     "FORMAT",
     "POINTER",
     "BestFiles",
-    "Family",
-    "check_weights",
+    "CheckpointSeries",
     "choose_profile",
     "ensure_writable",
     "keep_count",
@@ -41,6 +38,5 @@ __all__ = [
     "resolve",
     "save",
     "save_together",
-    "snapshot",
     "weights_in",
 ]

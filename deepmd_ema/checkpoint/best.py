@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.checkpoint.files import save
-from deepmd_ema.runtime import sweep
+from deepmd_ema.files import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class BestFiles:
     """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
 
-    What a better file pushes out stays, with a rank beyond ``keep``, until :meth:`settle` is called after a training
+    What a better file pushes out stays, with a rank beyond ``keep``, until :meth:`prune` is called after a training
     checkpoint that knows the new records: so the files that a restart expects are always there. Best files of an
     earlier run go the same way once this run has one of its own. Rotation of checkpoints never touches them.
 
@@ -39,7 +39,7 @@ class BestFiles:
         self.records: list[tuple[float, int]] = []  # (value, step), best first
         self._pattern = re.compile(rf"^{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+)\.pt$")
 
-    def submit(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
+    def offer(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
         """Write the file of ``step`` if it is among the best, and return whether it is.
 
         Of equal values the earlier one stays ahead; a value that is not finite is never kept.
@@ -61,7 +61,7 @@ class BestFiles:
         """Return the file of ``step``, which must be among the best."""
         return self._file(step, 1 + [s for _, s in self.records].index(step))
 
-    def settle(self) -> None:
+    def prune(self) -> None:
         """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
         if not self.records or not self.writes:
             return

@@ -9,23 +9,22 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.runtime import atomic_write
+from deepmd_ema.files import atomic_write
+from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.text import first_few
 
 FORMAT = 1  # of the payload; a reader knows this number and all below it
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
 
 _NUMBERED = re.compile(r"^(?P<name>.+)-(?P<step>\d+)\.pt$")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-_SHOWN = 10  # names listed in one message
 
 
 class _DamagedError(Exception):
@@ -47,7 +46,7 @@ def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = N
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part, part.open("wb") as file:
-            torch.save(snapshot(payload), file)
+            torch.save(cpu_copy(payload), file)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(_cannot_write(path, error, fallback)) from error
 
@@ -127,38 +126,6 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     )
 
 
-def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any], path: str | Path) -> None:
-    """Check names and shapes of the tensors that a model needs.
-
-    Args:
-        expected: name to shape in the model of this run.
-        found: name to tensor (or shape) in the file.
-        path: where ``found`` was read, for the message.
-
-    Raises:
-        CheckpointError: naming every missing, extra, renamed and reshaped tensor.
-    """
-    want = {name: tuple(shape) for name, shape in expected.items()}
-    have = {name: tuple(getattr(value, "shape", value)) for name, value in found.items()}
-    missing = [name for name in want if name not in have]
-    extra = [name for name in have if name not in want]
-    renamed = _pair_up(missing, extra, want, have)
-    groups = {
-        "missing": [f"{n} {want[n]}" for n in missing if n not in renamed],
-        "not of this model": [f"{n} {have[n]}" for n in extra if n not in renamed.values()],
-        "renamed": [f"{n} is called {other} there" for n, other in renamed.items()],
-        "of another shape": [
-            f"{n} is {have[n]} there, {want[n]} here" for n in want if n in have and have[n] != want[n]
-        ],
-    }
-    if not any(groups.values()):
-        return
-    lines = [f"{path}: its weights do not fit the model of this input ({len(have)} tensors there, {len(want)} here)."]
-    lines += [f"  {title}: {_some(names)}" for title, names in groups.items() if names]
-    lines.append("  Use the model section of the run that wrote the file (`dp-ema show` prints it).")
-    raise CheckpointError("\n".join(lines))
-
-
 def ensure_writable(folder: str | Path, option: str = "") -> None:
     """Make ``folder`` if need be, and check that a file can be written into it.
 
@@ -206,30 +173,6 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         raise CheckpointError(
             f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
         )
-
-
-def snapshot(tree: Any) -> Any:
-    """Return a copy of nested dictionaries, lists and tuples with every tensor cloned to the CPU.
-
-    The copy shares no memory with ``tree``. A tensor that occurs under several names is copied once.
-    """
-    return _snapshot(tree, {})
-
-
-def _snapshot(tree: Any, seen: dict[Any, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        key = (tree.device, tree.data_ptr(), tree.dtype, tuple(tree.shape), tree.stride()) if tree.numel() else id(tree)
-        if key not in seen:
-            copy = torch.empty(tree.shape, dtype=tree.dtype)
-            seen[key] = copy.copy_(tree.detach())
-        return seen[key]
-    if isinstance(tree, Mapping):
-        return {key: _snapshot(value, seen) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_snapshot(value, seen) for value in tree]
-    if isinstance(tree, tuple):
-        return tuple(_snapshot(value, seen) for value in tree)
-    return tree
 
 
 def numbered(folder: Path, name: str) -> dict[int, Path]:
@@ -339,7 +282,7 @@ def _nearby(path: Path) -> str:
         match = _NUMBERED.match(p.name)
         return (match["name"], -int(match["step"])) if match else (p.name, 0)
 
-    return f"Available in {folder}: {_some([p.name for p in sorted(files, key=key)])}."
+    return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
 
 
 def _training_partner(path: Path, payload: Mapping[str, Any]) -> Path | None:
@@ -355,27 +298,6 @@ def _training_partner(path: Path, payload: Mapping[str, Any]) -> Path | None:
         return None
     chosen = files.get(payload["step"], files[max(files)])
     return chosen if path.is_absolute() else path.parent / os.path.relpath(chosen, path.parent.resolve())
-
-
-def _pair_up(
-    missing: Sequence[str],
-    extra: Sequence[str],
-    want: Mapping[str, tuple[int, ...]],
-    have: Mapping[str, tuple[int, ...]],
-) -> dict[str, str]:
-    """Return the missing names whose tensor is probably there under another name."""
-    pairs: dict[str, str] = {}
-    for name in missing:
-        same_shape = [other for other in extra if have[other] == want[name] and other not in pairs.values()]
-        close = get_close_matches(name, same_shape, n=1, cutoff=0.7)
-        if close:
-            pairs[name] = close[0]
-    return pairs
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:

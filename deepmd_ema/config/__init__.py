@@ -17,7 +17,7 @@ from deepmd_ema.config.optim import (
     HybridMuon,
     WsdSchedule,
 )
-from deepmd_ema.config.run import RunConfig, to_dict
+from deepmd_ema.config.run import RunConfig, TaskConfig, to_dict
 from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "RunConfig",
     "SeE2A",
     "SwaAverage",
+    "TaskConfig",
     "Training",
     "TrainingData",
     "Validating",

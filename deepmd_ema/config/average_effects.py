@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
-_NOT_SHARDED = 1  # the largest zero_stage at which every process holds all weights
+_LAST_REPLICATED_STAGE = 1  # the largest zero_stage at which every process holds all weights
 
 
 def of_averages(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -80,9 +80,9 @@ def _of_one(average: Average, config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
     if config.validating.full_val_start == 1:
         yield "full_validation", "validating.full_val_start = 1 means never"
-    if average.layout == "full_tensor" and config.training.zero_stage <= _NOT_SHARDED:
+    if average.layout == "full_tensor" and config.training.zero_stage <= _LAST_REPLICATED_STAGE:
         yield "layout", f"every process holds all weights at zero_stage {config.training.zero_stage}"
-    if average.layout == "rank_range" and config.training.zero_stage > _NOT_SHARDED:
+    if average.layout == "rank_range" and config.training.zero_stage > _LAST_REPLICATED_STAGE:
         yield "layout", f"every process holds a part of the weights only at zero_stage {config.training.zero_stage}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema import keys
 from deepmd_ema.config.fields import (
     Check,
     fraction,
@@ -15,6 +14,7 @@ from deepmd_ema.config.fields import (
     positive,
     positive_int,
 )
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
 
 DEFAULT_STOP_LR = 5e-8
 
@@ -231,11 +231,11 @@ class EnerLoss:
     def labels(self) -> tuple[str, ...]:
         """Labels that the active terms compare with; a term is active if either of its weights is not zero."""
         wanted = {
-            "e": (keys.ENERGY,),
-            "f": (keys.FORCE,),
-            "v": (keys.VIRIAL,),
-            "ae": (keys.ATOM_ENERGY,),
-            "pf": (keys.FORCE, keys.ATOM_PREF),
+            "e": (ENERGY,),
+            "f": (FORCE,),
+            "v": (VIRIAL,),
+            "ae": (ATOM_ENERGY,),
+            "pf": (FORCE, ATOM_PREF),
         }
         active = [k for k in wanted if getattr(self, f"start_pref_{k}") or getattr(self, f"limit_pref_{k}")]
         return tuple(dict.fromkeys(label for term in active for label in wanted[term]))

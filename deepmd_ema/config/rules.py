@@ -12,7 +12,7 @@ from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
 from deepmd_ema.config.optim import LKF
 from deepmd_ema.config.run import RunConfig
-from deepmd_ema.launch import Launch, find_launch
+from deepmd_ema.dist.launch import Launch, find_launch
 
 if TYPE_CHECKING:
     from deepmd_ema.config.walk import Walk

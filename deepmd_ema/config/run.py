@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepmd_ema.config.averaging import LIVE, SHORT_FORM
@@ -19,7 +20,26 @@ from deepmd_ema.config.optim import (
     HybridMuon,
     WsdSchedule,
 )
-from deepmd_ema.config.training import Training, Validating
+from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What one task of a run trains: a model with its loss and its data.
+
+    Attributes:
+        name: of the task; empty in a single-task input.
+        model: its section ``model``.
+        loss: its section ``loss``.
+        training_data: frames it is trained on.
+        validation_data: frames it is validated on, or None.
+    """
+
+    name: str
+    model: ModelConfig
+    loss: EnerLoss
+    training_data: TrainingData
+    validation_data: ValidationData | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +63,23 @@ class RunConfig:
     validating: Validating = option(Validating(), doc="Full validation and the best weights.")
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def tasks(self) -> dict[str, TaskConfig]:
+        """The tasks of the run by name; the only task of a single-task input is called ``""``."""
+        t = self.training
+        task = TaskConfig(
+            name="",
+            model=self.model,
+            loss=self.loss,
+            training_data=t.training_data,
+            validation_data=t.validation_data,
+        )
+        return {task.name: task}
+
+    def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
+        """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
+        return replace(self, model=models.get("", self.model))
 
     @property
     def fully_validated(self) -> list[str]:

@@ -9,19 +9,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema import keys
 from deepmd_ema.data.npy import System
 from deepmd_ema.data.scan import Range, SystemScan, rows_at_once, scan_system
 from deepmd_ema.data.suspicion import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
+from deepmd_ema.labels import ENERGY, FORCE, LABEL_FILES, VIRIAL
 
 Array: TypeAlias = np.ndarray
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
 _MOST_ROWS = 20  # systems in the table
-_UNITS = {keys.ENERGY: "eV/atom", keys.FORCE: "eV/angstrom", keys.VIRIAL: "eV/atom"}
+_UNITS = {ENERGY: "eV/atom", FORCE: "eV/angstrom", VIRIAL: "eV/atom"}
 
 
 @dataclass
@@ -212,7 +212,7 @@ def _sel_warnings(sel: Sequence[int] | None, found: NeighborStatistics, rcut: fl
 def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[str]:
     if not labels or any(scan.label_frames.get(label) for scan in training for label in labels):
         return []
-    files = ", ".join(f"{keys.LABEL_FILES[label][0]}.npy" for label in labels)
+    files = ", ".join(f"{LABEL_FILES[label][0]}.npy" for label in labels)
     return [f"training data: no label of the loss is present in any system ({files}): there is nothing to learn."]
 
 
@@ -222,9 +222,9 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
         lacking = [
             s
             for s in scans
-            if s.label_frames.get(label, 0) < s.system.num_frames and (s.system.periodic or label != keys.VIRIAL)
+            if s.label_frames.get(label, 0) < s.system.num_frames and (s.system.periodic or label != VIRIAL)
         ]
-        file = f"{keys.LABEL_FILES[label][0]}.npy"
+        file = f"{LABEL_FILES[label][0]}.npy"
         if scans and not any(s.label_frames.get(label) for s in scans):
             loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
             warnings.append(
@@ -292,5 +292,5 @@ def _range_line(scans: Sequence[SystemScan], label: str) -> str:
         total.merge(scan.ranges[label])
     worst = max(there, key=lambda s: s.ranges[label].largest)
     where = f"{worst.system.name} frame {worst.ranges[label].largest_frame}"
-    rms = f", RMS {total.rms:.4g}" if label != keys.ENERGY else ""
+    rms = f", RMS {total.rms:.4g}" if label != ENERGY else ""
     return f"  {label:<6} {total.low:.6g} to {total.high:.6g} {_UNITS[label]}{rms} (largest: {where})"

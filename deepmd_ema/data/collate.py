@@ -9,17 +9,17 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema import keys
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.geometry import Pairs, find_pairs, stable_argsort
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, PER_ATOM, VIRIAL
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 Array: TypeAlias = np.ndarray
 
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
-_SHAPE_PER_FRAME = {keys.ENERGY: (), keys.VIRIAL: (9,)}
-_SHAPE_PER_ATOM: dict[str, tuple[int, ...]] = {keys.FORCE: (3,), keys.ATOM_ENERGY: (), keys.ATOM_PREF: ()}
+_SHAPE_PER_FRAME = {ENERGY: (), VIRIAL: (9,)}
+_SHAPE_PER_ATOM: dict[str, tuple[int, ...]] = {FORCE: (3,), ATOM_ENERGY: (), ATOM_PREF: ()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ def collate(
     round_to: int = ROUND_TO,
     labels: Sequence[str] = (),
 ) -> Batch:
-    """Return ``frames`` as one batch; what is missing in some frames is zero there and not ``found``.
+    """Return ``frames`` as one batch; what is missing in some frames is zero there and its ``has_label`` is 0.
 
     Args:
         frames: at least one; prepared by ``pair_frame`` with the same layout and rounding, or not.
@@ -120,7 +120,7 @@ def collate(
     neighbor, vector, reverse = _join_neighbors(paired, rows, slots, layout.rcut)
     num_atoms = np.array([f.num_atoms for f in raw])
     before = np.cumsum(num_atoms) - num_atoms
-    label_values, found = _join_labels(paired, rows, labels)
+    label_values, has_label = _join_labels(paired, rows, labels)
     return Batch(
         type_counts=tuple(int(n) for n in np.sum([p.counts for p in paired], axis=0)),
         slots=slots,
@@ -135,7 +135,7 @@ def collate(
         vector=_tensor(vector),
         reverse=_tensor(reverse),
         labels=label_values,
-        found=found,
+        has_label=has_label,
         fparam=_optional([f.fparam for f in raw], np.stack),
         aparam=_optional([p.by_row(p.frame.aparam) for p in paired], lambda parts: _by_row(parts, rows)),
         frames=tuple(f.source for f in raw),
@@ -267,10 +267,10 @@ def _join_labels(
     paired: Sequence[PairedFrame], rows: Sequence[Array], wanted: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     names = dict.fromkeys(wanted) | dict.fromkeys(name for p in paired for name in p.frame.labels)
-    labels, found = {}, {}
+    labels, has_label = {}, {}
     for name in names:
-        found[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
-        if name in keys.PER_ATOM:
+        has_label[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
+        if name in PER_ATOM:
             shape = _SHAPE_PER_ATOM[name]
             parts = [
                 p.frame.labels[name][p.order] if name in p.frame.labels else np.zeros((len(p.order), *shape))
@@ -280,7 +280,7 @@ def _join_labels(
         else:
             zero = np.zeros(_SHAPE_PER_FRAME[name])
             labels[name] = _tensor(np.stack([p.frame.labels.get(name, zero) for p in paired]))
-    return labels, found
+    return labels, has_label
 
 
 def _small_int(bound: int) -> type[np.integer]:

@@ -16,7 +16,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.npy import System
 from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.launch import find_launch
+from deepmd_ema.dist.launch import find_launch
 
 MOST_CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
 MOST_ATOMS = 1024  # in a batch of a validation
@@ -212,7 +212,7 @@ def _make_batch(
     system, frames = sampler.batch(n)
     batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
     if sampler.is_repeat(n):
-        batch = batch.as_spare()
+        batch = batch.as_padding()
     return batch.pin_memory() if pin else batch
 
 

@@ -9,18 +9,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema import keys
 from deepmd_ema.data.folder import Folder, StoredArray
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.data.locate import find_folders
 from deepmd_ema.errors import DataError, did_you_mean
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABEL_FILES, PER_ATOM, VIRIAL
 
 Array: TypeAlias = np.ndarray
 
 TYPES = "real_atom_types"
-_NUMBERS_PER_FRAME = {keys.ENERGY: 1, keys.VIRIAL: 9}
-_NUMBERS_PER_ATOM = {keys.FORCE: 3, keys.ATOM_ENERGY: 1, keys.ATOM_PREF: 1}
-_IS_SCALAR = (keys.ENERGY, keys.ATOM_ENERGY, keys.ATOM_PREF)
+_NUMBERS_PER_FRAME = {ENERGY: 1, VIRIAL: 9}
+_NUMBERS_PER_ATOM = {FORCE: 3, ATOM_ENERGY: 1, ATOM_PREF: 1}
+_IS_SCALAR = (ENERGY, ATOM_ENERGY, ATOM_PREF)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class System:
         return self._index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
 
     def _label(self, label: str, numbers: Array, real: Array | None) -> Array:
-        if label in keys.PER_ATOM:
+        if label in PER_ATOM:
             per_atom = numbers.reshape(self.natoms) if label in _IS_SCALAR else numbers.reshape(self.natoms, -1)
             return _pick(per_atom, real)
         return numbers.reshape(()) if label in _IS_SCALAR else numbers
@@ -277,7 +277,7 @@ def _expected_arrays(
         arrays.append((TYPES, (TYPES,), natoms))
     for label in wanted.labels:
         per_atom = _NUMBERS_PER_ATOM.get(label, 0)
-        arrays.append((label, keys.LABEL_FILES[label], per_atom * natoms or _NUMBERS_PER_FRAME[label]))
+        arrays.append((label, LABEL_FILES[label], per_atom * natoms or _NUMBERS_PER_FRAME[label]))
     if wanted.numb_fparam:
         arrays.append(("fparam", ("fparam",), wanted.numb_fparam))
     if wanted.numb_aparam:

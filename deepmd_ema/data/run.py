@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepmd_ema import keys
 from deepmd_ema.data.check import DataReport, check_systems
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.geometry import auto_sel
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from deepmd_ema.config import RunConfig, TrainingData, ValidationData
 
-REPORTED = (keys.ENERGY, keys.FORCE, keys.VIRIAL)  # read where present, whatever the loss weighs
+REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
 def open_run(config: RunConfig) -> tuple[list[System], list[System]]:

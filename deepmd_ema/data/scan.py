@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema import keys
 from deepmd_ema.data.folder import StoredArray
 from deepmd_ema.data.npy import FrameSet, System
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 Array: TypeAlias = np.ndarray
 
@@ -169,19 +169,19 @@ def _describe(scan: SystemScan, types: Array, values: dict[str, Array], first: i
     real = types >= 0
     num_atoms = real.sum(axis=1)
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
-    for label in (keys.ENERGY, keys.VIRIAL):
+    for label in (ENERGY, VIRIAL):
         if label in values:
             scan.ranges.setdefault(label, Range()).add(values[label] / num_atoms[:, None], first)
-    if keys.ENERGY in values:
-        scan.energy[here] = values[keys.ENERGY][:, 0]
+    if ENERGY in values:
+        scan.energy[here] = values[ENERGY][:, 0]
     force = None
-    if keys.FORCE in values:
-        force = np.where(real[:, :, None], values[keys.FORCE].reshape(frames, natoms, 3), 0.0)
-        scan.ranges.setdefault(keys.FORCE, Range()).add(force.reshape(frames, -1), first)
+    if FORCE in values:
+        force = np.where(real[:, :, None], values[FORCE].reshape(frames, natoms, 3), 0.0)
+        scan.ranges.setdefault(FORCE, Range()).add(force.reshape(frames, -1), first)
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
     scan.digests += _digests(types, values)
-    if force is not None and keys.ENERGY in values:
+    if force is not None and ENERGY in values:
         scan.work += _work(types, values, force)
 
 
@@ -198,7 +198,7 @@ def _work(types: Array, values: dict[str, Array], force: Array) -> list[tuple[fl
     size = np.linalg.norm(step, axis=2).max(axis=1, initial=0.0)
     near &= (size > 0) & (size < _SMALL_STEP)
     work = -0.5 * ((force[1:] + force[:-1]) * step).sum(axis=(1, 2))
-    rise = np.diff(values[keys.ENERGY][:, 0])
+    rise = np.diff(values[ENERGY][:, 0])
     use = near & np.isfinite(work) & np.isfinite(rise)
     return list(zip(rise[use].tolist(), work[use].tolist()))
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema import __version__, checkpoint, interchange, keys
+from deepmd_ema import __version__, checkpoint, interchange
 from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
+from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, change_bias, energies_of, fixed_elements, set_bias
-from deepmd_ema.runtime import make_runtime
 
 if TYPE_CHECKING:
     from deepmd_ema.model.bias import FrameEnergies
@@ -139,11 +140,11 @@ def write_changed(
         done = ChangedBias(path, loaded, {"mode": GIVEN, "source": "values given"}, before, after)
         _write(done, None)
         return done
-    where = make_runtime(device).device
-    systems = open_labelled(asked.systems, loaded.config, (keys.ENERGY,), asked.patterns)
+    where = select_device(device)
+    systems = open_labelled(asked.systems, loaded.config, (ENERGY,), asked.patterns)
     network = loaded.model.to(where)
     batches = sequential_batches(
-        systems, network.layout, labels=(keys.ENERGY,), frames=first_frames(systems, asked.num_frames)
+        systems, network.layout, labels=(ENERGY,), frames=first_frames(systems, asked.num_frames)
     )
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from deepmd_ema import keys
 from deepmd_ema.config import load_config
 from deepmd_ema.data.check import check_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.scan import scan_system
+from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.runtime import make_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,13 +86,13 @@ class ErrorReport:
         """
         virial = " ".join([f"{kind}_v{axes}" for kind in ("data", "pred") for axes in _AXES])
         tables = {
-            "e": (keys.ENERGY, "data_e pred_e", lambda value, frame: value),
-            "e_peratom": (keys.ENERGY, "data_e pred_e", lambda value, frame: value / frame.num_atoms),
-            "f": (keys.FORCE, "data_fx data_fy data_fz pred_fx pred_fy pred_fz", lambda value, frame: value),
-            "v": (keys.VIRIAL, virial, lambda value, frame: value),
-            "v_peratom": (keys.VIRIAL, virial, lambda value, frame: value / frame.num_atoms),
-            "s": (keys.VIRIAL, virial.replace("_v", "_s"), _stress),
-            "ae": (keys.ATOM_ENERGY, "data_ae pred_ae", lambda value, frame: value[:, None]),
+            "e": (ENERGY, "data_e pred_e", lambda value, frame: value),
+            "e_peratom": (ENERGY, "data_e pred_e", lambda value, frame: value / frame.num_atoms),
+            "f": (FORCE, "data_fx data_fy data_fz pred_fx pred_fy pred_fz", lambda value, frame: value),
+            "v": (VIRIAL, virial, lambda value, frame: value),
+            "v_peratom": (VIRIAL, virial, lambda value, frame: value / frame.num_atoms),
+            "s": (VIRIAL, virial.replace("_v", "_s"), _stress),
+            "ae": (ATOM_ENERGY, "data_ae pred_ae", lambda value, frame: value[:, None]),
         }
         written = []
         for ending, (name, columns, convert) in tables.items():
@@ -117,9 +117,9 @@ class ErrorReport:
         count = f"{len(self.frames)} frames of {systems} system{'s' * (systems > 1)}"
         return plot_parity(
             {
-                "Energy": (*pair(keys.ENERGY, True), "eV/atom"),
-                "Force": (*pair(keys.FORCE, False), "eV/Å"),
-                "Virial": (*pair(keys.VIRIAL, True), "eV/atom"),
+                "Energy": (*pair(ENERGY, True), "eV/atom"),
+                "Force": (*pair(FORCE, False), "eV/Å"),
+                "Virial": (*pair(VIRIAL, True), "eV/atom"),
             },
             path,
             f"{self.info.path.name}: {self.info.in_words()}; {count}",
@@ -136,7 +136,7 @@ class ErrorReport:
         return [*head, *rows, _LINE] if rows else []
 
     def _worst_lines(self) -> list[str]:
-        metric = "F:RMSE" if any(keys.FORCE in frame.label for frame in self.frames) else "E:RMSE"
+        metric = "F:RMSE" if any(FORCE in frame.label for frame in self.frames) else "E:RMSE"
         worst = worst_frames(self.frames, metric, WORST)
         if len(worst) < 2:
             return []
@@ -176,8 +176,8 @@ def measure(
         UserError: if the model or the data cannot be read, or no frame has a label.
     """
     loaded = load_model(model, use_average=use_average or profile is not None, profile=profile)
-    where = make_runtime(device).device
-    labels = (keys.ENERGY, keys.FORCE, keys.VIRIAL) + ((keys.ATOM_ENERGY,) if atomic else ())
+    where = select_device(device)
+    labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
     chosen = first_frames(opened, num_frames)
     network = loaded.model.to(where)

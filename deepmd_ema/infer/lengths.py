@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.metrics import METRICS
-from deepmd_ema.runtime import atomic_write
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging.combine import Mix, Mixes

@@ -13,6 +13,7 @@ from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.tensors import check_weights
 
 LIVE = "live"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo")
@@ -115,7 +116,7 @@ def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, 
     name = profile or payload["weights"]
     config = model_config_from_dict(payload["config"]["model"], source=str(path))
     model = build_model(config)
-    checkpoint.check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
+    check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
     model.load_state_dict(weights)
     model.min_nbor_dist = payload.get("min_nbor_dist")
     info = Provenance(path, payload["kind"], name, payload["step"], average, payload.get("min_nbor_dist"),

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from deepmd_ema import __version__, checkpoint, keys
+from deepmd_ema import __version__, checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.averaging.combine import LONGEST, Mixes, find_mixes, find_reach, refuse_untold
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.loader import PairCache, sequential_batches
+from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.infer.lengths import LengthReport, Row
 from deepmd_ema.infer.snapshots import KeptRun, combine, find_snapshots
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import METRICS, evaluate
 from deepmd_ema.model.build import build_model
-from deepmd_ema.runtime import make_runtime
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ KIND = "weights"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 NUM_LENGTHS = 9
 MOST_LENGTHS = 999  # of one range: each is validated
-LABELS = (keys.ENERGY, keys.FORCE, keys.VIRIAL)
+LABELS = (ENERGY, FORCE, VIRIAL)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def run_posthoc(
     """
     folder, wanted = Path(folder), parse_lengths(sigma_rel)
     metric = _known_metric(metric)
-    where = make_runtime(device).device
+    where = select_device(device)
     output, table, plot = (
         folder / default if path is None else Path(path)
         for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepmd_ema import keys
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.frame import Frame
+from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.runtime import make_runtime
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ class Potential:
             raise UserError(f"head={head!r}: this model has one head. Leave it out.")
         loaded = path if isinstance(path, LoadedModel) else load_model(path)
         self.info, self.config = loaded.info, loaded.config
-        self._device = make_runtime(device).device
+        self._device = select_device(device)
         self._model = loaded.model.to(self._device).eval()
         self._layout = self._model.layout
 
@@ -93,7 +93,7 @@ class Potential:
         frames = self._frames(coord, types, box, fparam, aparam)
         natoms = len(frames[0].atom_type) if frames else np.shape(types)[-1]
         parts = [self._predict(chunk) for chunk in _chunks(frames, ATOMS_AT_ONCE.get(self._device.type, 1024))]
-        names = (keys.ENERGY, keys.FORCE, keys.VIRIAL, keys.ATOM_ENERGY)
+        names = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
         joined = [np.concatenate([p[name] for p in parts]) if parts else np.zeros(0) for name in names]
         count = len(frames)
         return Prediction(joined[0], joined[1].reshape(count, natoms, 3), joined[2].reshape(count, 9),
@@ -102,7 +102,7 @@ class Potential:
     def _predict(self, frames: Sequence[Frame]) -> dict[str, NDArray[np.float64]]:
         batch = collate(frames, self._layout).to(self._device)
         found = self._model(batch)
-        per_atom = (keys.FORCE, keys.ATOM_ENERGY)
+        per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
 

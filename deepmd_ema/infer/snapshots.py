@@ -14,6 +14,7 @@ import torch
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging.combine import Track
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.tensors import check_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +209,7 @@ def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mappin
     others: dict[tuple[str, ...], list[Path]] = {}  # one message for all files of an average
     for one, facts in kept:
         try:
-            checkpoint.check_weights(shapes, facts["model"], one.path)
+            check_weights(shapes, facts["model"], one.path)
         except CheckpointError as error:
             problems += error.problems
             continue

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.runtime import atomic_write
+from deepmd_ema.files import atomic_write
 
 Tree: TypeAlias = dict[str, Any]
 

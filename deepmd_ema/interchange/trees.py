@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from deepmd_ema.config.model import ModelConfig
     from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
     from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.model.fitting import EnergyFitting
-    from deepmd_ema.model.layers import Layer, Network
+    from deepmd_ema.model.fitting.ener import EnergyFitting
+    from deepmd_ema.model.nn.layers import Layer, Network
 
 DESCRIPTOR_OPTIONS = (
     "type", "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",

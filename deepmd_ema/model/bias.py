@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema import keys
 from deepmd_ema.errors import DataError
+from deepmd_ema.labels import ENERGY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,14 +53,14 @@ class FrameEnergies:
 
     def add(self, batch: Batch, predicted: Tensor | None = None) -> None:
         """Take in the labels of a batch, and what a model gives for it: (F,) eV."""
-        if keys.ENERGY not in batch.labels:
+        if ENERGY not in batch.labels:
             return
         num_types = len(self.config.type_map)
-        seen = batch.found[keys.ENERGY].numpy() > 0
+        seen = batch.has_label[ENERGY].numpy() > 0
         cell = batch.atom_frame * num_types + batch.atom_type
         counts = torch.bincount(cell, minlength=batch.num_frames * num_types)
         self._counts.append(counts.view(-1, num_types).numpy()[seen].astype(float))
-        self._labels.append(batch.labels[keys.ENERGY].numpy()[seen])
+        self._labels.append(batch.labels[ENERGY].numpy()[seen])
         if predicted is not None:
             self._predicted.append(_finite(predicted.cpu().numpy(), batch)[seen])
 
@@ -121,7 +121,7 @@ def energies_of(model: EnergyModel, config: ModelConfig, batches: Iterable[Batch
     frames = FrameEnergies(config)
     for batch in batches:
         # without autograd the forces cost a twelfth of the energies: there is no way of its own without them
-        frames.add(batch, model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)[keys.ENERGY])
+        frames.add(batch, model(batch.to(model.out_bias.device), create_graph=False, need_virial=False)[ENERGY])
     return frames
 
 

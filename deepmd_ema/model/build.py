@@ -9,8 +9,8 @@ from torch import nn
 from deepmd_ema.errors import ConfigError, did_you_mean
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.fitting import EnergyFitting
-from deepmd_ema.runtime import seed_for
+from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.model import ModelConfig

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema import keys
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
@@ -85,13 +85,13 @@ class EnergyModel(nn.Module):
             pair = pull(grad_features)
             frames_FA = _membership(batch)  # noqa: N806
             out = {
-                keys.ENERGY: frames_FA @ atom_energy,
-                keys.ATOM_ENERGY: atom_energy,
-                keys.FORCE: _GatherForces.apply(pair, batch.neighbor, batch.reverse),
+                ENERGY: frames_FA @ atom_energy,
+                ATOM_ENERGY: atom_energy,
+                FORCE: _GatherForces.apply(pair, batch.neighbor, batch.reverse),
             }
             if need_virial:
                 per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
-                out[keys.VIRIAL] = -(frames_FA @ per_atom)
+                out[VIRIAL] = -(frames_FA @ per_atom)
             return out
 
     def shard_units(self) -> list[tuple[nn.Module, tuple[str, ...]]]:

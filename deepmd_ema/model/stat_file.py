@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from deepmd_ema.errors import DataError
+from deepmd_ema.files import atomic_write
 from deepmd_ema.model.statistics import Statistics
-from deepmd_ema.runtime import atomic_write
 
 if TYPE_CHECKING:
     from deepmd_ema.config.model import ModelConfig

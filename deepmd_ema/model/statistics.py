@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema import keys
+from deepmd_ema.labels import ATOM_ENERGY
 from deepmd_ema.model.bias import FrameEnergies, set_bias
 
 if TYPE_CHECKING:
@@ -147,9 +147,9 @@ class _Sums:
         if config.fitting_net.numb_aparam and batch.aparam is not None:
             self.aparam = _added(self.aparam, batch.aparam)
         self.energies.add(batch)
-        if keys.ATOM_ENERGY in batch.labels:
-            seen_atoms = batch.found[keys.ATOM_ENERGY][batch.atom_frame]
-            energy = batch.labels[keys.ATOM_ENERGY].view(-1)
+        if ATOM_ENERGY in batch.labels:
+            seen_atoms = batch.has_label[ATOM_ENERGY][batch.atom_frame]
+            energy = batch.labels[ATOM_ENERGY].view(-1)
             self.atomic += _by_type(torch.stack([seen_atoms, seen_atoms * energy, seen_atoms * energy**2], 1), batch)
 
 

@@ -14,7 +14,7 @@ NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no div
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float | None, add_up: Callable[[Tensor], Tensor] | None = None
+    parameters: Iterable[nn.Parameter], max_norm: float | None, all_reduce_sum: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for the device.
 
@@ -23,7 +23,7 @@ def clip_gradients(
     Args:
         parameters: owners of the gradients, on one device, of any precisions.
         max_norm: largest norm, or None to leave the gradients as they are.
-        add_up: adds a scalar up over the ranks, when each holds a part of every gradient.
+        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
 
     Returns:
         The norm before clipping, a scalar; it is finite only if every gradient is.
@@ -34,8 +34,8 @@ def clip_gradients(
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients)
     total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
-    if add_up is not None:
-        total = add_up(total.square()).sqrt()
+    if all_reduce_sum is not None:
+        total = all_reduce_sum(total.square()).sqrt()
     if max_norm is not None:
         factor = (max_norm / (total + NORM_GUARD)).clamp(max=1.0)
         for dtype in {g.dtype for g in gradients}:

@@ -35,13 +35,13 @@ class _Formatter(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None, chief: bool = True) -> None:
+def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None, is_main: bool = True) -> None:
     """Send the messages of this package to stderr, and to ``log_file`` if given; may be called again.
 
     Args:
         level: name or number of the lowest level shown.
         log_file: appended to.
-        chief: processes other than the chief show errors only and write no file.
+        is_main: processes other than rank 0 show errors only and write no file.
 
     Raises:
         UserError: if the file cannot be written.
@@ -51,7 +51,7 @@ def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None
         logger.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [_TerminalHandler()]
-    if log_file is not None and chief:
+    if log_file is not None and is_main:
         try:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
             handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
@@ -60,7 +60,7 @@ def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None
     for handler in handlers:
         handler.setFormatter(_Formatter())
         logger.addHandler(handler)
-    logger.setLevel(level if chief else logging.ERROR)
+    logger.setLevel(level if is_main else logging.ERROR)
 
 
 def open_board(folder: str | Path, step: int = 0) -> Any:

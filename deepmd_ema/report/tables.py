@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.runtime import atomic_write
+from deepmd_ema.files import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from deepmd_ema.averaging import AverageBank, note_unused
 from deepmd_ema.config import config_warnings, ignored_options, load_config
-from deepmd_ema.launch import find_launch
+from deepmd_ema.dist.device import keep_freed_memory
+from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.ranks import Ranks, open_ranks
-from deepmd_ema.runtime import Runtime, keep_freed_memory
 from deepmd_ema.train import banner, parts
 from deepmd_ema.train.averages import Hook, tracked_averages
 from deepmd_ema.train.bias import refit
-from deepmd_ema.train.parallel import spread
+from deepmd_ema.train.parallel import parallelize
 from deepmd_ema.train.places import check_places, write_config
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.resume import Origin, adopt_model, check_continuity, find_origin, run_id
@@ -59,24 +59,23 @@ def run_training(
     Raises:
         UserError: for everything that the user can mend.
     """
-    with open_ranks(device, find_launch()) as ranks:
-        runtime = Runtime(ranks.device, ranks.rank, ranks.size)
-        if runtime.device.type == "cpu":
+    with open_world(device, find_launch()) as world:
+        if world.device.type == "cpu":
             keep_freed_memory()
-        with ranks.together():
+        with world.all_ranks_ok():
             config = load_config(input_file)
             origin = find_origin(restart, init_model)
             config = adopt_model(config, origin)
             if origin.kind == "restart":
                 check_continuity(config, origin, allow_config_change)
-        seed = ranks.from_chief(partial(_seed, config, output))
+        seed = world.broadcast_from_rank0(partial(_seed, config, output))
         config = replace(config, training=replace(config.training, seed=seed))
         for line in (*config.notes, *ignored_options(config)):
             logger.warning("%s", line)
-        prepared = prepare(config, origin, ranks, skip_neighbor_stat)
-        ranks.from_chief(partial(write_config, output, prepared.config))
-        with ranks.together():
-            trainer = assemble(prepared, origin, runtime, ranks, should_update)
+        prepared = prepare(config, origin, world, skip_neighbor_stat)
+        world.broadcast_from_rank0(partial(write_config, output, prepared.config))
+        with world.all_ranks_ok():
+            trainer = assemble(prepared, origin, world, should_update)
         trainer.input_file = input_file
         trainer.run()
         logger.info("trained model: %s", trainer.saver.live.link)
@@ -92,22 +91,21 @@ def _seed(config: RunConfig, output: str) -> int:
 def assemble(
     prepared: Prepared,
     origin: Origin,
-    runtime: Runtime,
-    ranks: Ranks,
+    world: World,
     should_update: Mapping[str, Hook] | None = None,
 ) -> Trainer:
     """Return the trainer of a run, standing where ``origin`` says."""
     config, stage = prepared.config, prepared.config.training.zero_stage
-    model = prepared.model.to(runtime.device)
-    wrapped = spread(model, ranks, stage)
-    sampler = parts.make_sampler(prepared.train, config.training.training_data, prepared.seed, "frames", runtime)
+    model = prepared.model.to(world.device)
+    wrapped = parallelize(model, world, stage)
+    sampler = parts.make_sampler(prepared.train, config.training.training_data, prepared.seed, "frames", world)
     num_steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
-    loss = build_loss(config.loss, config.learning_rate.start_lr, ranks)
+    loss = build_loss(config.loss, config.learning_rate.start_lr, world)
     schedule = build_schedule(config.learning_rate, num_steps)
     tracked = tracked_averages(config, sampler, should_update)
     bank = AverageBank(model, [t.profile for t in tracked]) if tracked else None
     start = origin.payload["step"] if origin.kind == "restart" else 0
-    plan = parts.Plan(prepared, runtime, num_steps, start, tracked, bank, run_id(config, origin), ranks)
+    plan = parts.Plan(prepared, num_steps, start, tracked, bank, run_id(config, origin), world)
     validator = parts.make_validator(plan)
     trainer = Trainer(
         tasks=TaskMixture([parts.make_task(plan, wrapped, loss, sampler)], seed=prepared.seed),
@@ -116,10 +114,10 @@ def assemble(
         validator=validator,
         saver=parts.make_saver(plan, validator),
         display=parts.make_display(plan, loss, sampler.frames_per_step),
-        device=runtime.device,
+        device=world.device,
         num_steps=num_steps,
         steps_per_epoch=sampler.batches_per_epoch,
-        ranks=ranks,
+        world=world,
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
     )
     for line in banner.start_lines(plan, sampler):

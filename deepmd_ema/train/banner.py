@@ -13,7 +13,6 @@ from deepmd_ema.train.averages import snapshot_lines
 if TYPE_CHECKING:
     from deepmd_ema.data.sampler import Sampler
     from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.runtime import Runtime
     from deepmd_ema.train.parts import Plan
 
 
@@ -27,17 +26,17 @@ SHARED = {
 
 def start_lines(plan: Plan, sampler: Sampler) -> list[str]:
     """Return the start banner: device, ranks, systems, parameters, batch, steps and epochs, averages."""
-    config, runtime, model = plan.prepared.config, plan.runtime, plan.prepared.model
+    config, world, model = plan.prepared.config, plan.world, plan.prepared.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     frames = sum(system.num_frames for system in plan.prepared.train)
     descriptor = config.model.descriptor
     epochs = plan.num_steps / sampler.batches_per_epoch
-    several = runtime.world_size > 1 or config.training.zero_stage > 0
+    several = world.size > 1 or config.training.zero_stage > 0
     return [
         f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"device      {_device(runtime)}",
-        *(_ranks(runtime.world_size, config.training.zero_stage) if several else []),
+        f"device      {_device(world.device)}",
+        *(_ranks(world.size, config.training.zero_stage) if several else []),
         f"model       {descriptor.type}, cutoff {descriptor.rcut:g} angstrom, sel {descriptor.sel}, "
         f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {model.dtype}".replace(
             "torch.", ""
@@ -67,7 +66,7 @@ def _count(mean: float) -> str:
     return f"{mean:g}" if mean == round(mean) else f"{mean:.3g} (mean)"
 
 
-def _device(runtime: Runtime) -> str:
-    if runtime.device.type == "cuda":
-        return f"{runtime.device} ({torch.cuda.get_device_name(runtime.device)})"
-    return f"{runtime.device} ({torch.get_num_threads()} threads)"
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({torch.get_num_threads()} threads)"

@@ -12,7 +12,7 @@ import torch
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.model.bias import change_bias, energies_of
-from deepmd_ema.runtime import seed_for
+from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.validate import LIVE
 
 if TYPE_CHECKING:

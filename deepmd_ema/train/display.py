@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.ranks import Ranks
+from deepmd_ema.dist.world import World
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
@@ -34,7 +34,7 @@ class Display:
         curves: name of an average to the file of its own learning curve, on the same batches; None on ranks that
             write nothing.
         bank: holds these averages.
-        ranks: over which errors are those of all frames together.
+        world: the processes over whose frames errors are summed.
         device: where validation batches are evaluated.
         board: TensorBoard writer, or None.
         board_every: steps between two points on the board.
@@ -48,7 +48,7 @@ class Display:
     average: bool = False
     curves: Mapping[str, LcurveFile | None] = field(default_factory=dict)
     bank: AverageBank | None = None
-    ranks: Ranks = field(default_factory=Ranks)
+    world: World = field(default_factory=World)
     board: Any = None
     board_every: int = 1
     _sums: dict[str, Tensor] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Display:
         for batch in (b.to(self.device) for b in batches):
             prediction = task.model(batch, need_virial=task.loss.need_virial)
             _, values = task.loss(prediction, batch, rate)
-            number = self.ranks.add_up(torch.full_like(atoms, 0 if batch.spare else batch.atom_type.shape[0]))
+            number = self.world.all_reduce_sum(torch.full_like(atoms, 0 if batch.padding else batch.atom_type.shape[0]))
             for name, value in values.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
             atoms = atoms + number

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.keys import ENERGY, FORCE
-from deepmd_ema.runtime import seed_for
+from deepmd_ema.labels import ENERGY, FORCE
+from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.step import Outcome, Step
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def measure_energy(energy: Tensor, batch: Batch, weight: float) -> Measurement:
         batch: frames with labels.
         weight: the factor c.
     """
-    label, found = batch.labels[ENERGY], batch.found[ENERGY]
+    label, found = batch.labels[ENERGY], batch.has_label[ENERGY]
     per_atom = weight * found / batch.num_atoms
     difference = label - energy.detach()
     return (per_atom * _sign(difference) * energy).sum(), _error(per_atom * difference.abs(), found), found.max()
@@ -131,7 +131,7 @@ def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -
         weight: the factor c.
         numbers: (G,) from 0 to 1; number u is atom floor(u * N) of a frame of N atoms, in the order of the file.
     """
-    found, sizes = batch.found[FORCE], batch.num_atoms
+    found, sizes = batch.has_label[FORCE], batch.num_atoms
     first = torch.cumsum(sizes, 0) - sizes
     chosen = first[:, None] + (numbers.to(first.device, non_blocking=True) * sizes[:, None]).long()  # (F, G)
     predicted, label = (batch.in_file_order(values)[chosen] for values in (force, batch.labels[FORCE]))

@@ -12,26 +12,26 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.ranks import Ranks
 
-NOT_SHARDED = 1  # the largest stage at which every rank holds all parameters
+LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
 
 
-def spread(model: EnergyModel, ranks: Ranks, stage: int) -> nn.Module:
+def parallelize(model: EnergyModel, world: World, stage: int) -> nn.Module:
     """Return what a training step calls; from stage 2 on ``model`` itself is sharded in place.
 
     Weights must be the same on all ranks. Gradients become means over the ranks in the backward pass.
 
     Args:
         model: on the device it computes on.
-        ranks: of the run; one alone has nothing to share at stage 0.
+        world: the processes of the run; one alone has nothing to share at stage 0.
         stage: ``training.zero_stage``.
     """
-    if stage > NOT_SHARDED:
-        _shard(model, ranks, reshard=stage > 2)
+    if stage > LAST_REPLICATED_STAGE:
+        _shard(model, world, reshard=stage > 2)
         return model
-    if ranks.size == 1:
+    if world.size == 1:
         return model
     # buckets that are laid out anew after the first step would add up in another order after a restart:
     # with unused parameters allowed, they stay
@@ -58,8 +58,8 @@ def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     return state
 
 
-def _shard(model: EnergyModel, ranks: Ranks, reshard: bool) -> None:
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+def _shard(model: EnergyModel, world: World, reshard: bool) -> None:
+    mesh = init_device_mesh(world.device.type, (world.size,))
     for block, methods in model.shard_units():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         for method in methods:

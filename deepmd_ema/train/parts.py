@@ -16,10 +16,10 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
-from deepmd_ema.runtime import seed_for
+from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.display import Display
 from deepmd_ema.train.kalman import KalmanStep
-from deepmd_ema.train.parallel import NOT_SHARDED
+from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE
 from deepmd_ema.train.places import snapshot_folder, suffixed
 from deepmd_ema.train.saver import Payloads, Saver, Snapshots
 from deepmd_ema.train.step import GradientStep
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.data.npy import System
+    from deepmd_ema.dist.world import World
     from deepmd_ema.loss import EnerLoss
     from deepmd_ema.optim.schedule import Schedule
-    from deepmd_ema.ranks import Ranks
-    from deepmd_ema.runtime import Runtime
     from deepmd_ema.train.averages import Tracked
     from deepmd_ema.train.prepare import Prepared
     from deepmd_ema.train.step import Step
@@ -46,26 +45,24 @@ class Plan:
 
     Attributes:
         prepared: config, data and model.
-        runtime: device and place among the processes.
         num_steps: steps of the whole run.
         start: steps that are behind at its start.
         tracked: averages, and what is made of each.
         bank: holds them, or None.
         run: identifies the trajectory of weights.
-        ranks: of the run.
+        world: the processes of the run.
     """
 
     prepared: Prepared
-    runtime: Runtime
     num_steps: int
     start: int
     tracked: Sequence[Tracked]
     bank: AverageBank | None
     run: str
-    ranks: Ranks
+    world: World
 
 
-def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, runtime: Runtime) -> Sampler:
+def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, world: World) -> Sampler:
     """Return the order of the frames of ``systems``, as the section ``data`` says."""
     return Sampler(
         [system.num_frames for system in systems],
@@ -74,8 +71,8 @@ def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, r
         auto_prob=data.auto_prob,
         sys_probs=data.sys_probs,
         seed=seed_for(stream, seed),
-        rank=runtime.rank,
-        world_size=runtime.world_size,
+        rank=world.rank,
+        world_size=world.size,
     )
 
 
@@ -88,12 +85,12 @@ def make_task(plan: Plan, wrapped: nn.Module, loss: EnerLoss, sampler: Sampler) 
         loss: of the task.
         sampler: of the training frames.
     """
-    prepared, pin = plan.prepared, plan.runtime.device.type == "cuda"
+    prepared, pin = plan.prepared, plan.world.device.type == "cuda"
     model, training = prepared.model, prepared.config.training
     frames = Loader(prepared.train, sampler, model.layout, cache=prepared.cache, pin=pin)
     if training.validation_data is None or not training.disp_training:
         return Task("", model, loss, frames, wrapped=wrapped)
-    order = make_sampler(prepared.valid, training.validation_data, prepared.seed, "display frames", plan.runtime)
+    order = make_sampler(prepared.valid, training.validation_data, prepared.seed, "display frames", plan.world)
     shown = Loader(prepared.valid, order, model.layout, cache=prepared.cache, pin=pin)
     return Task("", model, loss, frames, shown, training.validation_data.numb_btch, wrapped)
 
@@ -104,9 +101,11 @@ def make_step(plan: Plan, schedule: Schedule) -> Step:
     if isinstance(config.optimizer, sections.LKF):
         kalman = LKF(model.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(model, kalman, schedule, config.optimizer, plan.num_steps, plan.prepared.seed)
-    device, clip = plan.runtime.device, config.training.gradient_max_norm or None
+    device, clip = plan.world.device, config.training.gradient_max_norm or None
     optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()), device, shared=stage == 1)
-    return GradientStep(model, optimizer, schedule, clip, plan.ranks.add_up if stage > NOT_SHARDED else None)
+    return GradientStep(
+        model, optimizer, schedule, clip, plan.world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+    )
 
 
 def make_validator(plan: Plan) -> FullValidation | None:
@@ -118,25 +117,25 @@ def make_validator(plan: Plan) -> FullValidation | None:
         return None
     metric = validating.validation_metric
     folder = Path(validating.save_best_dir or Path(config.training.save_ckpt).parent)
-    rows, ranks = [], plan.ranks
+    rows, world = [], plan.world
     for weights in wanted:
         suffix = "" if weights == LIVE else f"_{weights}"
         log = ValidationLog(suffixed(validating.full_val_file, suffix), plan.num_steps, metric)
-        best = checkpoint.BestFiles(f"best{suffix}", folder, validating.max_best_ckpt, metric, writes=ranks.chief)
-        rows.append(Validated(weights, log if ranks.chief else None, best if validating.save_best else None))
+        best = checkpoint.BestFiles(f"best{suffix}", folder, validating.max_best_ckpt, metric, writes=world.is_main)
+        rows.append(Validated(weights, log if world.is_main else None, best if validating.save_best else None))
     every = partial(sequential_batches, prepared.valid, prepared.model.layout, prepared.cache)
     return FullValidation(
         prepared.model,
         plan.bank,
         rows,
-        partial(every, rank=ranks.rank, world_size=ranks.size),
-        plan.runtime.device,
+        partial(every, rank=world.rank, world_size=world.size),
+        plan.world.device,
         metric,
         start=_validation_start(validating.full_val_start, plan.num_steps),
         every=validating.validation_freq,
-        ranks=ranks,
+        world=world,
         num_batches=num_batches(prepared.valid),
-        spare=lambda: next(every()),
+        padding=lambda: next(every()),
     )
 
 
@@ -144,23 +143,27 @@ def make_saver(plan: Plan, validator: FullValidation | None) -> Saver:
     """Return what writes the files of the live weights and of every average."""
     prepared, training = plan.prepared, plan.prepared.config.training
     payloads = Payloads(
-        prepared.model, plan.bank, to_dict(prepared.config), prepared.min_nbor_dist, plan.run, plan.ranks.chief
+        prepared.model, plan.bank, to_dict(prepared.config), prepared.min_nbor_dist, plan.run, plan.world.is_main
     )
 
-    def family(suffix: str, max_keep: int) -> checkpoint.Family:
+    def series(suffix: str, max_keep: int) -> checkpoint.CheckpointSeries:
         keep = checkpoint.keep_count(max_keep, training.ckpt_keep_ratio, plan.num_steps, training.save_freq)
-        return checkpoint.Family(training.save_ckpt, suffix, training.save_dir, keep, start=plan.start)
+        return checkpoint.CheckpointSeries(training.save_ckpt, suffix, training.save_dir, keep, start=plan.start)
 
-    averages: Mapping[str, checkpoint.Family] = {t.name: family(f"_{t.name}", t.keep) for t in plan.tracked}
+    averages: Mapping[str, checkpoint.CheckpointSeries] = {t.name: series(f"_{t.name}", t.keep) for t in plan.tracked}
     folder = snapshot_folder(prepared.config)
     snapshots = [
-        Snapshots(t.name, checkpoint.Family(training.save_ckpt, f"_{t.name}", folder, 0, plan.start), t.snapshot_every)
+        Snapshots(
+            t.name,
+            checkpoint.CheckpointSeries(training.save_ckpt, f"_{t.name}", folder, 0, plan.start),
+            t.snapshot_every,
+        )
         for t in plan.tracked
         if t.snapshot_every
     ]
     bests = [row.best for row in validator.rows if row.best is not None] if validator is not None else []
-    live = family("", training.max_ckpt_keep)
-    return Saver(payloads, live, averages, bests, training.save_freq, snapshots, plan.ranks)
+    live = series("", training.max_ckpt_keep)
+    return Saver(payloads, live, averages, bests, training.save_freq, snapshots, plan.world)
 
 
 def make_display(plan: Plan, loss: EnerLoss, frames_per_step: float) -> Display:
@@ -172,24 +175,24 @@ def make_display(plan: Plan, loss: EnerLoss, frames_per_step: float) -> Display:
         frames_per_step: mean number of frames in a step of all ranks together.
     """
     training = plan.prepared.config.training
-    chief = plan.ranks.chief
+    is_main = plan.world.is_main
     curves: dict[str, LcurveFile | None] = {}
     if training.disp_training:
         validated = training.validation_data is not None
         for name in ("", *(t.name for t in plan.tracked if t.lcurve)):
             file = suffixed(training.disp_file, f"_{name}" if name else "")
-            curves[name] = LcurveFile(file, loss.display_names, validation=validated) if chief else None
+            curves[name] = LcurveFile(file, loss.display_names, validation=validated) if is_main else None
     return Display(
-        progress=Progress(plan.num_steps, None if chief else False, frames_per_step),
+        progress=Progress(plan.num_steps, None if is_main else False, frames_per_step),
         lcurve=curves.pop("", None),
         times=IntervalTimes(),
         every=training.disp_freq,
-        device=plan.runtime.device,
+        device=plan.world.device,
         average=training.disp_avg,
         curves=curves,
         bank=plan.bank,
-        ranks=plan.ranks,
-        board=open_board(training.tensorboard_log_dir, plan.start) if training.tensorboard and chief else None,
+        world=plan.world,
+        board=open_board(training.tensorboard_log_dir, plan.start) if training.tensorboard and is_main else None,
         board_every=training.tensorboard_freq,
     )
 

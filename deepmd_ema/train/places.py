@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deepmd_ema import checkpoint
 from deepmd_ema.config import to_dict
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.runtime import atomic_write
+from deepmd_ema.files import atomic_write
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig

@@ -17,7 +17,7 @@ from deepmd_ema.geometry import auto_sel
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics
-from deepmd_ema.runtime import seed_for
+from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.resume import Origin, load_weights
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.npy import System
+    from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ class Prepared:
     seed: int
 
 
-def prepare(config: RunConfig, origin: Origin, ranks: Ranks, skip_neighbor_stat: bool = False) -> Prepared:
+def prepare(config: RunConfig, origin: Origin, world: World, skip_neighbor_stat: bool = False) -> Prepared:
     """Open and check the data, resolve ``sel``, and make the model with its first weights.
 
-    A new run gets statistics from data; a run that starts from a file takes those of the file. The chief looks at the
+    A new run gets statistics from data; a run that starts from a file takes those of the file. rank 0 looks at the
     data, and the others learn what it has found.
 
     Raises:
@@ -66,15 +66,15 @@ def prepare(config: RunConfig, origin: Origin, ranks: Ranks, skip_neighbor_stat:
     """
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
-    with ranks.together():
+    with world.all_ranks_ok():
         train, valid = open_run(config)
     made: list[Prepared] = []
 
     def look() -> tuple[RunConfig, float | None, Mapping[str, Tensor]]:
-        made.append(_look(config, origin, train, valid, skip_neighbor_stat, ranks.size))
+        made.append(_look(config, origin, train, valid, skip_neighbor_stat, world.size))
         return made[0].config, made[0].min_nbor_dist, made[0].model.state_dict()
 
-    config, nearest, state = ranks.from_chief(look)
+    config, nearest, state = world.broadcast_from_rank0(look)
     if made:
         return made[0]
     model = build_model(config.model, seed_for("weights", seed))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.tensors import check_weights
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
@@ -159,7 +160,7 @@ def load_weights(model: Any, origin: Origin) -> None:
     else:
         found, _ = checkpoint.weights_in(origin.payload, origin.path)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    checkpoint.check_weights(expected, found, origin.path)
+    check_weights(expected, found, origin.path)
     model.load_state_dict(found)
     logger.info("weights of %s (%s, step %s)", origin.path, origin.payload["weights"], origin.payload["step"])
 

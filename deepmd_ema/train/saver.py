@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.ranks import Ranks
+from deepmd_ema.dist.world import World
+from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.parallel import whole_state
 from deepmd_ema.train.validate import LIVE
 
@@ -72,7 +73,7 @@ class Payloads:
         return whole_state(self.model, keep=self.writes)
 
     def _copied(self, content: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.snapshot(content) if self.writes else {"average": content.get("average")}
+        return cpu_copy(content) if self.writes else {"average": content.get("average")}
 
     def _head(self, kind: str, weights: str, step: int) -> dict[str, Any]:
         return {
@@ -93,12 +94,12 @@ class Snapshots:
 
     Attributes:
         name: of the average.
-        family: names of the files; all of them stay.
+        series: names of the files; all of them stay.
         every: steps between two.
     """
 
     name: str
-    family: checkpoint.Family
+    series: checkpoint.CheckpointSeries
     every: int
 
 
@@ -113,16 +114,16 @@ class Saver:
         bests: best files, whose ranks settle once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step.
-        ranks: of the run; the chief writes.
+        world: the processes of the run; rank 0 writes.
     """
 
     payloads: Payloads
-    live: checkpoint.Family
-    averages: Mapping[str, checkpoint.Family]
+    live: checkpoint.CheckpointSeries
+    averages: Mapping[str, checkpoint.CheckpointSeries]
     bests: Sequence[checkpoint.BestFiles]
     every: int
     snapshots: Sequence[Snapshots] = field(default=())
-    ranks: Ranks = field(default_factory=Ranks)
+    world: World = field(default_factory=World)
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after ``step``."""
@@ -136,11 +137,11 @@ class Saver:
         """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
         for kept in due:
             content = self.payloads.snapshot(kept.name, step)
-            with self.ranks.together():
-                if self.ranks.chief and content["average"]["updates"]:
-                    kept.family.sweep()
-                    checkpoint.save(kept.family.file(step), content)
-                    kept.family.rotate(step)
+            with self.world.all_ranks_ok():
+                if self.world.is_main and content["average"]["updates"]:
+                    kept.series.sweep()
+                    checkpoint.save(kept.series.file(step), content)
+                    kept.series.rotate(step)
 
     def save(self, step: int, state: Mapping[str, Any], biases: Mapping[str, Tensor] | None = None) -> list[str]:
         """Write all files of ``step``, move the links, rotate; return the names that were written.
@@ -153,13 +154,13 @@ class Saver:
         """
         extra = {"refitted_bias": dict(biases)} if biases else {}
         files = [(self.live, self.payloads.training(step, {**state, **extra}))]
-        for name, family in self.averages.items():
+        for name, series in self.averages.items():
             content = self.payloads.weights(name, step, "average")
-            if biases and self.ranks.chief:
+            if biases and self.world.is_main:
                 content["model"]["out_bias"] = biases[name].clone()
-            files.append((family, content))
+            files.append((series, content))
         written: list[Path] = []
-        with self.ranks.together():
-            if self.ranks.chief:
+        with self.world.all_ranks_ok():
+            if self.world.is_main:
                 written = checkpoint.save_together(step, files, self.bests)
         return [str(path) for path in written]

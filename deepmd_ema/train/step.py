@@ -118,7 +118,7 @@ class GradientStep(Step):
         optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
         schedule: learning rate as a function of the 0-based step.
         max_norm: largest global L2 norm of the gradient, or None for no clipping.
-        add_up: adds a scalar up over the ranks, when each holds a part of every gradient.
+        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class GradientStep(Step):
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         max_norm: float | None,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(module)
-        self._add_up = add_up
+        self._all_reduce_sum = all_reduce_sum
         self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
@@ -142,7 +142,7 @@ class GradientStep(Step):
         prediction = task.trained(batch, need_virial=task.loss.need_virial)
         total, values = task.loss(prediction, batch, rate)
         total.backward()
-        norm = clip_gradients(self._trained, self._max_norm, self._add_up)
+        norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
         # both are the same on all ranks
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.runtime import seed_for
+from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from torch import nn

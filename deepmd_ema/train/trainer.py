@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
-from deepmd_ema.ranks import Ranks
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
 
@@ -79,7 +79,7 @@ class Trainer:
     device: torch.device
     num_steps: int
     steps_per_epoch: int = 1
-    ranks: Ranks = field(default_factory=Ranks)
+    world: World = field(default_factory=World)
     refit: Callable[[], Mapping[str, Tensor]] | None = None
     input_file: str = "input.json"
     step: int = 0
@@ -126,7 +126,7 @@ class Trainer:
         return self._is_stopped()
 
     def _is_stopped(self) -> bool:
-        asked = self.ranks.most(self.stop.signal or 0)
+        asked = self.world.all_reduce_max(self.stop.signal or 0)
         if asked and self.stop.signal is None:
             self.stop.signal = signal.Signals(asked)
         return asked > 0
@@ -199,7 +199,7 @@ class Trainer:
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
             f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}"
-            + (", launched as before" if self.ranks.size > 1 else ""),
+            + (", launched as before" if self.world.size > 1 else ""),
             self.stop.signal,
         )
 
@@ -208,20 +208,20 @@ class Trainer:
             self.take_step.raise_if_diverged(self.tasks, self.step)
         except DivergedError:  # on all ranks alike
             own = self.take_step.is_own_fault()
-            if self.ranks.most(int(own)) and not own:
+            if self.world.all_reduce_max(int(own)) and not own:
                 raise RankLostError("ended because the loss of another rank is not finite") from None
             raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs beside the weights."""
         state: dict[str, Any] = {
-            "optimizer": self.take_step.state_dict(self.ranks.chief),
+            "optimizer": self.take_step.state_dict(self.world.is_main),
             "streams": self.tasks.state_dict(),
             "display": self.display.state_dict(),
             "owes_validation": self._owes_validation,
         }
         if self.bank is not None:
-            state["averages"] = self.bank.state_dict(self.ranks.chief)
+            state["averages"] = self.bank.state_dict(self.world.is_main)
         if self.validator is not None:
             state["best"] = self.validator.state_dict()
         return state

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
+    from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.ranks import Ranks
     from deepmd_ema.report import ValidationLog
 
 LIVE = "live"
@@ -56,9 +56,9 @@ class FullValidation:
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
         every: steps between two validations.
-        ranks: that share the batches.
+        world: the processes that share the batches.
         num_batches: of a whole pass, over all ranks.
-        spare: makes some batch, for a rank that has no share.
+        padding: makes some batch, for a rank that has no share.
         stopped: asked between batches; True ends the validation.
     """
 
@@ -70,9 +70,9 @@ class FullValidation:
     metric: str
     start: int | None
     every: int
-    ranks: Ranks
+    world: World
     num_batches: int
-    spare: Callable[[], Batch]
+    padding: Callable[[], Batch]
     stopped: Callable[[], bool] = field(default=lambda: False)
 
     def is_due(self, step: int) -> bool:
@@ -95,8 +95,8 @@ class FullValidation:
                 row.log.write(step, results[row.weights])
             if row.best is not None:
                 value = results[row.weights].metric(self.metric)
-                with self.ranks.together():
-                    kept = row.best.submit(value, step, partial(payload, row.weights))
+                with self.world.all_ranks_ok():
+                    kept = row.best.offer(value, step, partial(payload, row.weights))
                 if kept and row.log is not None:
                     row.log.write_best(row.best.path(step), self.metric, value)
         return results
@@ -108,7 +108,7 @@ class FullValidation:
             self.model.eval()
             try:
                 errors = evaluate(self.model, self._until_stopped(), self.device)
-                return Errors.from_tensor(self.ranks.add_up(errors.as_tensor()))
+                return Errors.from_tensor(self.world.all_reduce_sum(errors.as_tensor()))
             finally:
                 self.model.train(was_training)
 
@@ -116,11 +116,11 @@ class FullValidation:
         mine = self.batches()
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
-        for _ in range(-(-self.num_batches // self.ranks.size)):
+        for _ in range(-(-self.num_batches // self.world.size)):
             if self.stopped():
                 raise ValidationAborted
             following = next(mine, None)
-            batch = following if following is not None else (batch or self.spare()).as_spare()
+            batch = following if following is not None else (batch or self.padding()).as_padding()
             yield batch
 
     def truncate(self, step: int) -> None:
@@ -143,8 +143,8 @@ class FullValidation:
         """Continue with the best records of ``state``; what it does not name starts without records."""
         for row in self.rows:
             if row.best is not None and row.weights in state:
-                checked = self.ranks.from_chief(partial(_continue, row.best, state[row.weights]))
-                if not self.ranks.chief:
+                checked = self.world.broadcast_from_rank0(partial(_continue, row.best, state[row.weights]))
+                if not self.world.is_main:
                     row.best.load_state_dict(checked)
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     total = sum(job.num_frames for job in jobs)
     print(f"{len(jobs)} trajectories, {total} frames; {len(todo)} trajectories to make", flush=True)
     with ProcessPoolExecutor(args.workers) as pool:
-        pending = {pool.submit(run_job, job, args.work): job for job in todo}
+        pending = {pool.offer(run_job, job, args.work): job for job in todo}
         for done, future in enumerate(as_completed(pending), start=1):
             print(f"[{done}/{len(todo)}] {pending[future].name}: {future.result():.2f} s per label", flush=True)
     write_all(jobs, args.work, args.output)

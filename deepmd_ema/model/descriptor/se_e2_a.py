@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.model.env_mat import Environment
-from deepmd_ema.model.layers import Network, freeze
-from deepmd_ema.model.moments import Moments
-from deepmd_ema.runtime import precision, seed_for
+from deepmd_ema.model.kernels.env_mat import Environment
+from deepmd_ema.model.kernels.moments import Moments
+from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.config.model import SeE2A

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.checkpoint.files import POINTER, numbered, save
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.runtime import atomic_write, sweep
+from deepmd_ema.files import atomic_write, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Family:
+class CheckpointSeries:
     """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the newest.
 
     The suffix stands before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give ``model_ema.ckpt-100.pt``.
@@ -101,17 +101,17 @@ class Family:
 
 
 def save_together(
-    step: int, files: Sequence[tuple[Family, Mapping[str, Any]]], bests: Sequence[BestFiles] = ()
+    step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], bests: Sequence[BestFiles] = ()
 ) -> list[Path]:
     """Write the files of one step as one transaction and return their paths.
 
-    The first family is the live one. All files are written before any link moves, and the pointer moves last: a crash
+    The first series is the live one. All files are written before any link moves, and the pointer moves last: a crash
     at any moment leaves links to a step all of whose files are whole. A file without its partners is never linked, and
     is written again when the restarted run gets there.
 
     Args:
         step: optimizer steps behind the weights.
-        files: families and what their file holds, the live one first.
+        files: series_list and what their file holds, the live one first.
         bests: best files whose records stand in the payload; what they have pushed out is removed now.
 
     Raises:
@@ -120,22 +120,22 @@ def save_together(
     live = files[0][0]
     before = [s for s in live.steps() if s < step]
     fallback = live.file(before[-1]) if before else None
-    for family, payload in files:
-        family.sweep()
-        save(family.file(step), payload, fallback)
+    for series, payload in files:
+        series.sweep()
+        save(series.file(step), payload, fallback)
     try:
-        for family, _ in reversed(files):
-            family.publish(step)
+        for series, _ in reversed(files):
+            series.publish(step)
     except OSError as error:
         raise CheckpointError(
             f"{live.link}: the link to the newest checkpoint could not be moved ({error.strerror}). "
             f"{live.file(step)} is whole and usable."
         ) from error
-    for family, _ in files:
-        family.rotate(step)
+    for series, _ in files:
+        series.rotate(step)
     for best in bests:
-        best.settle()
-    return [family.file(step) for family, _ in files]
+        best.prune()
+    return [series.file(step) for series, _ in files]
 
 
 def keep_count(max_keep: int, ratio: float | None, num_steps: int, save_freq: int) -> int:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.activation import activation
+from deepmd_ema.model.nn.activation import activation
 
 # B rows, N inputs, M outputs of a layer
 

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from deepmd_ema.runtime import atomic_write, seed_for
+from deepmd_ema.files import atomic_write
+from deepmd_ema.seeds import seed_for
 
 BLOCKS = """
 import resource, sys, torch
-from deepmd_ema.runtime import keep_freed_memory
+from deepmd_ema.dist.device import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def faults(millions):

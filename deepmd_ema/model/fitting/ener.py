@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
-from deepmd_ema.model.layers import Network, freeze
-from deepmd_ema.runtime import precision, seed_for
+from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.config.model import EnerFitting

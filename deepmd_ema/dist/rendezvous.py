@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from deepmd_ema.errors import Interrupted, RankLostError, UserError
-from deepmd_ema.launch import MEETING, Launch
+from deepmd_ema.dist.launch import MEETING, Launch
 
 MEETING_S = 300.0  # for all ranks to come: more than the start of a job on many machines takes
 NEWS_S = 2.0  # that a rank which was left alone waits for the one that knows why

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 
 from deepmd_ema.errors import RankLostError, UserError
-from deepmd_ema.launch import MEETING, Launch
-from deepmd_ema.meeting import Meeting, meet
-from deepmd_ema.runtime import make_runtime
+from deepmd_ema.dist.launch import MEETING, Launch
+from deepmd_ema.dist.rendezvous import Meeting, meet
+from deepmd_ema.dist.device import select_device
 
 T = TypeVar("T")
 
 # A rank that ends is noticed at once, because its connections close; time limits are for one whose machine is gone, or
 # that hangs. NCCL does not notice: there the launcher ends the others, or this limit.
 LONGEST_STEP = timedelta(minutes=30)  # of an exchange, and of what one rank does alone inside a run: writing files
-LONGEST_PREPARATION = timedelta(hours=24)  # of what the chief does alone before: reading all data
+LONGEST_PREPARATION = timedelta(hours=24)  # of what rank 0 does alone before: reading all data
 _LOST = re.compile(r"\bgloo\b|NCCL|Connection (?:closed|reset)|Broken pipe|Socket")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """The processes that train together; one alone is done at once with everything.
 
     Every rank must call each method in the same order.
@@ -39,22 +39,22 @@ class Ranks:
         rank: of this process, from 0.
         size: number of processes.
         device: where tensors must be to be exchanged.
-        talk: for what ranks tell each other beside their tensors, in host memory; None for the group of the tensors.
-        patient: the same, where the chief may be busy alone for long.
+        cpu_group: for what ranks tell each other beside their tensors, in host memory; None for the group of the tensors.
+        long_timeout_group: the same, where rank 0 may be busy alone for long.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    talk: dist.ProcessGroup | None = None
-    patient: dist.ProcessGroup | None = None
+    cpu_group: dist.ProcessGroup | None = None
+    long_timeout_group: dist.ProcessGroup | None = None
 
     @property
-    def chief(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes files and speaks."""
         return self.rank == 0
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``values`` over the ranks, detached; nothing waits for the device."""
         if self.size == 1:
             return values
@@ -63,28 +63,28 @@ class Ranks:
             dist.all_reduce(total)
         return total.to(values.device)
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """Return the largest ``number`` of all ranks; waits for them, but not for the device."""
-        return number if self.size == 1 else _most(number, self.talk)
+        return number if self.size == 1 else _most(number, self.cpu_group)
 
-    def from_chief(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` gives on the chief; other ranks do not call it.
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` gives on rank 0; other ranks do not call it.
 
         Raises:
-            UserError: what the chief raised; on other ranks :class:`RankLostError`.
+            UserError: what rank 0 raised; on other ranks :class:`RankLostError`.
         """
         if self.size == 1:
             return make()
         box: list[Any] = [None]
-        with _together(self.rank, self.patient):
-            if self.chief:
+        with _together(self.rank, self.long_timeout_group):
+            if self.is_main:
                 box[0] = make()
         with _blaming_others():
-            dist.broadcast_object_list(box, src=0, group=self.talk)
+            dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         return box[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_ranks_ok(self) -> Iterator[None]:
         """Run the body on every rank, and end all of them if it fails on one.
 
         Raises:
@@ -93,14 +93,14 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        with _together(self.rank, self.talk):
+        with _together(self.rank, self.cpu_group):
             yield
 
 
 @contextmanager
-def open_ranks(
+def open_world(
     device: torch.device | str | None, launch: Launch, environ: Mapping[str, str] = os.environ
-) -> Iterator[Ranks]:
+) -> Iterator[World]:
     """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo on CPUs.
 
     An error on one rank ends all. Where there are several, the error has an attribute ``says``: whether this rank is
@@ -116,7 +116,7 @@ def open_ranks(
         RankLostError: if another rank has ended.
     """
     if not launch.launched or (launch.size == 1 and any(name not in environ for name in MEETING)):
-        yield Ranks(device=_device(device))
+        yield World(device=_device(device))
         return
     with meet(launch, environ) as meeting, _blaming_others(_LOST):
         ranks = _join(_device(device), launch, meeting)
@@ -131,10 +131,10 @@ def open_ranks(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    return device if isinstance(device, torch.device) else make_runtime(device).device
+    return device if isinstance(device, torch.device) else select_device(device)
 
 
-def _join(device: torch.device, launch: Launch, meeting: Meeting) -> Ranks:
+def _join(device: torch.device, launch: Launch, meeting: Meeting) -> World:
     rank, size, cuda = launch.rank, launch.size, device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -142,8 +142,8 @@ def _join(device: torch.device, launch: Launch, meeting: Meeting) -> Ranks:
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=meeting.store, rank=rank, world_size=size, timeout=LONGEST_STEP
         )
-        talk = dist.new_group(backend="gloo", timeout=LONGEST_STEP) if cuda else None
-        patient = dist.new_group(backend="gloo", timeout=LONGEST_PREPARATION)
+        cpu_group = dist.new_group(backend="gloo", timeout=LONGEST_STEP) if cuda else None
+        long_timeout_group = dist.new_group(backend="gloo", timeout=LONGEST_PREPARATION)
     except (RuntimeError, ValueError) as error:
         if _LOST.search(str(error)):
             raise
@@ -152,7 +152,7 @@ def _join(device: torch.device, launch: Launch, meeting: Meeting) -> Ranks:
             f"rank {rank} of {size}: the ranks cannot exchange tensors ({reason}). On several machines set "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them."
         ) from error
-    return Ranks(rank, size, device, talk, patient)
+    return World(rank, size, device, cpu_group, long_timeout_group)
 
 
 def _most(number: int, group: dist.ProcessGroup | None) -> int:

@@ -1,0 +1,1 @@
+"""Fitting networks: from the features of an atom to its energy."""

@@ -1,0 +1,1 @@
+"""Kernels: the environment matrix and sums over neighbors, with their derivatives."""

@@ -1,0 +1,1 @@
+"""Layers and activation functions with derivatives written out."""
