@@ -1,0 +1,1 @@
+"""Processes of a run: how they were launched, how they meet, exchange tensors and end together."""
