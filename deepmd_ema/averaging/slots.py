@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -31,7 +33,7 @@ class Slot:
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.names = [name]
         self.parameter = parameter
-        self.live = _local(parameter)
+        self.live = local_shard(parameter)
 
     @property
     def is_sharded(self) -> bool:
@@ -45,26 +47,11 @@ class Slot:
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is this process's part. Every rank must call this when sharded."""
-        if not self.is_sharded:
-            return part.detach()
-        from torch.distributed.tensor import DTensor
-
-        like = self.parameter
-        assert isinstance(like, DTensor)
-        # without shape and stride, parts of different sizes would be put together wrongly
-        return DTensor.from_local(
-            part.detach(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        ).full_tensor()
+        return full_tensor(from_local(part.detach(), self.parameter))
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this process's part of ``whole``. Every rank must call this when sharded."""
-        if not self.is_sharded:
-            return whole
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        like = self.parameter
-        assert isinstance(like, DTensor)
-        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements).to_local()
+        """Return this process's part of ``whole``, which every rank has."""
+        return shard_like(whole, self.parameter)
 
     def publish(self) -> None:
         """Let other processes have what was written to ``live``. Every rank must call this when sharded."""
@@ -191,7 +178,7 @@ def _find_slots(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str,
 
 
 def _key(tensor: Tensor) -> Any:
-    live = _local(tensor)
+    live = local_shard(tensor)
     return (live.device, live.data_ptr(), live.dtype, tuple(live.shape)) if live.numel() else id(tensor)
 
 
@@ -203,8 +190,3 @@ def _buffer_places(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, dict
                 if buffer is not None and saved and buffer.is_floating_point():
                     name = f"{path}.{key}" if path else key
                     yield prefix_of(task) + canonical(name), owner._buffers, key, buffer
-
-
-def _local(parameter: Tensor) -> Tensor:
-    # the parameter itself and not an alias: it stays right when ``.data`` is replaced
-    return getattr(parameter, "_local_tensor", parameter)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.averaging.slots import live_state
+from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.tensors import check_weights
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def model_under(
     names = {name for slot in slots for name in slot.names}
     found: dict[str, Tensor] = {}
     for name, value in live_state(modules).items():
-        tensor = averaged.get(name) if name in names else _whole(value)
+        tensor = averaged.get(name) if name in names else full_tensor(value)
         if keep and tensor is not None:
             found[name] = tensor
     return found
@@ -111,11 +112,6 @@ def _values(average: Average | None, active: Average | None, slots: Sequence[Slo
             put(slot, slot.whole(slot.live))
     kept = {name: values[name] for slot in slots for name in slot.names}
     return {name: tensor for name, tensor in kept.items() if tensor is not None}
-
-
-def _whole(value: Tensor) -> Tensor:
-    gather = getattr(value, "full_tensor", None)  # a DTensor
-    return value if gather is None else gather()
 
 
 def _warn_changes(profile: Profile, saved: Mapping[str, Any]) -> None:
