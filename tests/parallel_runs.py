@@ -130,11 +130,11 @@ def free_port():
 
 def _holdings(trainer):
     """Return digests and element counts of what this process holds of the live weights and of each average."""
-    from deepmd_ema.averaging.shards import local_of
+    from deepmd_ema.dist.dtensor import local_shard
 
     bank = trainer.bank
     names = bank.names if bank is not None else ()
-    held = {"live": [local_of(p) for p in trainer.saver.payloads.model.parameters()]}
+    held = {"live": [local_shard(p) for p in trainer.saver.payloads.model.parameters()]}
     held |= {name: bank[name].storage.tensors for name in names}
     return {
         "digests": {name: _digest(tensors) for name, tensors in held.items()},

@@ -16,6 +16,7 @@ from deepmd_ema.averaging.exchange import Exchange, reshard, signals_wait
 from deepmd_ema.averaging.profile import LIVE
 from deepmd_ema.averaging.shards import RangeShard
 from deepmd_ema.averaging.state import full_tensors, load_average
+from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import check_weights, cpu_copy
 
@@ -139,9 +140,8 @@ class AverageBank:
         averaged = full_tensors(average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep)
         found: dict[str, Tensor] = {}
         for key, value in live_state(self._modules).items():
-            gather = getattr(value, "full_tensor", None) if key not in self._binding.names else None
-            whole = averaged.get(key, value) if gather is None else gather()  # of a DTensor, by all ranks
-            if keep:
+            whole = averaged.get(key) if key in self._binding.names else full_tensor(value)
+            if keep and whole is not None:
                 found[key] = whole
         return cpu_copy(found) if copy else found
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepmd_ema.averaging.shards import Shard, local_of
+from deepmd_ema.averaging.shards import Shard
+from deepmd_ema.dist.dtensor import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ def _find_shards(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str
 
 
 def _key(tensor: Tensor) -> Any:
-    live = local_of(tensor)
+    live = local_shard(tensor)
     return (live.device, live.data_ptr(), live.dtype, tuple(live.shape)) if live.numel() else id(tensor)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,7 +25,7 @@ class Shard:
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.names = [name]
         self.parameter = parameter
-        self.local = local_of(parameter)
+        self.local = local_shard(parameter)
 
     @property
     def is_sharded(self) -> bool:
@@ -37,26 +39,11 @@ class Shard:
 
     def full_tensor(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is the local shard. A collective when sharded."""
-        if not self.is_sharded:
-            return part.detach()
-        from torch.distributed.tensor import DTensor
-
-        like = self.parameter
-        assert isinstance(like, DTensor)
-        # without shape and stride, parts of different sizes would be put together wrongly
-        return DTensor.from_local(
-            part.detach(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        ).full_tensor()
+        return full_tensor(from_local(part.detach(), self.parameter))
 
     def local_shard(self, full: Tensor) -> Tensor:
-        """Return the local shard of ``full``. A collective when sharded."""
-        if not self.is_sharded:
-            return full
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        like = self.parameter
-        assert isinstance(like, DTensor)
-        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements).to_local()
+        """Return the local shard of ``full``, which every rank has."""
+        return shard_like(full, self.parameter)
 
     def all_gather_into_param(self) -> None:
         """Bring what all ranks wrote to ``local`` into ``parameter``. A collective of a :class:`RangeShard`."""
@@ -94,9 +81,3 @@ class RangeShard(Shard):
         """Write the ranges of all ranks into the parameter. A collective."""
         if self._size > 1:
             self.parameter.copy_(self.full_tensor(self.local))
-
-
-def local_of(parameter: Tensor) -> Tensor:
-    """Return what this process holds of a parameter, the same memory."""
-    # the parameter itself and not an alias: it stays right when ``.data`` is replaced
-    return getattr(parameter, "_local_tensor", parameter)
