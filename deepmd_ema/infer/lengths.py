@@ -130,7 +130,7 @@ class LengthReport:
 
     def plot(self, path: str | Path) -> Path:
         """Draw the errors over the length and return the picture's path."""
-        from deepmd_ema.infer.plots import plot_lengths
+        from deepmd_ema.report.plots import plot_lengths
 
         made = [k for k, row in enumerate(self.rows) if row.kind == "posthoc"]
         values = {name: [1000 * row.errors.metric(f"{name}:RMSE") for row in self.rows] for name in RANKED}

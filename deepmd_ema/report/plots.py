@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.infer.curves import LCURVE, VALIDATION, Curve, read_curve
+from deepmd_ema.report.curves import LCURVE, LIVE, VALIDATION, Curve, read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,17 +20,45 @@ if TYPE_CHECKING:
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
 LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
+LIVE_BATCHES = "#74aed3"  # a light LIVE_COLOR
 RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
 MOST_DOTS = 20_000  # beyond it a density says more than dots
+KEPT = "kept as best"
+NORMAL, SMALL = 10.0, 8.5  # points; legends and the errors below a panel are small
 INK = "#28323c"
 STYLE = {
-    "font.size": 10.0, "axes.titlesize": 11.0, "axes.labelsize": 10.0, "legend.fontsize": 8.5,
+    "font.size": NORMAL, "axes.titlesize": 11.0, "axes.labelsize": NORMAL, "legend.fontsize": SMALL,
+    "legend.handlelength": 2.8,
     "axes.edgecolor": "#8a949e", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.grid": True, "axes.grid.which": "major", "grid.color": "#e3e7eb", "grid.linewidth": 0.7,
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
     "axes.titleweight": "bold", "legend.frameon": False, "figure.dpi": 150.0, "lines.solid_capstyle": "round",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CurveStyle:
+    """How the curves of one file are drawn.
+
+    Attributes:
+        color: of the whole validation set.
+        batches: colors of training and validation batches.
+        line: dashes, which tell weights apart where colors tell runs apart.
+        run: what a label begins with.
+        weights: whose errors these are, in words.
+    """
+
+    color: str
+    batches: tuple[str, str]
+    line: str
+    run: str
+    weights: str
+
+    def label(self, frames: str) -> str:
+        """Return the entry of the legend for errors on ``frames``."""
+        return f"{self.run}{frames}, {self.weights}"
 
 
 @dataclass(frozen=True)
@@ -73,17 +102,19 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         UserError: if a file is not one of these, or the picture cannot be written.
     """
     curves = [read_curve(path) for path in files]
-    runs = _run_names(curves)
+    styles = _styles(curves)
     panels = [p for p in PANELS[:-1] if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
+    several = len({c.path.parent for c in curves}) > 1
     with _style():
         figure, axes = _figure(len(panels) + bool(rates))
         for axis, panel in zip(axes, panels):
             for curve in curves:
-                _draw(axis, curve, panel, runs)
+                _draw(axis, curve, panel, styles)
             axis.set(title=panel.title, ylabel=f"{panel.title.split()[-1]} ({panel.unit})")
         for curve in rates:
-            axes[-1].plot(curve.steps, curve.columns["lr"], color=_color(curve, runs, INK), lw=1.6)
+            color = styles[curve.path].color if several else INK
+            axes[-1].plot(curve.steps, curve.columns["lr"], color=color, lw=1.6)
             axes[-1].set(title="Learning rate", ylabel="Learning rate")
         first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
         margin = 0.03 * (last - first) or 1
@@ -114,7 +145,7 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
     with _style():
         figure, axes = _figure(2 * len(shown), rows=2, heights=(3.2, 1.0))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        _title(figure, title)
         for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
             _draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
@@ -146,7 +177,7 @@ def plot_lengths(
     panels = [(name, panel) for name, panel in zip("EFV", PANELS) if np.isfinite(errors[name]).any()]
     with _style():
         figure, axes = _figure(len(panels))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        _title(figure, title)
         for axis, (name, panel) in zip(axes, panels):
             values = np.asarray(errors[name])
             axis.plot(sigma_rel, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4,
@@ -213,36 +244,55 @@ def _draw_errors(axis: Any, error: NDArray[Any], unit: str) -> None:
     axis.hist(np.clip(error, -reach, reach), bins=61, range=(-reach, reach), color=LIVE_COLOR, alpha=0.85)
     axis.axvline(0, color=INK, lw=0.9)
     axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
-    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=8.5,
+    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=SMALL,
                    fontweight="normal")  # fmt: skip
     axis.spines["left"].set_visible(False)
     axis.grid(False)
 
 
-def _draw(axis: Any, curve: Curve, panel: Panel, runs: Mapping[Path, str]) -> None:
-    run = f"{runs[curve.path.parent]}: " if len(runs) > 1 else ""
+def _draw(axis: Any, curve: Curve, panel: Panel, styles: Mapping[Path, CurveStyle]) -> None:
+    style = styles[curve.path]
     if curve.kind == VALIDATION:
         if _has(curve, panel):
             values = curve.columns[panel.full]
-            color = _color(curve, runs, AVERAGE_COLOR if curve.averaged else LIVE_COLOR)
-            weights = "averaged weights" if curve.averaged else "live weights"
-            axis.plot(curve.steps, values, color=color, lw=2.0, ls="--" if curve.averaged and len(runs) > 1 else "-",
-                      marker="o", ms=3.2, zorder=4, label=f"{run}validation set, {weights}")  # fmt: skip
+            axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker="o", ms=3.2, zorder=4,
+                      label=style.label("validation set"))  # fmt: skip
             kept = np.isin(curve.steps, list(curve.best_steps)[-1:])
-            axis.plot(curve.steps[kept], values[kept], "*", color=color, ms=13, mec="white", mew=0.8, zorder=5,
-                      label=f"{run}kept as best" if kept.any() else None)  # fmt: skip
+            axis.plot(curve.steps[kept], values[kept], "*", color=style.color, ms=13, mec="white", mew=0.8, zorder=5,
+                      label=KEPT if kept.any() else None)  # fmt: skip
         return
     factor = 1 if panel is LOSS else 1000
     for name, values in _batch_columns(curve, panel):
         train = name.startswith(f"{panel.batch}_trn")
-        role = TRAIN_COLOR if train else "#74aed3"
-        axis.plot(curve.steps, factor * values, color=_color(curve, runs, role), lw=0.9, alpha=0.45 if train else 0.8,
-                  zorder=TRAIN_LEVEL + (not train), label=f"{run}{_batch_label(name, panel, train)}")  # fmt: skip
+        task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
+        label = style.label(("training batch" if train else "validation batches") + (f" of {task}" if task else ""))
+        axis.plot(curve.steps, factor * values, color=style.batches[not train], lw=0.9, ls=style.line,
+                  alpha=0.45 if train else 0.8, zorder=TRAIN_LEVEL + (not train), label=label)  # fmt: skip
 
 
-def _batch_label(name: str, panel: Panel, train: bool) -> str:
-    task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
-    return ("training batch" if train else "validation batches") + (f" ({task})" if task else "")
+def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
+    """Return file to style: in one run each set of weights has its color, of several runs each run has."""
+    folders = list(dict.fromkeys(c.path.parent for c in curves))
+    names = [folder.resolve().name for folder in folders]
+    titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
+    # the average called ema comes first, so that it has its color whatever stands beside it
+    weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
+    averages = [AVERAGE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
+    styles = {}
+    for curve in curves:
+        own, live = curve.path.parent, curve.weights == LIVE
+        place = 0 if live else 1 + weights.index(curve.weights)
+        words = "live weights" if live else curve.weights
+        if len(folders) > 1:
+            color = RUN_COLORS[folders.index(own) % len(RUN_COLORS)]
+            style = CurveStyle(color, (color, color), LINES[place % len(LINES)], f"{titles[own]}: ", words)
+        elif live:
+            style = CurveStyle(LIVE_COLOR, (TRAIN_COLOR, LIVE_BATCHES), "-", "", words)
+        else:
+            color = averages[(place - 1) % len(averages)]
+            style = CurveStyle(color, (color, color), "-", "", words)
+        styles[curve.path] = style
+    return styles
 
 
 def _batch_columns(curve: Curve, panel: Panel) -> list[tuple[str, NDArray[Any]]]:
@@ -259,17 +309,6 @@ def _has(curve: Curve, panel: Panel) -> bool:
     return bool(_batch_columns(curve, panel))
 
 
-def _color(curve: Curve, runs: Mapping[Path, str], single: str) -> str:
-    return single if len(runs) == 1 else RUN_COLORS[list(runs).index(curve.path.parent) % len(RUN_COLORS)]
-
-
-def _run_names(curves: Sequence[Curve]) -> dict[Path, str]:
-    """Return folder to name: files of one folder are of one run."""
-    folders = list(dict.fromkeys(c.path.parent for c in curves))
-    names = [folder.resolve().name for folder in folders]
-    return {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
-
-
 def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) -> tuple[Any, list[Any]]:
     """Return a figure that belongs to no window, and its axes row by row."""
     from matplotlib.figure import Figure
@@ -282,6 +321,12 @@ def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) 
     for axis in axes[panels:]:
         axis.set_axis_off()
     return figure, axes[:panels]
+
+
+def _title(figure: Any, text: str) -> None:
+    """Write a title over all panels, in as many lines as their width asks for."""
+    letters = int(72 * figure.get_figwidth() / (0.53 * NORMAL))
+    figure.suptitle("\n".join(textwrap.wrap(text, letters)), x=0.01, ha="left", fontsize=NORMAL)
 
 
 def _leave_out_single_batches(axis: Any) -> None:
@@ -308,19 +353,26 @@ def _plain_ticks(axis: Any) -> None:
 
 def _legend(figure: Any, axes: Sequence[Any], side: str = "upper") -> None:
     """Put one legend into a free place of the grid, or beside all panels: a line means the same in each."""
+    from matplotlib.lines import Line2D
+
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
     if not entries:
         return
-    labels = sorted(entries, key=lambda label: -entries[label].get_linewidth())  # what matters most first
+    if KEPT in entries:  # there is one of each color
+        entries[KEPT] = Line2D([], [], color=INK, ls="", marker="*", ms=11)
+    # what matters most first, and of equals in the order of the files
+    labels = sorted(entries, key=lambda label: (label == KEPT, -entries[label].get_linewidth()))
     handles = [entries[label] for label in labels]
     free = [axis for axis in figure.axes if axis not in axes]
     if free and len(labels) < 9:
         free[0].legend(handles, labels, loc="center left", fontsize=10, labelspacing=0.9)
     else:
-        columns = min(len(entries), 2 * len(axes) if len(axes) < 3 else 4)
+        # a letter is about half as wide as the type is high; a wider legend would be cut at the edges of the figure
+        width = 0.5 * SMALL * max(map(len, labels)) + 55  # points, with handle and space
+        columns = max(1, min(len(entries), int(72 * figure.get_figwidth() / width)))
         figure.legend(handles, labels, loc=f"outside {side} center", ncols=columns)
 
 
