@@ -153,7 +153,7 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
         return _write(figure, output)
 
 
-def plot_lengths(
+def plot_sigma_rels(
     sigma_rel: Sequence[float],
     errors: Mapping[str, Sequence[float]],
     others: Mapping[str, tuple[float | None, Mapping[str, float]]],

@@ -14,8 +14,8 @@ from deepmd_ema.files import atomic_write
 from deepmd_ema.metrics import METRICS
 
 if TYPE_CHECKING:
-    from deepmd_ema.averaging.combine import Mix, Mixes
-    from deepmd_ema.infer.snapshots import KeptRun
+    from deepmd_ema.posthoc.combination import Combination, Combinations
+    from deepmd_ema.posthoc.snapshots import SnapshotRun
     from deepmd_ema.metrics import Errors
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
@@ -32,7 +32,7 @@ class Row:
         sigma_rel: width of a power profile, or None.
         gamma: its exponent, or None.
         mean_age: steps between the weights in it, on average, and its last update.
-        mix: how it was combined, or None.
+        combination: how it was combined, or None.
         errors: on the validation frames.
     """
 
@@ -41,7 +41,7 @@ class Row:
     sigma_rel: float | None
     gamma: float | None
     mean_age: float
-    mix: Mix | None
+    combination: Combination | None
     errors: Errors
 
     def score(self, metric: str, live: Errors) -> float:
@@ -54,12 +54,12 @@ class Row:
 
     def words(self) -> str:
         """Return one line about an average that was made of snapshots."""
-        assert self.mix is not None
+        assert self.combination is not None
         return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, mean age {self.mean_age:,.0f} steps"
 
 
 @dataclass(frozen=True)
-class LengthReport:
+class PosthocReport:
     """Errors of the live weights, of tracked averages and of those made of snapshots.
 
     Attributes:
@@ -73,8 +73,8 @@ class LengthReport:
         num_systems: of the validation data.
     """
 
-    run: KeptRun
-    found: Mixes
+    run: SnapshotRun
+    found: Combinations
     reach: tuple[float, float] | None
     rows: Sequence[Row]
     metric: str
@@ -121,8 +121,8 @@ class LengthReport:
                 writer.writerow(columns)
                 for k, (row, score) in enumerate(zip(self.rows, self.scores())):
                     errors = [1000 * row.errors.metric(f"{n}:{kind}") for n in METRICS for kind in ("RMSE", "MAE")]
-                    mix = [row.mix.residual, row.mix.amplification, self.found.condition] if row.mix else [None] * 3
-                    writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *errors, score, *mix,
+                    combination = [row.combination.residual, row.combination.amplification, self.found.condition] if row.combination else [None] * 3
+                    writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *errors, score, *combination,
                                      int(k == self.best)])  # fmt: skip
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}. Choose another --table.") from error
@@ -130,11 +130,11 @@ class LengthReport:
 
     def plot(self, path: str | Path) -> Path:
         """Draw the errors over the length and return the picture's path."""
-        from deepmd_ema.report.plots import plot_lengths
+        from deepmd_ema.report.plots import plot_sigma_rels
 
         made = [k for k, row in enumerate(self.rows) if row.kind == "posthoc"]
         values = {name: [1000 * row.errors.metric(f"{name}:RMSE") for row in self.rows] for name in RANKED}
-        return plot_lengths(
+        return plot_sigma_rels(
             [self.rows[k].sigma_rel or 0.0 for k in made],
             {name: [column[k] for k in made] for name, column in values.items()},
             {row.name: (row.sigma_rel, {name: values[name][k] for name in RANKED})
@@ -174,8 +174,8 @@ class LengthReport:
                 f"{row.mean_age:,.0f}",
                 *(_marked(column, k, 4) for column in columns),
                 _marked([scale * score for score in scores], k, 4),
-                "-" if row.mix is None else f"{100 * row.mix.residual:.2g} %",
-                "-" if row.mix is None else f"{row.mix.amplification:.2g}",
+                "-" if row.combination is None else f"{100 * row.combination.residual:.2g} %",
+                "-" if row.combination is None else f"{row.combination.amplification:.2g}",
             ])  # fmt: skip
         widths = [max(len(line[c]) for line in cells) for c in range(len(head))]
         out = ["  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:]))])

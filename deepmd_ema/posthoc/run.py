@@ -13,14 +13,14 @@ from tqdm import tqdm
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.averaging.combine import LONGEST, Mixes, find_mixes, find_reach, refuse_untold
+from deepmd_ema.posthoc.combination import LONGEST, Combinations, find_combinations, resolvable_range, refuse_unresolvable
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.loader import PairCache, sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
-from deepmd_ema.infer.lengths import LengthReport, Row
-from deepmd_ema.infer.snapshots import KeptRun, combine, find_snapshots
+from deepmd_ema.posthoc.ranking import PosthocReport, Row
+from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import METRICS, evaluate
 from deepmd_ema.model.build import build_model
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from deepmd_ema.averaging.combine import Mix
+    from deepmd_ema.posthoc.combination import Combination
     from deepmd_ema.config import ModelConfig, RunConfig
     from deepmd_ema.data.npy import System
     from deepmd_ema.metrics import Errors
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 NAME = "posthoc"  # what the weights are called in files and tables
 KIND = "weights"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
-NUM_LENGTHS = 9
-MOST_LENGTHS = 999  # of one range: each is validated
+NUM_SIGMA_RELS = 9
+MOST_SIGMA_RELS = 999  # of one range: each is validated
 LABELS = (ENERGY, FORCE, VIRIAL)
 
 
@@ -48,7 +48,7 @@ class Range:
 
     low: float
     high: float
-    count: int = NUM_LENGTHS
+    count: int = NUM_SIGMA_RELS
 
     def values(self) -> list[float]:
         """Return the lengths, the shortest first."""
@@ -70,7 +70,7 @@ def run_posthoc(
     table: str | Path | None = None,
     device: str | None = None,
     say: Callable[[str], Any],
-) -> LengthReport:
+) -> PosthocReport:
     """Make averages of the lengths ``sigma_rel``, say how good each is, and write the best one.
 
     Args:
@@ -89,7 +89,7 @@ def run_posthoc(
     Raises:
         UserError: if snapshots or data are missing or wrong, or a length cannot be told from the snapshots.
     """
-    folder, wanted = Path(folder), parse_lengths(sigma_rel)
+    folder, wanted = Path(folder), parse_sigma_rels(sigma_rel)
     metric = _known_metric(metric)
     where = select_device(device)
     output, table, plot = (
@@ -104,11 +104,11 @@ def run_posthoc(
     checkpoint.refuse_to_replace(output, "-o")
     for note in run.notes:
         say(note)
-    found, reach = choose_lengths(run, wanted)
+    found, reach = choose_sigma_rels(run, wanted)
     config = config_from_dict(run.payload["config"], source=str(run.reference))
     opened = _open(config, run, systems, rglob_patterns)
-    rows, best, weights = measure_lengths(run, found.mixes, config.model, opened, where, metric)
-    report = LengthReport(run, found, reach, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
+    rows, best, weights = measure_combinations(run, found.combinations, config.model, opened, where, metric)
+    report = PosthocReport(run, found, reach, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
     say(report.text())
     checkpoint.save(output, _payload(run, report.chosen, found, weights))
     say(f"wrote {output}: {report.chosen.words()}")
@@ -126,7 +126,7 @@ def run_posthoc(
     return report
 
 
-def parse_lengths(words: Sequence[str | float] | None) -> list[float] | Range:
+def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float] | Range:
     """Return the lengths that a command line names: ``0.05``, several, or ``0.02:0.2`` or ``0.02:0.2:9``.
 
     Raises:
@@ -142,14 +142,14 @@ def parse_lengths(words: Sequence[str | float] | None) -> list[float] | Range:
         if not found:
             problems.append(
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_LENGTHS})."
+                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_SIGMA_RELS})."
             )
     if problems:
         raise UserError(problems)
     return sorted(set(lengths))
 
 
-def choose_lengths(run: KeptRun, wanted: list[float] | Range) -> tuple[Mixes, tuple[float, float] | None]:
+def choose_sigma_rels(run: SnapshotRun, wanted: list[float] | Range) -> tuple[Combinations, tuple[float, float] | None]:
     """Return the combinations for the lengths that are wanted, or for all that can be told, and from where to where.
 
     Raises:
@@ -157,25 +157,25 @@ def choose_lengths(run: KeptRun, wanted: list[float] | Range) -> tuple[Mixes, tu
     """
     tracks = run.tracks
     if isinstance(wanted, list):
-        found = find_mixes(tracks, wanted, run.step)
-        refuse_untold(found, tracks, run.step)
-        return found, find_reach(tracks, run.step)
-    reach = find_reach(tracks, run.step)
+        found = find_combinations(tracks, wanted, run.step)
+        refuse_unresolvable(found, tracks, run.step)
+        return found, resolvable_range(tracks, run.step)
+    reach = resolvable_range(tracks, run.step)
     lengths = sorted({kept.track.sigma_rel for kept in run.kept if kept.step == run.step})
     if reach is not None:
         lengths = Range(*reach).values()
-    return find_mixes(tracks, lengths, run.step), reach
+    return find_combinations(tracks, lengths, run.step), reach
 
 
-def measure_lengths(
-    run: KeptRun,
-    mixes: Sequence[Mix],
+def measure_combinations(
+    run: SnapshotRun,
+    combinations: Sequence[Combination],
     config: ModelConfig,
     systems: Sequence[System],
     device: torch.device,
     metric: str = OVERALL,
 ) -> tuple[list[Row], int, dict[str, Tensor]]:
-    """Return the errors of live weights, tracked averages and mixes; which mix is the best, and its weights."""
+    """Return the errors of live weights, tracked averages and combinations; which combination is the best, and its weights."""
     model = build_model(config).to(device)
     cache = PairCache(model.layout)
 
@@ -186,15 +186,15 @@ def measure_lengths(
     rows: list[Row] = []
     best: tuple[float, int, dict[str, Tensor]] | None = None
     tracked = list(_tracked(run))
-    with tqdm(total=len(tracked) + len(mixes), unit=" models", disable=None, leave=False) as bar:
+    with tqdm(total=len(tracked) + len(combinations), unit=" models", disable=None, leave=False) as bar:
         for about, weights in tracked:
             rows.append(Row(**about, errors=errors_of(weights)))
             bar.update()
         live = rows[0].errors
         _check_labels(live, metric, systems)
-        for mix, weights in zip(mixes, combine(run, mixes)):
-            to = mix.target
-            row = Row(NAME, NAME, to.sigma_rel, to.gamma, to.mean_age(), mix, errors_of(weights))
+        for combination, weights in zip(combinations, combine(run, combinations)):
+            to = combination.target
+            row = Row(NAME, NAME, to.sigma_rel, to.gamma, to.mean_age(), combination, errors_of(weights))
             value = row.score(metric, live)
             if best is None or value < best[0]:
                 best = (value, len(rows), weights)
@@ -204,12 +204,12 @@ def measure_lengths(
     return rows, best[1], best[2]
 
 
-def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+def _tracked(run: SnapshotRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with what the table says of it."""
     # a bias that was refitted after training would make live and tracked weights look better than those made here
     payload = {name: value for name, value in run.payload.items() if name != "refitted_bias"}
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
-    none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "mix": None}
+    none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "combination": None}
     live, _ = checkpoint.weights_in(payload, run.reference)
     yield {**none, "kind": "live", "name": f"live{at}", "mean_age": 0.0}, live
     for name, state in payload.get("averages", {}).get("profiles", {}).items():
@@ -224,7 +224,7 @@ def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]
 
 
 def _open(
-    config: RunConfig, run: KeptRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
+    config: RunConfig, run: SnapshotRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
 ) -> list[System]:
     """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
     paths = [str(path) for path in systems or ()]
@@ -268,7 +268,7 @@ def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
 def _lengths(word: str) -> list[float]:
     """Return the lengths that one word names; none if it is not understood."""
     *first, last = word.split(":")
-    count = int(last) if len(first) == 2 and last.isdecimal() else NUM_LENGTHS
+    count = int(last) if len(first) == 2 and last.isdecimal() else NUM_SIGMA_RELS
     try:
         ends = [float(part) for part in (first if len(first) == 2 else [*first, last])]
     except ValueError:
@@ -277,13 +277,13 @@ def _lengths(word: str) -> list[float]:
         return []
     if len(ends) == 1:
         return ends
-    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_LENGTHS
+    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_SIGMA_RELS
     return Range(ends[0], ends[1], count).values() if good else []
 
 
-def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the content of the model file of the chosen length."""
-    assert chosen.mix is not None
+    assert chosen.combination is not None
     return {
         "format": checkpoint.FORMAT,
         "version": __version__,
@@ -300,7 +300,7 @@ def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tens
             "gamma": chosen.gamma,
             "mean_age": chosen.mean_age,
             "step": run.step,
-            "residual": chosen.mix.residual,
+            "residual": chosen.combination.residual,
             "condition": found.condition,
             "snapshots": len(run.kept),
         },

@@ -88,7 +88,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Mix:
+class Combination:
     """A combination of kept averages that stands for one that was not tracked.
 
     Attributes:
@@ -105,16 +105,16 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Mixes:
+class Combinations:
     """What was found for several lengths.
 
     Attributes:
-        mixes: in the order in which lengths were asked for.
+        combinations: in the order in which lengths were asked for.
         condition: largest by smallest eigenvalue of the matrix that was solved with, of profiles of unit length.
         dropped: directions left out because they are below what rounding lets one tell.
     """
 
-    mixes: Sequence[Mix]
+    combinations: Sequence[Combination]
     condition: float
     dropped: int
 
@@ -128,7 +128,7 @@ def target_track(kept: Sequence[Track], sigma_rel: float, step: int) -> Track:
     return Track(gamma_of(sigma_rel), (step - start) // every, start, every)
 
 
-def find_mixes(kept: Sequence[Track], sigma_rels: Sequence[float], step: int) -> Mixes:
+def find_combinations(kept: Sequence[Track], sigma_rels: Sequence[float], step: int) -> Combinations:
     """Return the combinations of ``kept`` nearest to averages of the widths ``sigma_rels`` after ``step``.
 
     Args:
@@ -139,23 +139,23 @@ def find_mixes(kept: Sequence[Track], sigma_rels: Sequence[float], step: int) ->
     return _solve(kept, [target_track(kept, sigma_rel, step) for sigma_rel in sigma_rels])
 
 
-def find_reach(kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
+def resolvable_range(kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
     """Return the shortest and longest sigma_rel that ``kept`` can tell after ``step``, or None if there is none."""
     looked_at = np.geomspace(SHORTEST, LONGEST, _LOOKED_AT).tolist()
-    told = [mix.residual <= tolerance for mix in find_mixes(kept, looked_at, step).mixes]
+    told = [combination.residual <= tolerance for combination in find_combinations(kept, looked_at, step).combinations]
     return _longest_stretch(looked_at, told)
 
 
-def refuse_untold(found: Mixes, kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
+def refuse_unresolvable(found: Combinations, kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
     """Check that every length of ``found`` can be told from ``kept`` after ``step``.
 
     Raises:
         UserError: naming each that cannot, what can, and how to get more.
     """
-    bad = [mix for mix in found.mixes if mix.residual > tolerance]
+    bad = [combination for combination in found.combinations if combination.residual > tolerance]
     if not bad:
         return
-    reach = find_reach(kept, step, tolerance)
+    reach = resolvable_range(kept, step, tolerance)
     widths = sorted({round(track.sigma_rel, 4) for track in kept})
     about = f"{len(kept)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in widths)}"
     can = "no length" if reach is None else f"sigma_rel {reach[0]:.3g} to {reach[1]:.3g}"
@@ -164,14 +164,14 @@ def refuse_untold(found: Mixes, kept: Sequence[Track], step: int, tolerance: flo
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
     *others, last = [
-        f"sigma_rel {mix.target.sigma_rel:.4g}: {100 * mix.residual:.2g} % of its profile would be missing, more than "
+        f"sigma_rel {combination.target.sigma_rel:.4g}: {100 * combination.residual:.2g} % of its profile would be missing, more than "
         f"{100 * tolerance:g} %."
-        for mix in bad
+        for combination in bad
     ]
     raise UserError([*others, f"{last} {advice}"])
 
 
-def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Mixes:
+def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Combinations:
     """Return the combinations of ``kept`` nearest to ``targets``."""
     gram = _products([*kept, *targets])
     num = len(kept)
@@ -183,7 +183,7 @@ def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Mixes:
     values, vectors = np.linalg.eigh(free.T @ matrix @ free)
     good = values > _NOISE * num * values.max(initial=0.0)
     directions = free @ vectors[:, good] / np.sqrt(values[good])
-    mixes = []
+    combinations = []
     for k, target in enumerate(targets):
         b, square = right[:, k], gram[num + k, num + k]
         nearest = int(np.argmin(length[:num] ** 2 - 2 * length[:num] * b))
@@ -192,9 +192,9 @@ def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Mixes:
         z = start + directions @ (directions.T @ (b - matrix @ start))
         missing = square - 2 * z @ b + z @ matrix @ z
         x = z / length[:num]
-        mixes.append(Mix(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x))))
+        combinations.append(Combination(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x))))
     condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
-    return Mixes(mixes, condition, int((~good).sum()))
+    return Combinations(combinations, condition, int((~good).sum()))
 
 
 @dataclass

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.averaging.combine import Track
+from deepmd_ema.posthoc.combination import Track
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.tensors import check_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deepmd_ema.averaging.combine import Mix
+    from deepmd_ema.posthoc.combination import Combination
 
 FOLDER = "snapshots"  # beside the numbered checkpoints of a run
 KIND = "snapshot"
@@ -32,7 +32,7 @@ _MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Kept:
+class Snapshot:
     """One snapshot.
 
     Attributes:
@@ -49,7 +49,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class KeptRun:
+class SnapshotRun:
     """What a run has left in its folder.
 
     Attributes:
@@ -66,7 +66,7 @@ class KeptRun:
     reference: Path
     payload: Mapping[str, Any]
     step: int
-    kept: Sequence[Kept]
+    kept: Sequence[Snapshot]
     averaged: Sequence[str]
     notes: Sequence[str]
 
@@ -76,7 +76,7 @@ class KeptRun:
         return [kept.track for kept in self.kept]
 
 
-def find_snapshots(folder: str | Path, step: int | None = None) -> KeptRun:
+def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     """Return the snapshots of the run in ``folder``, checked to be of one trajectory of one model.
 
     Args:
@@ -109,25 +109,25 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> KeptRun:
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
             newest, payload = reference, other
-    return KeptRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
+    return SnapshotRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
 
 
-def combine(run: KeptRun, mixes: Sequence[Mix], most_bytes: int = MOST_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of each mix in turn: averaged tensors combined, all others as in the last snapshot.
+def combine(run: SnapshotRun, combinations: Sequence[Combination], most_bytes: int = MOST_BYTES) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of each combination in turn: averaged tensors combined, all others as in the last snapshot.
 
     One snapshot at a time is in memory. Sums are in float64; the results have the precision of an average that was
     tracked, float32 or wider.
 
     Args:
         run: whose snapshots.
-        mixes: coefficients over ``run.kept``.
+        combinations: coefficients over ``run.kept``.
         most_bytes: of sums held at once.
     """
     model = run.payload["model"]
     size = sum(model[name].numel() for name in run.averaged)
     group = max(1, most_bytes // (8 * max(1, size)))
-    for low in range(0, len(mixes), group):
-        coefficients = torch.from_numpy(np.stack([mix.coefficients for mix in mixes[low : low + group]]))
+    for low in range(0, len(combinations), group):
+        coefficients = torch.from_numpy(np.stack([combination.coefficients for combination in combinations[low : low + group]]))
         sums = torch.zeros(len(coefficients), size, dtype=torch.float64)
         last: dict[str, Tensor] = {}
         for k, kept in enumerate(run.kept):
@@ -145,7 +145,7 @@ def combine(run: KeptRun, mixes: Sequence[Mix], most_bytes: int = MOST_BYTES) ->
 
 def _read_all(
     place: Path, payload: Mapping[str, Any], newest: Path
-) -> tuple[list[tuple[Kept, Mapping[str, Any]]], list[str]]:
+) -> tuple[list[tuple[Snapshot, Mapping[str, Any]]], list[str]]:
     """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
     found, others, beyond, changed, problems = [], [], [], [], []
     for path in sorted(place.glob("*.pt")) if place.is_dir() else []:
@@ -165,7 +165,7 @@ def _read_all(
             elif average["updates"] > 0:
                 track = Track.of(average, facts["step"])
                 if _is_pure(track, average["mean_age"], facts["step"]):
-                    found.append((Kept(path, facts["step"], facts["weights"], track), facts))
+                    found.append((Snapshot(path, facts["step"], facts["weights"], track), facts))
                 else:
                     changed.append(path.name)
     if problems:
@@ -189,7 +189,7 @@ def _facts(path: Path) -> dict[str, Any]:
     return {**facts, "model": {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}}
 
 
-def _choose_step(found: Sequence[tuple[Kept, Any]], step: int | None, place: Path) -> int:
+def _choose_step(found: Sequence[tuple[Snapshot, Any]], step: int | None, place: Path) -> int:
     steps = sorted({kept.step for kept, _ in found})
     if step is None:
         return steps[-1]
@@ -202,7 +202,7 @@ def _choose_step(found: Sequence[tuple[Kept, Any]], step: int | None, place: Pat
     return step
 
 
-def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
+def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
     """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
     averaged, problems = list(kept[-1][1]["averaged"]), []
