@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from deepmd_ema.averaging import gamma_of
-from deepmd_ema.posthoc.combination import Track, find_combinations
 from deepmd_ema.checkpoint import weights_in
+from deepmd_ema.posthoc.combination import Track, find_combinations
 from deepmd_ema.posthoc.snapshots import combine, find_snapshots
 
 STEPS, WEIGHTS = 10_000, 50
@@ -71,11 +71,13 @@ def of_run(folder: str) -> list[tuple[str, float, float]]:
     states = run.payload["averages"]["profiles"]
     tracked = {name: Track.of(state, run.step) for name, state in states.items() if state["type"] == "power"}
     for skip in (1, 2, 3, 4, 5, 8):
-        steps = sorted({kept.step for kept in run.kept}, reverse=True)[::skip]
-        for names in {frozenset({name}) for name in {k.profile for k in run.kept}} | {frozenset(tracked)}:
-            some = [k for k in run.kept if k.step in steps and k.profile in names]
-            part = type(run)(**{**vars(run), "kept": some})
-            combinations = find_combinations(part.tracks, [track.sigma_rel for track in tracked.values()], run.step).combinations
+        steps = sorted({kept.step for kept in run.snapshots}, reverse=True)[::skip]
+        for names in {frozenset({name}) for name in {k.profile for k in run.snapshots}} | {frozenset(tracked)}:
+            some = [k for k in run.snapshots if k.step in steps and k.profile in names]
+            part = type(run)(**{**vars(run), "snapshots": some})
+            combinations = find_combinations(
+                part.tracks, [track.sigma_rel for track in tracked.values()], run.step
+            ).combinations
             for name, combination, made in zip(tracked, combinations, combine(part, combinations)):
                 direct = _flat(weights_in(run.payload, run.reference, name)[0], run)
                 error = (_flat(made, run) - direct).norm() / (direct - live).norm()

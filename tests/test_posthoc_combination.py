@@ -1,4 +1,4 @@
-"""Averages of any length out of kept ones: the sums are exact, the solve is sound, what cannot be told is refused."""
+"""Averages of any width out of snapshots: the sums are exact, the solve is sound, what is not resolved is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile, gamma_of
+from deepmd_ema.errors import UserError
 from deepmd_ema.posthoc.combination import (
     LONGEST,
     TOLERANCE,
@@ -17,11 +18,10 @@ from deepmd_ema.posthoc.combination import (
     _longest_stretch,
     _products,
     find_combinations,
-    resolvable_range,
     refuse_unresolvable,
+    resolvable_range,
     target_track,
 )
-from deepmd_ema.errors import UserError
 
 EXACT = 1e-14  # relative, of sums of some hundred terms in float64
 SAME_MATH = 1e-10
@@ -205,7 +205,7 @@ def test_the_target_is_tracked_beside_what_was_kept():
     assert (target.updates, target.start, target.every) == (20, 50, 5)
 
 
-def test_the_reach_holds_what_it_says():
+def test_every_width_in_the_resolvable_range_is_resolved():
     kept = every_tenth(20_000, 0.05, 0.10)
     low, high = resolvable_range(kept, 20_000)
     assert low < 0.05
@@ -218,19 +218,19 @@ def test_the_reach_holds_what_it_says():
 
 
 @pytest.mark.parametrize(
-    ("told", "stretch"),
+    ("bits", "stretch"),
     [("110010", (0, 1)), ("100111", (3, 5)), ("011110", (1, 4)), ("101000", (0, 0)), ("000000", None)],
 )
-def test_the_reach_is_the_longest_stretch_that_is_told(told, stretch):
-    assert _longest_stretch(range(6), [bit == "1" for bit in told]) == stretch
+def test_the_resolvable_range_is_the_longest_run_that_is_resolved(bits, stretch):
+    assert _longest_stretch(range(6), [bit == "1" for bit in bits]) == stretch
 
 
-def test_more_snapshots_reach_further():
-    reaches = [resolvable_range(every_tenth(20_000, 0.05, 0.10, count=n), 20_000) for n in (5, 10, 20)]
-    assert all(a[0] > b[0] and a[1] < b[1] for a, b in pairwise(reaches))
+def test_more_snapshots_resolve_a_wider_range():
+    ranges = [resolvable_range(every_tenth(20_000, 0.05, 0.10, count=n), 20_000) for n in (5, 10, 20)]
+    assert all(a[0] > b[0] and a[1] < b[1] for a, b in pairwise(ranges))
 
 
-def test_a_length_that_cannot_be_told_is_refused_with_the_range_and_a_way_out():
+def test_a_width_that_is_not_resolved_is_refused_with_the_range_and_a_remedy():
     kept = every_tenth(20_000, 0.05, 0.10)
     with pytest.raises(UserError) as caught:
         refuse_unresolvable(find_combinations(kept, [0.008, 0.05, 0.28], 20_000), kept, 20_000)
@@ -238,13 +238,13 @@ def test_a_length_that_cannot_be_told_is_refused_with_the_range_and_a_way_out():
     assert first.startswith("sigma_rel 0.008: ")
     assert "% of its profile would be missing, more than 5 %" in first
     assert second.startswith("sigma_rel 0.28: ")
-    assert "20 snapshots of sigma_rel 0.05, 0.1 can tell sigma_rel 0.03" in second
+    assert "20 snapshots of sigma_rel 0.05, 0.1 resolve sigma_rel 0.03" in second
     assert "snapshot_freq" in second
 
 
-def test_far_from_everything_kept_nothing_can_be_told():
+def test_far_from_every_snapshot_nothing_is_resolved():
     kept = [Track(gamma_of(0.05), 10), Track(gamma_of(0.05), 20)]
     found = find_combinations(kept, [0.1], 1000)
     assert resolvable_range(kept, 1000) is None
-    with pytest.raises(UserError, match="can tell no length"):
+    with pytest.raises(UserError, match="resolve no sigma_rel"):
         refuse_unresolvable(found, kept, 1000)
