@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the errors over the length, and write the best average, the table and the picture."""
     start_logging(args)
-    from deepmd_ema.infer.posthoc import run_posthoc
+    from deepmd_ema.posthoc.run import run_posthoc
 
     systems, patterns = args.system, None
     if args.valid_data is not None:

@@ -1,4 +1,4 @@
-"""Pictures: learning curves of one or several runs, errors over lengths of averages, predictions against labels."""
+"""Figures: learning curves of one or several runs, errors over widths of averages, predictions against labels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.errors import UserError
+from deepmd_ema.labels import METRICS
 from deepmd_ema.report.curves import LCURVE, LIVE, VALIDATION, Curve, read_curve
 
 if TYPE_CHECKING:
@@ -68,28 +69,31 @@ class Panel:
     Attributes:
         title: quantity.
         unit: unit on its axis.
-        batch: column of lcurve.out without ``_trn`` and ``_val``, in eV; shown times 1000.
-        full: column of val.log, in meV.
+        batch: column of lcurve.out without ``_trn`` and ``_val``; empty if there is none.
+        full: column of val.log, in ``unit``; empty if there is none.
+        factor: numbers of ``batch`` times this are in ``unit``.
     """
 
     title: str
     unit: str
     batch: str
     full: str
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, metric: str, symbol: str) -> Panel:
+        """Return the panel of a metric; ``symbol`` of its label ends the name of its column in lcurve.out."""
+        quantity, unit = METRICS[metric], METRICS[metric].display_unit
+        batch = f"rmse_{symbol}" if symbol else ""
+        return cls(f"{quantity.title} RMSE", unit, batch, f"{metric}_RMSE({unit})", quantity.display_factor)
 
 
-PANELS = (
-    Panel("Energy RMSE", "meV/atom", "rmse_e", "E_RMSE(meV/atom)"),
-    Panel("Force RMSE", "meV/Å", "rmse_f", "F_RMSE(meV/Å)"),
-    Panel("Virial RMSE", "meV/atom", "rmse_v", "V_RMSE(meV/atom)"),
-    Panel("Stress RMSE", "meV/Å³", "", "S_RMSE(meV/Å³)"),
-    Panel("Loss", "weighted RMSE", "rmse", ""),
-)
-LOSS = PANELS[-1]
+QUANTITIES = {"E": Panel.of("E", "e"), "F": Panel.of("F", "f"), "V": Panel.of("V", "v"), "S": Panel.of("S", "")}
+LOSS = Panel("Loss", "weighted RMSE", "rmse", "")
 
 
 def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
-    """Draw the learning curves in ``files`` together and return the picture's path.
+    """Draw the learning curves in ``files`` together and return the path of the figure.
 
     Live and averaged weights have their own colors; with files of several runs each run has one.
 
@@ -103,7 +107,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     """
     curves = [read_curve(path) for path in files]
     styles = _styles(curves)
-    panels = [p for p in PANELS[:-1] if any(_has(c, p) for c in curves)] or [LOSS]
+    panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
     several = len({c.path.parent for c in curves}) > 1
     with _style():
@@ -130,7 +134,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
 
 
 def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], output: str | Path, title: str) -> Path:
-    """Draw predictions against labels, and below them how the errors are distributed; return the picture's path.
+    """Draw predictions against labels, and below them how the errors are distributed; return the path of the figure.
 
     Args:
         pairs: quantity to (labels, predictions, unit); arrays of one shape. The unit starts with ``eV``.
@@ -153,7 +157,7 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
         return _write(figure, output)
 
 
-def plot_lengths(
+def plot_sigma_rels(
     sigma_rel: Sequence[float],
     errors: Mapping[str, Sequence[float]],
     others: Mapping[str, tuple[float | None, Mapping[str, float]]],
@@ -161,20 +165,20 @@ def plot_lengths(
     output: str | Path,
     title: str,
 ) -> Path:
-    """Draw errors over the length of an average and return the picture's path.
+    """Draw errors over the width of an average and return the path of the figure.
 
     Args:
-        sigma_rel: lengths, rising.
-        errors: ``E``, ``F``, ``V`` to RMSEs (meV/atom, meV/angstrom, meV/atom) at these lengths; nan without a label.
-        others: name of other weights to their length (None: they have none) and their RMSEs; the live ones first.
-        chosen: place of the length that was chosen.
+        sigma_rel: widths, rising.
+        errors: ``E``, ``F``, ``V`` to RMSEs (meV/atom, meV/angstrom, meV/atom) at these widths; nan without a label.
+        others: name of other weights to their width (None: they have none) and their RMSEs; the live ones first.
+        chosen: index of the width that was chosen.
         output: picture to write.
         title: what was measured.
 
     Raises:
         UserError: if the picture cannot be written.
     """
-    panels = [(name, panel) for name, panel in zip("EFV", PANELS) if np.isfinite(errors[name]).any()]
+    panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
     with _style():
         figure, axes = _figure(len(panels))
         _title(figure, title)
@@ -185,9 +189,9 @@ def plot_lengths(
             axis.plot(sigma_rel[chosen], values[chosen], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8,
                       zorder=6, label="chosen")  # fmt: skip
             _draw_others(axis, name, others, values)
-            axis.set(title=panel.title, xlabel="Length of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
+            axis.set(title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
             axis.set_xscale("log")
-            _plain_lengths(axis)
+            _plain_sigma_rels(axis)
         _legend(figure, axes, "lower")
         return _write(figure, output)
 
@@ -195,23 +199,23 @@ def plot_lengths(
 def _draw_others(
     axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], curve: NDArray[Any]
 ) -> None:
-    """Draw weights that have a length as a point, and others as a line across; far ones would flatten the curve."""
+    """Draw weights that have a width as a point, others as a horizontal line; distant ones would flatten the curve."""
     colors = [LIVE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
     live = next(iter(others.values()))[1][name]
     low, high = min(live, curve.min()), max(live, curve.max())
     span = high - low or 0.1 * high
-    for k, (label, (length, values)) in enumerate(others.items()):
+    for k, (label, (width, values)) in enumerate(others.items()):
         color = colors[k % len(colors)]
         if not low - 2 * span <= values[name] <= high + 2 * span:
             continue
-        if length is None:
+        if width is None:
             axis.axhline(values[name], color=color, lw=1.4, ls="-" if k == 0 else "--", label=label)
         else:
-            axis.plot(length, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
+            axis.plot(width, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
 
 
-def _plain_lengths(axis: Any) -> None:
-    """Write plain numbers at the ticks of an axis of lengths."""
+def _plain_sigma_rels(axis: Any) -> None:
+    """Write plain numbers at the ticks of an axis of widths."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -261,12 +265,11 @@ def _draw(axis: Any, curve: Curve, panel: Panel, styles: Mapping[Path, CurveStyl
             axis.plot(curve.steps[kept], values[kept], "*", color=style.color, ms=13, mec="white", mew=0.8, zorder=5,
                       label=KEPT if kept.any() else None)  # fmt: skip
         return
-    factor = 1 if panel is LOSS else 1000
     for name, values in _batch_columns(curve, panel):
         train = name.startswith(f"{panel.batch}_trn")
         task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
         label = style.label(("training batch" if train else "validation batches") + (f" of {task}" if task else ""))
-        axis.plot(curve.steps, factor * values, color=style.batches[not train], lw=0.9, ls=style.line,
+        axis.plot(curve.steps, panel.factor * values, color=style.batches[not train], lw=0.9, ls=style.line,
                   alpha=0.45 if train else 0.8, zorder=TRAIN_LEVEL + (not train), label=label)  # fmt: skip
 
 
