@@ -7,6 +7,10 @@ VIRIAL = "virial"  # (F, 9) eV, row major, positive: sum_i r_i (x) f_i for an op
 ATOM_ENERGY = "atom_energy"  # (A,) eV
 ATOM_PREF = "atom_pref"  # (A,) dimensionless weight of an atom's force error
 
+# conditions: what an energy depends on beside positions and elements
+FPARAM = "fparam"  # (F, P) frame parameters, any unit
+APARAM = "aparam"  # (A, Q) atomic parameters, any unit
+
 LABELS = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY, ATOM_PREF)
 PER_ATOM = frozenset({FORCE, ATOM_ENERGY, ATOM_PREF})
 
