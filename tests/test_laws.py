@@ -8,7 +8,7 @@ import torch
 from toy_models import SECTIONS, TRICLINIC, batch_of, evaluate, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.labels import PER_ATOM
+from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import DESCRIPTORS, build_model
 from deepmd_ema.model.kernels.twin import plain_kernels
 
@@ -235,7 +235,7 @@ def test_frames_may_lack_elements_or_neighbors(descriptor, option, frames):
     sum((value**2).sum() for value in out.values()).backward()
     for name, value in out.items():
         assert np.isfinite(quiet[name]).all()
-        in_files = batch.in_file_order(value) if name in PER_ATOM else value
+        in_files = batch.in_file_order(value) if LABELS[name].per_atom else value
         close(in_files.detach().numpy(), quiet[name])
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     # beside a frame with everything, the lonely ones have the same energies
