@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deepmd_ema.interchange.files._write_hdf5", full)
+    monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
     with pytest.raises(CheckpointError, match=r"model.dp: cannot be written \(No space left on device\)"):
         write_dp(path, model, config)
     assert path.read_bytes() == old
