@@ -124,6 +124,7 @@ BAD = [
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
     ({"model.use_srtab": "table.txt"}, "model.use_srtab", [NOT_YET]),
     ({"model.fitting_net.dim_case_embd": 2}, "model.fitting_net.dim_case_embd = 2", [NOT_YET]),
+    ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision", [NOT_YET, "float32"]),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),
     ({"training.training_data.batch_size": "mixed:4"}, 'training.training_data.batch_size = "mixed:4"', [NOT_YET]),
