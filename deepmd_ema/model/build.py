@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
@@ -31,7 +32,7 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     """
     num_types = len(config.type_map)
     excluded_types = tuple(config.atom_exclude_types)
-    pairs = frozenset((i, j) for a, b in config.pair_exclude_types for i, j in ((a, b), (b, a)))
+    pairs = both_orders(config.pair_exclude_types)
     start = seed_for("model", seed or 0)
     descriptor = DESCRIPTORS[config.descriptor.type](config.descriptor, num_types, start)
     fitting = FITTINGS[config.fitting_net.type](

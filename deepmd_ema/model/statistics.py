@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema.labels import ATOM_ENERGY
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, FPARAM
 from deepmd_ema.model.bias import FrameEnergies, set_bias
 
 if TYPE_CHECKING:
@@ -118,8 +118,9 @@ class _Sums:
         self.num_atoms += batch.type_counts
         _accumulate(self.measured, measured)
         fitting = self.config.fitting_net
-        given = {"fparam": (fitting.numb_fparam, batch.fparam), "aparam": (fitting.numb_aparam, batch.aparam)}
-        _accumulate(self.conditions, {k: _moments(v) for k, (number, v) in given.items() if number and v is not None})
+        for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
+            if number and name in batch.conditions:
+                _accumulate(self.conditions, {name: _moments(batch.conditions[name])})
         self.energies.add(batch)
         if ATOM_ENERGY in batch.labels:
             seen_atoms = batch.has_label[ATOM_ENERGY][batch.atom_frame]
