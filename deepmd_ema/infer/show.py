@@ -125,7 +125,7 @@ def _run_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _option(name: str, profiles: Mapping[str, Any]) -> str:
-    return "--use-ema" if len(profiles) == 1 else f"--profile {name}"
+    return "--use-ema" if len(profiles) == 1 else f"--average {name}"
 
 
 def _average(state: Mapping[str, Any]) -> str:

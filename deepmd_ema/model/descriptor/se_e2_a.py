@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -155,22 +155,19 @@ class SeE2ADescriptor(nn.Module):
         """Return the features (A, M X) and their vector-Jacobian product."""
         assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
         env = self._environment(batch)
-        sections = batch.sections
+        # split, not sliced: a slice compares its ends with the size, which a compiled graph would be asked about
+        centres = [env.rows] if self.one_side else env.rows.split(batch.type_counts)
         groups = [
-            (atoms, [self._moments(env.rows[atoms, slots], net) for slots, net in zip(sections, nets, strict=True)])
-            for atoms, nets in zip(self._centres(batch), self._nets_of_centres(), strict=True)
+            [self._moments(rows, net) for rows, net in zip(part.split(batch.slots, 1), nets, strict=True)]
+            for part, nets in zip(centres, self._nets_of_centres(), strict=True)
         ]
-        summed = [reduce(torch.add, [m.value for m in group]) for _, group in groups]
+        summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (_cat(summed) + self._trimmed_moments(batch)) / sum(self.sel)
         features = torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
         return features, SeE2AVjp(env, groups, moments, self.num_axis, sum(self.sel))
 
-    def _centres(self, batch: Batch) -> Sequence[slice]:
-        """Return the slices of atoms that share their nets: all of them, or those of each type."""
-        return [slice(0, len(batch.atom_type))] if self.one_side else batch.atoms_by_type
-
     def _nets_of_centres(self) -> list[list[Network]]:
-        """Return for each slice of ``_centres`` the net of each neighbor type."""
+        """Return for all atoms, or for those of each type, the net of each neighbor type."""
         types = range(self.num_types)
         if self.one_side:
             return [self.networks]
@@ -223,7 +220,7 @@ class SeE2AVjp:
     def __init__(
         self,
         env: Environment,
-        groups: list[tuple[slice, list[Moments]]],
+        groups: list[list[Moments]],
         moments: Tensor,
         num_axis: int,
         num_slots: int,
@@ -238,7 +235,8 @@ class SeE2AVjp:
         whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
         first = whole[..., :axis] + torch.bmm(moments, grad)
         grad_moments = torch.cat([first, whole[..., axis:]], -1) / self._num_slots
-        rows = _cat([_cat([m.vjp(grad_moments[atoms]) for m in group], 1) for atoms, group in self._groups])
+        parts = grad_moments.split([len(group[0].rows) for group in self._groups])
+        rows = _cat([_cat([m.vjp(part) for m in group], 1) for part, group in zip(parts, self._groups, strict=True)])
         return self._env.vjp(rows)
 
 
