@@ -17,7 +17,9 @@ from deepmd_ema.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
 from deepmd_ema.loss import build_loss
 from deepmd_ema.metrics import Errors
 
-DIPOLE = Label("dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),))
+DIPOLE = Label(
+    "dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),)
+)
 CHARGE = Label("charge", "q", "e", ("charge",), per_atom=True, errors=(Quantity("q", "Charge", "e", milli=False),))
 
 
