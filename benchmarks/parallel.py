@@ -170,8 +170,8 @@ def _bytes_of(trainer, args: argparse.Namespace) -> dict:
             "parameters": _local_bytes(trained),
             "gradients": _local_bytes([p.grad for p in trained]),
             "moments": _local_bytes(moments),
-            "average": trainer.bank.num_bytes("ema"),
-            RANGE: trainer.bank.num_bytes("range"),
+            "average": trainer.bank["ema"].storage.num_bytes,
+            RANGE: trainer.bank["range"].storage.num_bytes,
         },
     }
 

@@ -1,4 +1,4 @@
-"""Averaged tensors by the names that a checkpoint uses, and the part of each that this process holds."""
+"""Which tensors of modules are averaged, under the names that a checkpoint uses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+from deepmd_ema.averaging.shards import Shard
+from deepmd_ema.dist.dtensor import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,79 +21,6 @@ _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoi
 _requires_grad = attrgetter("requires_grad")
 
 
-class Slot:
-    """A tensor that is averaged, and all its names.
-
-    Attributes:
-        names: at least one.
-        parameter: the tensor as the optimizer sees it, or a buffer.
-        live: the part of it that this process holds, the same memory; all of it when nothing is sharded.
-    """
-
-    def __init__(self, name: str, parameter: Tensor) -> None:
-        self.names = [name]
-        self.parameter = parameter
-        self.live = local_shard(parameter)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether other processes hold other parts of it."""
-        return self.live is not self.parameter
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return tuple(self.parameter.shape)
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Return the tensor of which ``part`` is this process's part. Every rank must call this when sharded."""
-        return full_tensor(from_local(part.detach(), self.parameter))
-
-    def part(self, whole: Tensor) -> Tensor:
-        """Return this process's part of ``whole``, which every rank has."""
-        return shard_like(whole, self.parameter)
-
-    def publish(self) -> None:
-        """Let other processes have what was written to ``live``. Every rank must call this when sharded."""
-
-
-class RangeSlot(Slot):
-    """A tensor that every process holds whole, of which each averages a range of elements.
-
-    Args:
-        slot: the tensor.
-    """
-
-    def __init__(self, slot: Slot) -> None:
-        self.names, self.parameter = slot.names, slot.parameter
-        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._room = -(-slot.parameter.numel() // self._size)
-        self.live = self._mine(slot.parameter.detach().view(-1))
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Return the tensor of which ``part`` is this process's range. Every rank must call this."""
-        if self._size == 1:
-            return part.detach().view(self.shape)
-        padded = part.new_zeros(self._room)
-        padded[: part.numel()] = part
-        ranges = [torch.empty_like(padded) for _ in range(self._size)]
-        dist.all_gather(ranges, padded)
-        return torch.cat(ranges)[: self.parameter.numel()].view(self.shape)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """Return this process's range of ``whole``."""
-        return self._mine(whole.reshape(-1))
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Write the ranges of all processes into the tensor. Every rank must call this."""
-        if self._size > 1:
-            self.parameter.copy_(self.whole(self.live))
-
-    def _mine(self, flat: Tensor) -> Tensor:
-        return flat[self._rank * self._room : (self._rank + 1) * self._room]
-
-
 class Binding:
     """Which tensors of the modules are averaged, as it stands when this is made.
 
@@ -102,10 +29,11 @@ class Binding:
         buffers: whether some average takes buffers in.
 
     Attributes:
-        slots: trained parameters.
+        shards: trained parameters.
         buffers: floating-point buffers of the state dict; none if no average takes them.
         floating_buffers: names of all floating-point buffers of the state dict.
         frozen: names of the parameters that are not trained.
+        names: those of ``shards`` and ``buffers``.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], buffers: bool) -> None:
@@ -117,15 +45,16 @@ class Binding:
         ]
         self._trained = [p for _, p in named if p.requires_grad]
         self._frozen = [p for _, p in named if not p.requires_grad]
-        self.slots = _find_slots([(name, p) for name, p in named if p.requires_grad], named)
-        averaged = {name for slot in self.slots for name in slot.names}
-        self.frozen = [name for name, _ in named if name not in averaged]
+        self.shards = _find_shards([(name, p) for name, p in named if p.requires_grad], named)
+        trained = {name for shard in self.shards for name in shard.names}
+        self.frozen = [name for name, _ in named if name not in trained]
         places = list(_buffer_places(modules))
         self.floating_buffers = [name for name, _, _, _ in places]
         places = places if buffers else []
         self._places = [(owner, key, buffer) for _, owner, key, buffer in places]
         kept = [(name, buffer) for name, _, _, buffer in places]
-        self.buffers = _find_slots(kept, kept)
+        self.buffers = _find_shards(kept, kept)
+        self.names = trained | {name for name, _ in kept}
 
     def is_stale(self) -> bool:
         """Whether parameters were frozen or released, or buffers replaced, since."""
@@ -165,16 +94,16 @@ def prefix_of(task: str) -> str:
     return f"{task}." if task else ""
 
 
-def _find_slots(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
+def _find_shards(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]) -> list[Shard]:
     """Return the ``chosen`` tensors, each storage once with all the names it has in ``named``."""
-    slots: dict[Any, Slot] = {}
+    shards: dict[Any, Shard] = {}
     for name, tensor in chosen:
-        slots.setdefault(_key(tensor), Slot(name, tensor))
+        shards.setdefault(_key(tensor), Shard(name, tensor))
     for name, tensor in named:
-        slot = slots.get(_key(tensor))
-        if slot is not None and name not in slot.names:
-            slot.names.append(name)
-    return list(slots.values())
+        shard = shards.get(_key(tensor))
+        if shard is not None and name not in shard.names:
+            shard.names.append(name)
+    return list(shards.values())
 
 
 def _key(tensor: Tensor) -> Any:
