@@ -166,7 +166,7 @@ def _train(args: argparse.Namespace) -> None:
     if find_launch().launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from deepmd_ema.train.assemble import run_training
+    from deepmd_ema.train.run import run_training
 
     run_training(
         args.input,
@@ -191,11 +191,12 @@ def _check(args: argparse.Namespace) -> None:
         return
     from deepmd_ema.data.run import check_run, length_lines, open_run
 
-    train, valid = open_run(config)
-    report = check_run(config, train, valid)
-    lines = [*report.lines(), *length_lines(config, train, report)]
-    print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
-    report.raise_problems()
+    for task in config.tasks.values():
+        train, valid = open_run(task)
+        report = check_run(task, train, valid)
+        lines = [*report.lines(), *length_lines(config, train, report)]
+        print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
+        report.raise_problems()
 
 
 def _freeze(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import pytest
 from helpers import write_system
 
 from deepmd_ema import Potential
-from deepmd_ema.train.assemble import run_training
+from deepmd_ema.train.run import run_training
 
 KEPT = sorted(
     p for p in (Path(__file__).parent / "golden" / "checkpoints").iterdir() if (p / "predictions.npz").exists()

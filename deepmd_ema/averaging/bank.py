@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.exchange import reshard, signals_wait
-from deepmd_ema.averaging.slots import Binding, RangeSlot, canonical, prefix_of, unwrap
+from deepmd_ema.averaging.slots import Binding, RangeSlot, canonical, unwrap
 from deepmd_ema.averaging.state import load_average, model_under, saved_average
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.tensors import check_weights, cpu_copy
+from deepmd_ema.tensors import check_weights, cpu_copy, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

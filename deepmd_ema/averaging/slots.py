@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from deepmd_ema.tensors import prefix_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -171,11 +173,6 @@ def unwrap(module: nn.Module) -> nn.Module:
 def canonical(name: str) -> str:
     """Return the name of a tensor without what wrappers inside the module have put into it."""
     return _INNER_WRAPPER.sub("", name)
-
-
-def prefix_of(task: str) -> str:
-    """Return what stands before the names of a task's tensors."""
-    return f"{task}." if task else ""
 
 
 def _find_slots(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]) -> list[Slot]:

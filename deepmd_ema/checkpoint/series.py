@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import POINTER, numbered, save
+from deepmd_ema.checkpoint.files import numbered, save
+from deepmd_ema.config.outputs import POINTER, suffixed
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write, sweep
 
@@ -49,8 +50,7 @@ class CheckpointSeries:
         pointer: str | Path | None = None,
     ) -> None:
         prefix = Path(prefix)
-        stem, dot, ending = prefix.name.rpartition(".")
-        self.name = f"{stem}{suffix}{dot}{ending}" if stem else f"{prefix.name}{suffix}"
+        self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
         self.link = prefix.parent / f"{self.name}.pt"
         self.keep = keep
