@@ -1,6 +1,7 @@
 """A run of two tasks, put together by hand: no input describes one yet."""
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):
 
     train("run", callback=Look())
     assert {task for task, _ in seen[1:]} == {"water", "salt"}
-    for (_, before), (task, after) in zip(seen, seen[1:]):
+    for (_, before), (task, after) in pairwise(seen):
         changed = {name.partition(".")[0] for name in after if not torch.equal(before[name], after[name])}
         assert changed == {task}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.batch import Batch
     from deepmd_ema.data.loader import Loader
-    from deepmd_ema.loss import EnerLoss
+    from deepmd_ema.loss import EnergyLoss
     from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Task:
     name: str
     models: ModelSet
     parallel_module: nn.Module
-    loss: EnerLoss
+    loss: EnergyLoss
     train_loader: Loader
     display_loader: Loader | None = None
     display_batches: int = 1
