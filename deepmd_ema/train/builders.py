@@ -204,7 +204,7 @@ def build_reporter(
     """
     training, outputs = config.training, Outputs(config)
     names = unnested({task.name: task.loss.display_names for task in tasks})
-    validated = any(task.display_loader is not None for task in tasks)
+    validated = {task.name for task in tasks if task.display_loader is not None}
     shown = [LIVE, *(t.name for t in tracked if t.lcurve)] if training.disp_training else []
     curves = {w: LcurveFile(outputs.lcurve(w), names, validated) if world.is_main else None for w in shown}
     board = training.tensorboard and world.is_main
