@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_F3_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, w
 
 def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
-    from deepmd_ema.train import run
+    from deepmd_ema.dist import world
     from deepmd_ema.train.trainer import Callback
 
     growth = {}
@@ -81,7 +82,7 @@ def most_memory(folder):
             yield
             growth[phase, trainer.step] = resident("VmHWM") - before
 
-    with mock.patch.object(run, "keep_freed_memory"):
+    with mock.patch.object(world, "keep_freed_memory"):
         train_here(folder, {"callback": Measure()})
     return growth
 
@@ -158,3 +159,24 @@ def test_the_union_of_the_ranks_in_an_epoch_is_every_frame_once_from_any_place_o
             system = samplers[0].batch(n)[0]
             seen += [(system, k) for s in samplers if not s.is_repeat(n) for k in s.batch(n)[1]]
         assert sorted(seen) == [(s, k) for s, number in enumerate(frames) for k in range(number)]
+
+
+def threads_when_memory_is_set_up(folder):
+    """Return the number of threads of the process, and whether gloo runs, at the call of ``keep_freed_memory``."""
+    from deepmd_ema.dist import world
+
+    seen = []
+
+    def look():
+        seen.append((len(os.listdir("/proc/self/task")), torch.distributed.is_initialized()))
+
+    with mock.patch.object(world, "keep_freed_memory", look):
+        train_here(folder, {})
+    return seen
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="no /proc")
+def test_F9_mallopt_is_called_before_any_thread_is_started(tmp_path, water_like):
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=1)))
+    for ended in run_ranks(2, threads_when_memory_is_set_up, str(tmp_path)):
+        assert ended.value == [(1, False)]

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deepmd_ema.config import ignored_options, load_config
-from deepmd_ema.dist.device import keep_freed_memory
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.train.assemble import assemble
@@ -60,8 +59,6 @@ def run_training(
         UserError: for everything that the user can mend.
     """
     with open_world(device, find_launch()) as world:
-        if world.device.type == "cpu":
-            keep_freed_memory()
         with world.all_ranks_ok():
             config = load_config(input_file)
             start = find_start(restart, init_model)
