@@ -63,11 +63,11 @@ def _named(task: str) -> str:
 
 
 def _model(task: PreparedTask) -> str:
-    descriptor, model = task.config.model.descriptor, task.model
+    model = task.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     return (
-        f"{descriptor.type}, cutoff {descriptor.rcut:g} angstrom, sel {descriptor.sel}, {trained:,} trained parameters"
+        f"{task.config.model.descriptor.summary()}; {trained:,} trained parameters"
         f"{f' and {frozen:,} frozen' if frozen else ''} in {str(model.dtype).removeprefix('torch.')}"
     )
 

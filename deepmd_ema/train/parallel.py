@@ -72,7 +72,8 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
 
     each = list(models.by_task.values())
     for model in each:
-        for block, methods in model.shard_units():
+        model.evaluate_all_blocks()
+        for block, methods in model.blocks():
             shard(block)
             for method in methods:
                 register_fsdp_forward_method(block, method)

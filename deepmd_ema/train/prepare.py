@@ -15,7 +15,6 @@ from deepmd_ema.data.npy import System
 from deepmd_ema.data.run import check_run, open_run
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import auto_sel
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
@@ -144,13 +143,12 @@ def _examine(
         neighbors = report.neighbors
         assert neighbors is not None, "data without problems have neighbors"
         descriptor = task.model.descriptor
-        if isinstance(descriptor.sel, str):
+        if descriptor.neighbors is None:
             if skip_neighbor_stat:
                 raise DataError(
-                    f'--skip-neighbor-stat: model.descriptor.sel = "{descriptor.sel}" needs it. Give numbers.'
+                    f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers."
                 )
-            sel = list(auto_sel(neighbors.max_neighbors, descriptor.sel_margin))
-            models[name] = replace(task.model, descriptor=replace(descriptor, sel=sel))
+            models[name] = replace(task.model, descriptor=descriptor.with_neighbors(neighbors))
         nearest[name] = start.min_nbor_dist(name) if start.has_weights else neighbors.min_distance
     if problems:
         raise DataError(problems)
@@ -188,7 +186,7 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
     path = Outputs(config).stat_file(task.config.name)
     if path is not None:
-        stored = read_stat_file(path, task.config.model)
+        stored = read_stat_file(path, task.config.model, task.model.descriptor)
         if stored is not None:
             logger.info("statistics are those of %s", path)
             return stored
@@ -197,10 +195,10 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
                 '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
             )
-    found = collect_statistics(task.config.model, _statistics_batches(task, seed, num_ranks))
+    found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
         try:
-            write_stat_file(path, task.config.model, found)
+            write_stat_file(path, task.config.model, task.model.descriptor, found)
         except OSError as error:
             raise DataError(
                 f"training.stat_file: {path}: cannot be written ({error.strerror or error}). Remove what stands there, "

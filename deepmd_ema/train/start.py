@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.averaging import note_unused
-from deepmd_ema.config import to_dict
+from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.tensors import check_weights
@@ -121,9 +121,9 @@ class FromWeights(Start):
                     f"{self.path}: a model of type_map {saved['type_map']}, but model.type_map is {model.type_map}. "
                     "Use the type_map of the file."
                 )
-            if isinstance(model.descriptor.sel, str) and "sel" in saved["descriptor"]:
-                descriptor = replace(model.descriptor, sel=list(saved["descriptor"]["sel"]))
-                models[name] = replace(model, descriptor=descriptor)
+            if model.descriptor.neighbors is None:
+                section = model_config_from_dict(saved, str(self.path)).descriptor
+                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(section))
         return config.with_models(models) if models else config
 
     def run_id(self, config: RunConfig) -> str:
