@@ -175,7 +175,7 @@ def test_A4_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step
 
     class Look(InAveragedPassOfStep8):
         def after_update(self, trainer):
-            seen[trainer.step] = {"live": trainer.bank.live_weights(), "ema": trainer.bank.weights("ema")}
+            seen[trainer.step] = {"live": trainer.bank.weights("live"), "ema": trainer.bank.weights("ema")}
 
         def on_start(self, trainer):
             self.trainer = trainer
