@@ -1,4 +1,4 @@
-"""The data of a run, as its config names them: opened, checked, and told about on one screen."""
+"""The data of the tasks of a run, as the config names them: opened, checked and summarised."""
 
 from __future__ import annotations
 
@@ -8,53 +8,51 @@ from deepmd_ema.data.check import DataReport, check_systems
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError, UserError
-from deepmd_ema.geometry import auto_sel
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepmd_ema.config import RunConfig, TrainingData, ValidationData
+    from deepmd_ema.config import RunConfig, TaskConfig, TrainingData, ValidationData
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
-def open_run(config: RunConfig) -> tuple[list[System], list[System]]:
+def open_run(task: TaskConfig) -> tuple[list[System], list[System]]:
     """Return the training and the validation systems; none of the latter without ``validation_data``.
 
     Raises:
         DataError: with the problems of both at once.
     """
     problems: list[str] = []
-    train = _open(config, config.training.training_data, "training.training_data.systems", problems)
-    valid = _open(config, config.training.validation_data, "training.validation_data.systems", problems)
+    train = _open(task, task.training_data, "training.training_data.systems", problems)
+    valid = _open(task, task.validation_data, "training.validation_data.systems", problems)
     if problems:
         raise DataError(problems)
     return train, valid
 
 
-def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
-    """Return what stands in the data of a run: problems, warnings, a summary."""
-    training = config.training
-    bound = training.training_data.min_pair_dist
+def check_run(task: TaskConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
+    """Return what stands in the data of a task: problems, warnings, a summary."""
+    bound = task.training_data.min_pair_dist
     report = check_systems(
         train,
         valid,
-        config.model.type_map,
-        config.model.descriptor.rcut,
-        labels=config.loss.labels,
+        task.model.type_map,
+        task.model.descriptor.cutoff,
+        labels=task.loss.labels,
         min_distance=bound if bound > 0 else None,
-        sel=config.model.descriptor.sel_numbers,
+        sel=task.model.descriptor.neighbors,
     )
-    drawn = _draw_problems(training.training_data, train, "training_data")
-    drawn += _draw_problems(training.validation_data, valid, "validation_data")
+    drawn = _draw_problems(task.training_data, train, "training_data")
+    drawn += _draw_problems(task.validation_data, valid, "validation_data")
     report.problems[:0] = drawn
     return report
 
 
 def length_lines(config: RunConfig, train: Sequence[System], report: DataReport) -> list[str]:
     """Return how long the run is and about how much memory it wants, one line each."""
-    data, model = config.training.training_data, config.model
+    data = config.training.training_data
     if _draw_problems(data, train, ""):
         return []
     sampler = _sampler(data, train)
@@ -62,12 +60,11 @@ def length_lines(config: RunConfig, train: Sequence[System], report: DataReport)
     epochs = steps / sampler.batches_per_epoch
     lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
     if report.neighbors is not None:
-        sel = model.descriptor.sel_numbers or auto_sel(report.neighbors.max_neighbors, model.descriptor.sel_margin)
+        descriptor = config.model.descriptor.with_neighbors(report.neighbors)
+        neighbors = list(descriptor.neighbors or ())
         atoms = max(size * system.natoms for size, system in zip(sampler.batch_size, train))
-        # of each pair: the embedding's layers, forward and backward, and a few vectors
-        per_pair = 3 * sum(model.descriptor.neuron) + 30
-        wanted = 8 * atoms * sum(sel) * per_pair
-        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {list(sel)})")
+        wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
+        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {neighbors})")
     return lines
 
 
@@ -88,16 +85,16 @@ def _draw_problems(data: TrainingData | ValidationData | None, systems: Sequence
 
 
 def _open(
-    config: RunConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
+    task: TaskConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
 ) -> list[System]:
     if data is None:
         return []
-    fitting = config.model.fitting_net
+    fitting = task.model.fitting_net
     try:
         return open_systems(
             data.systems,
-            config.model.type_map,
-            tuple(dict.fromkeys((*REPORTED, *config.loss.labels))),
+            task.model.type_map,
+            tuple(dict.fromkeys((*REPORTED, *task.loss.labels))),
             fitting.numb_fparam,
             fitting.numb_aparam,
             data.rglob_patterns,
