@@ -15,7 +15,8 @@ from deepmd_ema import __version__, checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.averaging.combine import LONGEST, Mixes, find_mixes, find_reach, refuse_untold
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.loader import PairCache, sequential_batches
+from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.averaging.combine import Mix
     from deepmd_ema.config import ModelConfig, RunConfig
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.metrics import Errors
 
 NAME = "posthoc"  # what the weights are called in files and tables
@@ -171,7 +172,7 @@ def measure_lengths(
     run: KeptRun,
     mixes: Sequence[Mix],
     config: ModelConfig,
-    systems: Sequence[System],
+    systems: Sequence[FrameSource],
     device: torch.device,
     metric: str = OVERALL,
 ) -> tuple[list[Row], int, dict[str, Tensor]]:
@@ -225,7 +226,7 @@ def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]
 
 def _open(
     config: RunConfig, run: KeptRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
-) -> list[System]:
+) -> list[FrameSource]:
     """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
     paths = [str(path) for path in systems or ()]
     if systems is None:
@@ -255,7 +256,7 @@ def _known_metric(metric: str) -> str:
     return found
 
 
-def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
+def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> None:
     """Check that the frames have what ``metric`` compares with."""
     if metric == OVERALL:
         if all(math.isnan(live.metric(f"{name}:RMSE")) for name in ("E", "F", "V")):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.sampler import batch_sizes, permutation
+from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.model.bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.validate import LIVE
@@ -65,16 +65,17 @@ def refit(prepared: Prepared, bank: AverageBank | None) -> dict[str, Tensor]:
 
 def _chosen_frames(prepared: Prepared, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
-    sizes, _ = batch_sizes(prepared.config.training.training_data.batch_size, [s.natoms for s in prepared.train])
-    # a system that `filter:N` leaves out was not trained on
-    counts = [system.num_frames if size else 0 for system, size in zip(prepared.train, sizes)]
+    rule, train = prepared.config.training.training_data.batch_size, prepared.train
+    # frames that `filter:N` leaves out were not trained on
+    frames = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule).frames
+    counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:
-        return [range(count) for count in counts]
+        return [own.tolist() for own in frames]
     # rounded so that they add up: the shares are the differences of rounded edges
     edges = np.cumsum([0, *counts]) * most // total
     orders = [permutation(count, seed_for("bias", prepared.seed, number)) for number, count in enumerate(counts)]
-    return [np.sort(order[:share]).tolist() for order, share in zip(orders, np.diff(edges))]
+    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]
 
 
 def _batches(prepared: Prepared, chosen: Sequence[Sequence[int]]) -> Iterator[Batch]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.dist.world import World
     from deepmd_ema.loss import EnergyLoss
     from deepmd_ema.optim.schedule import Schedule
@@ -62,11 +62,11 @@ class Plan:
     world: World
 
 
-def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, world: World) -> Sampler:
+def make_sampler(systems: Sequence[FrameSource], data: Any, seed: int, stream: str, world: World) -> Sampler:
     """Return the order of the frames of ``systems``, as the section ``data`` says."""
     return Sampler(
         [system.num_frames for system in systems],
-        [system.natoms for system in systems],
+        [system.frame_sizes for system in systems],
         batch_size=data.batch_size,
         auto_prob=data.auto_prob,
         sys_probs=data.sys_probs,

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deepmd_ema.data.cache import PairCache
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.loader import PairCache
-from deepmd_ema.data.run import check_run, open_run
-from deepmd_ema.data.sampler import batch_sizes, permutation
+from deepmd_ema.data.run import TaskData, check_run, open_run
+from deepmd_ema.data.sampler import permutation, plan_batches
+from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import auto_sel
 from deepmd_ema.model.build import build_model
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.batch import Batch
     from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
 
@@ -47,8 +48,8 @@ class Prepared:
     """
 
     config: RunConfig
-    train: Sequence[System]
-    valid: Sequence[System]
+    train: Sequence[FrameSource]
+    valid: Sequence[FrameSource]
     cache: PairCache
     model: EnergyModel
     min_nbor_dist: float | None
@@ -67,7 +68,7 @@ def prepare(config: RunConfig, origin: Origin, world: World, skip_neighbor_stat:
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     with world.all_ranks_ok():
-        train, valid = open_run(config)
+        train, valid = open_run(config)[""]
     made: list[Prepared] = []
 
     def look() -> tuple[RunConfig, float | None, Mapping[str, Tensor]]:
@@ -80,14 +81,15 @@ def prepare(config: RunConfig, origin: Origin, world: World, skip_neighbor_stat:
     model = build_model(config.model, seed_for("weights", seed))
     model.min_nbor_dist = nearest
     model.load_state_dict(state)
-    return Prepared(config, train, valid, PairCache(model.layout), model, nearest, seed)
+    cache = PairCache(model.layout, local_size=find_launch().local_size)
+    return Prepared(config, train, valid, cache, model, nearest, seed)
 
 
 def _look(
     config: RunConfig,
     origin: Origin,
-    train: Sequence[System],
-    valid: Sequence[System],
+    train: Sequence[FrameSource],
+    valid: Sequence[FrameSource],
     skip_neighbor_stat: bool,
     num_ranks: int,
 ) -> Prepared:
@@ -95,7 +97,7 @@ def _look(
     started = time.perf_counter()
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
-    report = check_run(config, train, valid)
+    report = check_run(config, {"": TaskData(list(train), list(valid))})[""]
     for line in report.warnings:
         logger.warning("%s", line)
     report.raise_problems()
@@ -111,7 +113,7 @@ def _look(
     checked = time.perf_counter()
     model = build_model(config.model, seed_for("weights", seed))
     model.min_nbor_dist = nearest
-    cache = PairCache(model.layout)
+    cache = PairCache(model.layout, local_size=find_launch().local_size)
     if origin.path is not None:
         load_weights(model, origin)
     else:
@@ -124,7 +126,7 @@ def _look(
 
 
 def _statistics(
-    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
+    config: RunConfig, systems: Sequence[FrameSource], cache: PairCache, seed: int, num_ranks: int
 ) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
     path = config.training.stat_file
@@ -151,13 +153,13 @@ def _statistics(
 
 
 def _statistics_batches(
-    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
+    config: RunConfig, systems: Sequence[FrameSource], cache: PairCache, seed: int, num_ranks: int
 ) -> Iterator[Batch]:
     data = config.training.training_data
-    sizes, _ = batch_sizes(data.batch_size, [system.natoms for system in systems])
-    for number, (system, size) in enumerate(zip(systems, sizes)):
+    plan = plan_batches([s.num_frames for s in systems], [s.frame_sizes for s in systems], data.batch_size)
+    for number, (system, size, frames) in enumerate(zip(systems, plan.batch_size, plan.frames)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
-        order = permutation(system.num_frames, seed_for("statistics", seed, number))
+        order = frames[permutation(len(frames), seed_for("statistics", seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         chosen = [int(k) for k in order[: config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.scan import SystemScan
+from deepmd_ema.data.check.scan import SystemScan
 
 Array: TypeAlias = np.ndarray
 
