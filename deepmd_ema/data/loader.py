@@ -24,8 +24,8 @@ _POLL_S = 0.2  # how often a waiting thread looks whether it shall stop
 class Loader:
     """The batches of a sampler in order, made ahead by a thread.
 
-    Batch n depends on the sampler and n only: a loader that starts at n, or is set to n, goes on as one that ran
-    there. An exception in the thread is raised by ``next``, and again by each further ``next``.
+    Batch n depends only on the sampler and n: a loader that starts at n gives the same batches as one that has made
+    all batches before n. An exception in the thread is raised by ``next``, and again by each further ``next``.
 
     Args:
         systems: in the order of the sampler.
@@ -40,7 +40,7 @@ class Loader:
     Attributes:
         systems: as given.
         sampler: as given.
-        position: number of the batch that ``next`` returns; all that must be saved to go on.
+        position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
         wait_s: seconds that ``next`` has waited for batches in all.
     """
 
@@ -65,7 +65,7 @@ class Loader:
         self._worker: _Worker | None = None
 
     def make(self, n: int) -> Batch:
-        """Return batch ``n``, made here and now; ``position`` stays."""
+        """Return batch ``n``, made in this thread; ``position`` does not change."""
         return self._make(n)
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
@@ -88,7 +88,7 @@ class Loader:
         return batch
 
     def seek(self, position: int) -> None:
-        """Go on with batch ``position``."""
+        """Let ``next`` return batch ``position``."""
         self.close()
         self.position = position
 

@@ -1,4 +1,4 @@
-"""Which frames make batch n: a pure function of (seed, n), so that a run is resumed by a number and nothing else."""
+"""The frames of batch n as a pure function of (seed, n): a run is resumed from the number of a batch alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ORDER, _FRAMES = 1, 2  # streams of the seed: order of systems in an epoch, ord
 
 
 class Sampler:
-    """The batches of an endless sequence of epochs.
+    """The frames of each batch, in an endless sequence of epochs.
 
     A batch holds frames of one system. An epoch is ``batches_per_epoch`` batches in an order of its own. With
     probabilities in proportion to the systems' sizes (the default) an epoch has every frame exactly once; with others
@@ -55,7 +55,7 @@ class Sampler:
         probabilities: of each system.
         batches_per_epoch: their sum.
         frames_per_step: mean number of frames in a batch, over all ranks together.
-        warnings: what a user should know, such as systems left out.
+        warnings: for the user, such as systems left out.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of the data before training: what is broken, what is suspicious, and a summary of what there is."""
+"""Checks of the data before training: problems, warnings and a summary."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DataReport:
     """What the checks found.
 
     Attributes:
-        problems: what forbids to train, each with file and frame.
+        problems: faults that make training impossible, each with file and frame.
         warnings: what a user should look at.
-        training: one pass result per training system.
-        validation: one pass result per validation system.
-        neighbors: statistics of the neighbors over all usable frames, or of those that were looked at.
+        training: scan of each training system.
+        validation: scan of each validation system.
+        neighbors: statistics over the usable frames, or over a sample of them.
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
     """
@@ -104,7 +104,7 @@ def check_systems(
         labels: labels that the loss has a prefactor for.
         min_distance: atoms closer than this, angstrom, are a problem; None for 0.3.
         sel: most neighbors that the model keeps, one number per element or one for all; None if not yet chosen.
-        max_searched: most frames whose neighbors are searched; of more, as many are taken evenly.
+        max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
     """
     report = DataReport(tuple(type_map), rcut)
     report.training = [scan_system(s, len(type_map)) for s in training]
@@ -163,11 +163,11 @@ def _too_close(
     type_map: Sequence[str],
 ) -> list[str]:
     problems: list[str] = []
-    told: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for number in np.flatnonzero(found.frame_min < bound).tolist():
         k, index = chosen[number]
-        told[k] = told.get(k, 0) + 1
-        if told[k] > _MOST_MESSAGES:
+        counts[k] = counts.get(k, 0) + 1
+        if counts[k] > _MOST_MESSAGES:
             continue
         system = scans[k].system
         place, frame = system.where(index, COORD), system.frame(index)
@@ -181,7 +181,7 @@ def _too_close(
             f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
             "Remove the frame or, if it is meant, lower training.training_data.min_pair_dist."
         )
-    more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in told.items() if count > _MOST_MESSAGES}
+    more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in counts.items() if count > _MOST_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
@@ -239,9 +239,9 @@ def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
     unseen = [name for name, n in zip(type_map, trained) if not n]
     if unseen:
         warnings.append(f"type_map has {', '.join(unseen)}, but no training frame does: their networks stay untrained.")
-    only_there = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
-    if only_there:
-        warnings.append(f"validation frames have {', '.join(only_there)}, but no training frame does.")
+    only_validated = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
+    if only_validated:
+        warnings.append(f"validation frames have {', '.join(only_validated)}, but no training frame does.")
     return warnings
 
 
@@ -272,13 +272,13 @@ def _label_text(scan: SystemScan, label: str) -> str:
 
 
 def _range_line(scans: Sequence[SystemScan], label: str) -> str:
-    there = [s for s in scans if label in s.ranges and s.ranges[label].count]
-    if not there:
+    labelled = [s for s in scans if label in s.ranges and s.ranges[label].count]
+    if not labelled:
         return ""
     total = Range()
-    for scan in there:
+    for scan in labelled:
         total.merge(scan.ranges[label])
-    worst = max(there, key=lambda s: s.ranges[label].largest)
+    worst = max(labelled, key=lambda s: s.ranges[label].largest)
     where = f"{worst.system.name} frame {worst.ranges[label].largest_frame}"
     unit = LABELS[label].unit + "/atom" * LABELS[label].extensive
     rms = f", RMS {total.rms:.4g}" if label != ENERGY else ""

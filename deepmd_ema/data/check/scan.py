@@ -1,4 +1,4 @@
-"""One pass over all numbers of a source: what is broken, and what the frames are like."""
+"""One pass over all numbers of a source: faults, and what the checks compare between frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames fo
 
 @dataclass
 class Range:
-    """Least and largest of a quantity, its mean square, and where the largest magnitude is."""
+    """Smallest and largest value of a quantity, its mean square, and the frame with the largest magnitude."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -40,7 +40,7 @@ class Range:
         return max(abs(self.low), abs(self.high)) if self.count else 0.0
 
     def add(self, values: Array, first_frame: int) -> None:
-        """Take in ``values`` (frames, numbers), of frames from ``first_frame`` on; NaN are passed over."""
+        """Add ``values`` (frames, numbers) of the frames from ``first_frame`` on; NaN are skipped."""
         finite = np.isfinite(values)
         if not finite.any():
             return
@@ -54,7 +54,7 @@ class Range:
             self.largest_frame = first_frame + int(np.abs(known).max(axis=1).argmax())
 
     def merge(self, other: Range) -> None:
-        """Take in another range, whose frame number is then lost."""
+        """Add another range; ``largest_frame`` stays, because frame numbers belong to one source."""
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.sum_squares += other.sum_squares
         self.count += other.count
@@ -65,8 +65,8 @@ class SystemScan:
     """What one pass over a source found.  F frames, T types.
 
     Attributes:
-        system: which.
-        problems: broken numbers, with file and frame.
+        system: the source.
+        problems: faults, with file and frame.
         bad_frames: frames whose geometry cannot be used.
         type_counts: (F, T) atoms of each type.
         energy: (F,) eV, NaN where missing.
@@ -94,7 +94,7 @@ class SystemScan:
 
 
 def scan_system(system: FrameSource, num_types: int) -> SystemScan:
-    """Return what a pass over all numbers of ``system`` finds."""
+    """Read all numbers of ``system`` once and return what the checks need of them."""
     frames = system.num_frames
     scan = SystemScan(
         system=system,
@@ -157,7 +157,7 @@ def _add(broken: dict[tuple[str, str], _Broken], place: Place, kind: str, fault:
 
 
 def _describe(scan: SystemScan, chunk: Chunk) -> None:
-    """Add what the frames of ``chunk`` are like."""
+    """Add counts, ranges, forces and digests of the frames of ``chunk``."""
     types, arrays, first = chunk.types, chunk.arrays, chunk.first
     here = slice(first, first + chunk.num_frames)
     exists = types >= 0

@@ -52,8 +52,8 @@ class NpyStore:
 class NpyFile:
     """The rows of one npy file.
 
-    Rows are read at their place in the file: nothing stays open or mapped, so that a data set may have any number of
-    files, and the system's page cache keeps what is used often.
+    Rows are read at their offset. No file stays open or mapped, so that a data set may have any number of files; the
+    page cache of the operating system keeps what is read often.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class NpyFile:
 
 
 def open_npy(path: Path) -> NpyFile:
-    """Return the npy file at ``path`` after a look at its header and size.
+    """Return the npy file at ``path`` after checking its header and size.
 
     Raises:
         DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.
