@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from deepmd_ema.data.frame import Frame
-from deepmd_ema.labels import LABELS
+from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig
 
 Array: TypeAlias = np.ndarray
 
-COORD, BOX, FPARAM, APARAM = "coord", "box", "fparam", "aparam"  # arrays of a chunk that are no labels
+COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
 _NUMBERS_AT_ONCE = 4_000_000  # of one array in a chunk (32 MB), so that a data set need not fit in memory
 
 

@@ -11,9 +11,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from deepmd_ema.data.frame import Frame
-from deepmd_ema.data.source import APARAM, BOX, COORD, FPARAM, Chunk, Place, ReadSpec, frames_at_once, is_per_atom
+from deepmd_ema.data.source import BOX, COORD, Chunk, Place, ReadSpec, frames_at_once, is_per_atom
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
-from deepmd_ema.labels import LABELS
+from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 Array: TypeAlias = np.ndarray
 
