@@ -10,7 +10,6 @@ from deepmd_ema.data.formats import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, collect_problems
-from deepmd_ema.geometry import auto_sel
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
@@ -73,10 +72,10 @@ def check_task(task: TaskConfig, data: TaskData) -> DataReport:
         data.train,
         data.valid,
         task.model.type_map,
-        task.model.descriptor.rcut,
+        task.model.descriptor.cutoff,
         labels=task.loss.labels,
         min_distance=bound if bound > 0 else None,
-        sel=task.model.descriptor.sel_numbers,
+        sel=task.model.descriptor.neighbors,
     )
     options: list[str] = []
     for (section, given), systems in zip(_sections(task).items(), data):
@@ -89,7 +88,7 @@ def check_task(task: TaskConfig, data: TaskData) -> DataReport:
 
 def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSource], report: DataReport) -> list[str]:
     """Return the length of the training of a task and an estimate of its memory, one line each."""
-    data, model = task.training_data, task.model
+    data = task.training_data
     try:
         sampler = Sampler(*_sizes(train), data.batch_size, data.auto_prob, data.sys_probs)
     except UserError:  # one of the problems of ``report``
@@ -98,12 +97,11 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
     epochs = steps / sampler.batches_per_epoch
     lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
     if report.neighbors is not None:
-        sel = model.descriptor.sel_numbers or auto_sel(report.neighbors.max_neighbors, model.descriptor.sel_margin)
+        descriptor = task.model.descriptor.with_neighbors(report.neighbors)
+        neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
-        # of each pair: the embedding's layers, forward and backward, and a few vectors
-        per_pair = 3 * sum(model.descriptor.neuron) + 30
-        wanted = 8 * atoms * sum(sel) * per_pair
-        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {list(sel)})")
+        wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
+        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {neighbors})")
     return lines
 
 
