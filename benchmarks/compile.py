@@ -2,10 +2,10 @@
 
 usage: python benchmarks/compile.py [--base DIR] [--output PAGE]
 
-First part: `torch.compile(run, dynamic=True)` for 1 and 3 models of one structure over batches of different sizes: graph
-breaks, graphs, seconds, and the largest difference of a parameter gradient from eager. Second part: time of forward and
-backward of one batch of water, eager here, eager in the checkout --base, and compiled here; three processes take turns,
-and the ratio is the median of the ratios of the turns.
+First part: `torch.compile(run, dynamic=True)` for 1 and 3 models of one structure over batches of different sizes:
+graph breaks, graphs, seconds, and the largest difference of a parameter gradient from eager. Second part: time of
+forward and backward of one batch of water, eager here, eager in the checkout --base, and compiled here; three
+processes take turns, and the ratio is the median of the ratios of the turns.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main() -> None:
     page = [f"# Compiled and eager steps, {common.today()}"]
     rows = [row for number in args.models for row in _compile_rows(number, args)]
     page.append(
-        f"`torch.compile(run, dynamic=True, backend=...)`, se_e2_a with neuron {args.neuron}, two elements, both sides; "
-        "the counts are cumulative over the batches."
+        f"`torch.compile(run, dynamic=True, backend=...)`, se_e2_a, neuron {args.neuron}, two elements, "
+        "both sides; breaks and graphs are cumulative."
     )
     header = ["backend", "models", "frames", "atoms by type", "slots", "breaks", "graphs", "s", "gradient error"]
     page.append(common.table(header, rows))
@@ -128,7 +128,8 @@ def _start(root: Path, kind: str, args: argparse.Namespace) -> subprocess.Popen[
 
 
 def _turn(process: subprocess.Popen[str]) -> float:
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write("go\n")
     process.stdin.flush()
     return float(process.stdout.readline())
