@@ -4,8 +4,8 @@ usage: python benchmarks/compile.py [--base DIR] [--output PAGE]
 
 First part: `torch.compile(run, dynamic=True)` for 1 and 3 models of one structure over batches of different sizes:
 graph breaks, graphs, seconds, and the largest difference of a parameter gradient from eager. Second part: time of
-forward and backward of one batch of water, eager here, eager in the checkout --base, and compiled here; three
-processes take turns, and the ratio is the median of the ratios of the turns.
+forward and backward of one batch of water, eager here, eager in the checkout --base, and compiled here (with inductor
+among --backends); the processes take turns, and the ratio is the median of the ratios of the turns.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, help="a checkout of an older version to compare eager steps with")
-    parser.add_argument("--backends", nargs="+", default=["aot_eager", "inductor"])
+    parser.add_argument("--backends", nargs="*", default=["aot_eager", "inductor"])
     parser.add_argument("--models", nargs="+", type=int, default=[1, 3], help="models of one structure")
     parser.add_argument("--neuron", nargs="+", type=int, default=[4, 8, 16], help="of the embedding in the first part")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
@@ -100,8 +100,9 @@ def _compile_rows(number: int, args: argparse.Namespace) -> list[list[str]]:
 def _step_table(args: argparse.Namespace) -> str:
     import common
 
-    roots = {"older, eager": (args.base.resolve(), "eager"), "eager": (common.ROOT, "eager"),
-             "inductor": (common.ROOT, "inductor")}  # fmt: skip
+    roots = {"older, eager": (args.base.resolve(), "eager"), "eager": (common.ROOT, "eager")}
+    if "inductor" in args.backends:
+        roots["inductor"] = (common.ROOT, "inductor")
     processes = {name: _start(root, kind, args) for name, (root, kind) in roots.items()}
     times: dict[str, list[float]] = {name: [] for name in roots}
     for turn in range(args.repeats + 1):
