@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from deepmd_ema.config.averaging import Average, EmaAverage, PowerAverage, SwaAverage
+from deepmd_ema.config.descriptor import DESCRIPTORS, DescriptorConfig, SeE2AConfig
 from deepmd_ema.config.effects import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
-from deepmd_ema.config.model import EnerFitting, ModelConfig, SeE2A
+from deepmd_ema.config.model import EnerFittingConfig, ModelConfig
 from deepmd_ema.config.optim import (
     LKF,
     Adam,
@@ -21,21 +22,23 @@ from deepmd_ema.config.run import RunConfig, TaskConfig, to_dict
 from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
 
 __all__ = [
+    "DESCRIPTORS",
     "LKF",
     "AdaMuon",
     "Adam",
     "AdamW",
     "Average",
     "CosineSchedule",
+    "DescriptorConfig",
     "EmaAverage",
-    "EnerFitting",
+    "EnerFittingConfig",
     "EnerLoss",
     "ExpSchedule",
     "HybridMuon",
     "ModelConfig",
     "PowerAverage",
     "RunConfig",
-    "SeE2A",
+    "SeE2AConfig",
     "SwaAverage",
     "TaskConfig",
     "Training",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
@@ -47,7 +46,8 @@ def rule_problems(config: RunConfig, walk: Walk) -> list[Problem]:
     found = []
     for r in RULES:
         if not any(is_broken(path_of(path), walk.broken) for path in r.looks_at):
-            found += [_problem(path, text, walk) for path, text in r.check(config)]
+            judged = [(path, text) for path, text in r.check(config) if not is_broken(path_of(path), walk.broken)]
+            found += [_problem(path, text, walk) for path, text in judged]
     return found
 
 
@@ -88,131 +88,28 @@ def _problem(path: str, text: str, walk: Walk) -> Problem:
 
 
 @rule("model.type_map")
-def elements_stand_once(config: RunConfig) -> Found:
-    """No element stands twice in ``type_map``."""
-    names = config.model.type_map
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        yield "model.type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+def model_fits_together(config: RunConfig) -> Found:
+    """Elements, excluded types and preset biases fit together."""
+    yield from _inside("model", config.model.problems())
 
 
-@rule("model.descriptor.rcut", "model.descriptor.rcut_smth")
-def smoothing_begins_inside_cutoff(config: RunConfig) -> Found:
-    """``rcut_smth`` is smaller than ``rcut``."""
-    d = config.model.descriptor
-    if d.rcut_smth >= d.rcut:
-        yield (
-            "model.descriptor.rcut_smth",
-            f" = {d.rcut_smth:g}: expected less than rcut = {d.rcut:g} (angstrom). Try rcut_smth = {0.1 * d.rcut:.2g}.",
-        )
+@rule("model.descriptor", "model.type_map")
+def descriptor_fits_together(config: RunConfig) -> Found:
+    """The options of the descriptor fit together and to the elements."""
+    yield from _inside("model.descriptor", config.model.descriptor.problems(config.model.type_map))
 
 
-@rule("model.descriptor.axis_neuron", "model.descriptor.neuron")
-def axis_fits_embedding(config: RunConfig) -> Found:
-    """``axis_neuron`` is at most the width of the last embedding layer."""
-    d = config.model.descriptor
-    if d.axis_neuron > d.neuron[-1]:
-        yield (
-            "model.descriptor.axis_neuron",
-            f" = {d.axis_neuron}: expected at most {d.neuron[-1]}, the last number of neuron = {show(d.neuron)}.",
-        )
+@rule("model.fitting_net", "model.type_map")
+def fitting_net_fits_together(config: RunConfig) -> Found:
+    """The options of the fitting network fit together and to the elements."""
+    yield from _inside("model.fitting_net", config.model.fitting_net.problems(config.model.type_map))
 
 
-@rule("model.descriptor.sel", "model.type_map")
-def one_sel_per_element(config: RunConfig) -> Found:
-    """A list ``sel`` has one number for each element."""
-    yield from _one_per_element(config, "model.descriptor.sel", config.model.descriptor.sel)
+def _inside(section: str, found: Found) -> Found:
+    return ((f"{section}.{option}", text) for option, text in found)
 
 
-@rule("model.fitting_net.atom_ener", "model.type_map")
-def one_atom_ener_per_element(config: RunConfig) -> Found:
-    """A list ``atom_ener`` is empty or has one entry for each element."""
-    if config.model.fitting_net.atom_ener:
-        yield from _one_per_element(config, "model.fitting_net.atom_ener", config.model.fitting_net.atom_ener)
-
-
-@rule("model.preset_out_bias", "model.type_map")
-def one_preset_bias_per_element(config: RunConfig) -> Found:
-    """``preset_out_bias`` has one number, list of one number, or null for each element."""
-    path = "model.preset_out_bias"
-    for name, values in (config.model.preset_out_bias or {}).items():
-        wrong = [v for v in values if not _is_bias(v)]
-        if wrong:
-            yield path, f": {name} has {show(wrong[0])}: expected a number, or null for a bias that is fitted."
-        yield from _one_per_element(config, path, values)
-
-
-def _is_bias(value: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) == 1 and _is_bias(value[0])
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
-
-
-def _one_per_element(config: RunConfig, path: str, values: Sequence[Any] | str) -> Found:
-    names = config.model.type_map
-    if isinstance(values, list) and len(values) != len(names):
-        yield (
-            path,
-            f" = {show(values)}: has length {len(values)}, expected {len(names)}, "
-            f"one for each of type_map = {show(names)}.",
-        )
-
-
-@rule("model.type_map", "model.pair_exclude_types")
-def excluded_pairs_exist(config: RunConfig) -> Found:
-    """``pair_exclude_types`` names types that exist."""
-    pairs = config.model.pair_exclude_types
-    yield from _types_exist(config, "model.pair_exclude_types", [t for pair in pairs for t in pair])
-
-
-@rule("model.type_map", "model.descriptor.exclude_types")
-def descriptor_excluded_pairs_exist(config: RunConfig) -> Found:
-    """``descriptor.exclude_types`` names types that exist."""
-    pairs = config.model.descriptor.exclude_types
-    yield from _types_exist(config, "model.descriptor.exclude_types", [t for pair in pairs for t in pair])
-
-
-@rule("model.type_map", "model.atom_exclude_types")
-def excluded_types_exist(config: RunConfig) -> Found:
-    """``atom_exclude_types`` names types that exist, and leaves one."""
-    excluded, names = config.model.atom_exclude_types, config.model.type_map
-    yield from _types_exist(config, "model.atom_exclude_types", excluded)
-    if set(excluded) >= set(range(len(names))):
-        yield "model.atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
-
-
-def _types_exist(config: RunConfig, path: str, types: Sequence[int]) -> Found:
-    names = config.model.type_map
-    bad = sorted({t for t in types if t >= len(names)})
-    if bad:
-        yield (
-            path,
-            f": type {bad[0]} does not exist, expected 0 to {len(names) - 1}, places in type_map = {show(names)}.",
-        )
-
-
-@rule("model.fitting_net.numb_fparam", "model.fitting_net.default_fparam")
-def default_fparam_has_all_parameters(config: RunConfig) -> Found:
-    """``default_fparam`` has ``numb_fparam`` numbers."""
-    net = config.model.fitting_net
-    if net.default_fparam is not None and len(net.default_fparam) != net.numb_fparam:
-        yield (
-            "model.fitting_net.default_fparam",
-            f" = {show(net.default_fparam)}: has length {len(net.default_fparam)}, "
-            f"expected numb_fparam = {net.numb_fparam}.",
-        )
-
-
-@rule("model.fitting_net.trainable", "model.fitting_net.neuron")
-def trainable_names_all_layers(config: RunConfig) -> Found:
-    """A list ``trainable`` has one entry for each layer, the output included."""
-    net = config.model.fitting_net
-    if isinstance(net.trainable, list) and len(net.trainable) != len(net.neuron) + 1:
-        yield (
-            "model.fitting_net.trainable",
-            f" = {show(net.trainable)}: has length {len(net.trainable)}, expected {len(net.neuron) + 1}: "
-            "one for each layer of neuron and one for the output.",
-        )
+# ---- learning_rate
 
 
 @rule("learning_rate.stop_lr", "learning_rate.stop_lr_ratio")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import typing
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from deepmd_ema.config.fields import Option, argument, keys_of, options, section_by_type, type_names
@@ -240,14 +239,12 @@ def _name(path: Path) -> str:
     return dotted(path) if path else ""
 
 
-@cache
 def _places(key: str) -> tuple[str, ...]:
     """Return where ``key`` is an option, anywhere in the input, when that is one or two places."""
     found = tuple(dict.fromkeys(_find(RunConfig, key, "")))
     return found if len(found) <= 2 else ()
 
 
-@cache
 def _other_types(kind: type, key: str) -> tuple[str, ...]:
     """Return the other types of a section that has several, where ``key`` is an option of one of them."""
     several: tuple[Any, ...] = next((o.sections for o in _all_options(RunConfig) if kind in o.sections), ())
