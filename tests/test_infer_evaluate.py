@@ -8,14 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input, write_system
+from helpers import open_data, tiny_input, write_system
 from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.cli.options import read_datafile, validation_systems
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
@@ -62,7 +61,7 @@ def test_the_errors_are_those_of_the_python_interface(run, labelled):
 
 def test_the_errors_are_those_of_full_validation_to_the_last_bit(run, labelled):
     loaded = load_model(run[1])
-    systems = open_systems([str(labelled)], loaded.config.type_map, (ENERGY, FORCE, VIRIAL))
+    systems = open_data([str(labelled)], loaded.config.type_map, (ENERGY, FORCE, VIRIAL))
     device = torch.device("cpu")
     expected = evaluate(loaded.model, sequential_batches(systems, loaded.model.layout), device).summary()
     found = measure(run[0], [labelled], use_average=True).total.summary()
@@ -91,9 +90,9 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
 
 def test_forces_by_element_and_worst_frames_are_listed(run, labelled):
     text = measure(run[0], [labelled]).text()
-    assert "# O               34 " in text  # 4 * 4 + 3 * 3 + 3 * 3 atoms
-    assert "# H               31 " in text  # 4 * 4 + 3 * 2 + 3 * 3
-    worst = text.split("# the 10 frames of largest force error")[1].splitlines()[2:12]
+    elements = [line.split()[1:3] for line in text.split("# forces by element")[1].splitlines()[3:5]]
+    assert elements == [["O", "34"], ["H", "31"]]  # 4 * 4 + 3 * 3 + 3 * 3 atoms, 4 * 4 + 3 * 2 + 3 * 3
+    worst = text.split("# the 10 frames of largest force error")[1].splitlines()[3:13]
     sizes = [float(line.split()[1]) for line in worst]
     assert sizes == sorted(sizes, reverse=True)
     assert any(f"{labelled / 'cell'}/set.001 frame 1" in line for line in worst)
