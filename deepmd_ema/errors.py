@@ -47,6 +47,17 @@ class RankLostError(UserError):
     """Another process of the run has ended; nothing is wrong in this one."""
 
 
+class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
+    """The run ends with the error that is the ``__cause__`` of this one, and another rank reports why."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived outside the training loop, which would have saved and left."""
+
+    def __init__(self, message: str = "stopped by SIGTERM outside the training steps; nothing was saved") -> None:
+        super().__init__(message)
+
+
 def did_you_mean(found: str, known: Sequence[str]) -> str:
     """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the known names."""
     close = get_close_matches(found.lower(), [k.lower() for k in known], n=1, cutoff=0.6)
