@@ -12,9 +12,9 @@ import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
 from deepmd_ema.config import (
-    AdaMuon,
-    AdamW,
-    EnerLoss,
+    AdaMuonConfig,
+    AdamWConfig,
+    EnerLossConfig,
     SeE2A,
     config_from_dict,
     config_summary,
@@ -206,12 +206,14 @@ def test_the_learning_rate_ends_at_5e_8_unless_said_otherwise():
 
 
 def test_adamw_decays_by_the_documented_default():
-    assert config_from_dict(spoiled({"optimizer": {"type": "AdamW"}})).optimizer == AdamW(weight_decay=0.001)
+    assert config_from_dict(spoiled({"optimizer": {"type": "AdamW"}})).optimizer == AdamWConfig(weight_decay=0.001)
 
 
 def test_the_old_name_of_the_momentum_of_muon_is_taken():
     optimizer = config_from_dict(spoiled({"optimizer": {"type": "AdaMuon", "muon_momentum": 0.9}})).optimizer
-    assert optimizer == AdaMuon(momentum=0.9, adam_beta2=0.95, weight_decay=0.001, lr_adjust=10.0, lr_adjust_coeff=0.2)
+    assert optimizer == AdaMuonConfig(
+        momentum=0.9, adam_beta2=0.95, weight_decay=0.001, lr_adjust=10.0, lr_adjust_coeff=0.2
+    )
 
 
 def test_what_deepmd_kit_normalized_is_read_back_the_same():
@@ -261,7 +263,7 @@ def test_aliases_stand_for_the_canonical_keys():
     assert config.training.numb_steps == 7
     assert config.training.training_data.sys_probs == [1.0]
     assert config.training.validation_data.numb_btch == 4
-    assert isinstance(config.loss, EnerLoss)
+    assert isinstance(config.loss, EnerLossConfig)
 
 
 def test_whole_numbers_stand_for_numbers():
@@ -330,7 +332,7 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
     }
     config = config_from_dict(old)
     assert config.training.training_data.systems == ["data"]
-    assert config.optimizer == AdamW(adam_beta1=0.8)
+    assert config.optimizer == AdamWConfig(adam_beta1=0.8)
     assert config.learning_rate.warmup_steps == 20
     assert "training.numb_test has no effect and was left out: validation is set by validation_data.numb_btch now" in (
         " ".join(config.notes)

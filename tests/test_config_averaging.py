@@ -9,9 +9,9 @@ import pytest
 from config_inputs import REMOVE, spoiled, write
 
 from deepmd_ema.config import (
-    EmaAverage,
-    PowerAverage,
-    SwaAverage,
+    EmaAverageConfig,
+    PowerAverageConfig,
+    SwaAverageConfig,
     config_from_dict,
     config_summary,
     config_warnings,
@@ -56,14 +56,16 @@ def test_there_is_no_average_unless_asked_for():
 
 def test_an_average_has_these_defaults():
     (average,) = bank_of(SLOW)
-    assert average == EmaAverage(
+    assert average == EmaAverageConfig(
         name="slow", decay=0.99, half_life=None, half_life_unit="steps", warmup=True, start_step=0, start_epoch=None,
         update_every=1, device="live", dtype="float32", layout="local_shard", buffers="copy", full_validation=False,
         lcurve=False, ckpt_keep=None,
     )  # fmt: skip
-    assert bank_of(POWER) == [PowerAverage(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)]
+    assert bank_of(POWER) == [
+        PowerAverageConfig(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)
+    ]
     assert bank_of({"name": "flat", "type": "swa", "start_step": 5}) == [
-        SwaAverage(name="flat", start_step=5, snapshots=False, snapshot_freq=None)
+        SwaAverageConfig(name="flat", start_step=5, snapshots=False, snapshot_freq=None)
     ]
 
 

@@ -12,7 +12,7 @@ from config_inputs import GOOD, REMOVE, spoiled
 
 from deepmd_ema.config.fields import arguments, options
 from deepmd_ema.config.manual import json_schema, json_schema_text, manual
-from deepmd_ema.config.run import RunConfig
+from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -6,13 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepmd_ema.config.averaging import SHORT_FORM, Average, EmaAverage, PowerAverage, SwaAverage
 from deepmd_ema.config.messages import Problem, path_of, show
 from deepmd_ema.config.rules import is_broken
+from deepmd_ema.config.schema.averaging import (
+    SHORT_FORM,
+    AverageConfig,
+    EmaAverageConfig,
+    PowerAverageConfig,
+    SwaAverageConfig,
+)
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.run import RunConfig
-    from deepmd_ema.config.walk import Walk
+    from deepmd_ema.config.explain import Walk
+    from deepmd_ema.config.schema.run import RunConfig
 
 Found = Iterator[tuple[str, str]]
 """Option of the entry that a message begins with (empty: the entry), and the rest of the message."""
@@ -28,7 +34,7 @@ class Entry:
         config: the run around it.
     """
 
-    average: Average
+    average: AverageConfig
     number: int
     config: RunConfig
 
@@ -101,14 +107,14 @@ def _but_case(one: str, other: str) -> str:
 @average_rule("decay", "half_life", "gamma", "sigma_rel")
 def one_length_of_the_average(entry: Entry) -> Found:
     """An average of type ema has exactly one of ``decay`` and ``half_life``."""
-    if isinstance(entry.average, EmaAverage):
+    if isinstance(entry.average, EmaAverageConfig):
         yield from _one_of("decay", "half_life", entry, '"decay": 0.999')
 
 
 @average_rule("decay", "half_life", "gamma", "sigma_rel")
 def one_width_of_the_average(entry: Entry) -> Found:
     """An average of type power has exactly one of ``gamma`` and ``sigma_rel``."""
-    if isinstance(entry.average, PowerAverage):
+    if isinstance(entry.average, PowerAverageConfig):
         yield from _one_of("gamma", "sigma_rel", entry, '"sigma_rel": 0.05')
 
 
@@ -149,7 +155,11 @@ def displayed_average_needs_display(entry: Entry) -> Found:
 def snapshots_have_a_frequency(entry: Entry) -> Found:
     """``snapshots`` come with the checkpoints, unless ``snapshot_freq`` says otherwise."""
     average, save_freq = entry.average, entry.config.training.save_freq
-    stored = isinstance(average, PowerAverage | SwaAverage) and average.snapshots and average.snapshot_freq is None
+    stored = (
+        isinstance(average, PowerAverageConfig | SwaAverageConfig)
+        and average.snapshots
+        and average.snapshot_freq is None
+    )
     if stored and save_freq <= 0:
         yield (
             "snapshots",

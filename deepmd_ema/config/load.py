@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.average_rules import average_problems
-from deepmd_ema.config.legacy import modernize
+from deepmd_ema.config.explain import Walk
 from deepmd_ema.config.messages import Path as ConfigPath
 from deepmd_ema.config.messages import render
-from deepmd_ema.config.read import read_config_file
 from deepmd_ema.config.rules import launch_problems, rule_problems
-from deepmd_ema.config.run import RunConfig
-from deepmd_ema.config.walk import Walk
+from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.text import read_config_file
+from deepmd_ema.config.upgrade import modernize
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
 
 
 def load_config(path: str | Path, environ: Mapping[str, str] | None = None) -> RunConfig:

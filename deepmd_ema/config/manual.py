@@ -12,7 +12,7 @@ from typing import Any
 
 from deepmd_ema.config.fields import Option, options, plain, type_names, wants
 from deepmd_ema.config.messages import close_names, show
-from deepmd_ema.config.run import RunConfig
+from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
 if typing.TYPE_CHECKING:

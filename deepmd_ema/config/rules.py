@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
-from deepmd_ema.config.optim import LKF
-from deepmd_ema.config.run import RunConfig
+from deepmd_ema.config.schema.averaging import LIVE
+from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.dist.launch import Launch, find_launch
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.walk import Walk
+    from deepmd_ema.config.explain import Walk
 
 Found = Iterator[tuple[str, str]]
 """Dotted path that a message begins with, and the rest of the message."""
@@ -59,7 +59,7 @@ def launch_problems(config: RunConfig, environ: Mapping[str, str], walk: Walk) -
 
 def _launch(config: RunConfig, launch: Launch) -> Found:
     stage = config.training.zero_stage
-    if isinstance(config.optimizer, LKF):
+    if isinstance(config.optimizer, LKFConfig):
         if launch.size > 1:
             yield (
                 "optimizer.type",
@@ -262,7 +262,7 @@ def warmup_ends_in_the_run(config: RunConfig) -> Found:
 def lkf_shares_nothing_out(config: RunConfig) -> Found:
     """LKF trains in one process: a block of its covariance has weights of several layers."""
     stage = config.training.zero_stage
-    if isinstance(config.optimizer, LKF) and stage > 0:
+    if isinstance(config.optimizer, LKFConfig) and stage > 0:
         yield (
             "training.zero_stage",
             f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
@@ -273,14 +273,14 @@ def lkf_shares_nothing_out(config: RunConfig) -> Found:
 def lkf_does_not_clip(config: RunConfig) -> Found:
     """The length of an update of LKF is the filter's, not the gradient's."""
     norm = config.training.gradient_max_norm
-    if isinstance(config.optimizer, LKF) and norm:
+    if isinstance(config.optimizer, LKFConfig) and norm:
         yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
 
 
 @rule("optimizer", "loss")
 def lkf_fits_energies_and_forces(config: RunConfig) -> Found:
     """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
-    if not isinstance(config.optimizer, LKF):
+    if not isinstance(config.optimizer, LKFConfig):
         return
     loss = config.loss
     for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):

@@ -14,7 +14,7 @@ from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepmd_ema.config import RunConfig, TrainingData, ValidationData
+    from deepmd_ema.config import RunConfig, TrainingDataConfig, ValidationDataConfig
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
@@ -71,12 +71,14 @@ def length_lines(config: RunConfig, train: Sequence[System], report: DataReport)
     return lines
 
 
-def _sampler(data: TrainingData | ValidationData, systems: Sequence[System]) -> Sampler:
+def _sampler(data: TrainingDataConfig | ValidationDataConfig, systems: Sequence[System]) -> Sampler:
     frames, atoms = [system.num_frames for system in systems], [system.natoms for system in systems]
     return Sampler(frames, atoms, data.batch_size, data.auto_prob, data.sys_probs)
 
 
-def _draw_problems(data: TrainingData | ValidationData | None, systems: Sequence[System], section: str) -> list[str]:
+def _draw_problems(
+    data: TrainingDataConfig | ValidationDataConfig | None, systems: Sequence[System], section: str
+) -> list[str]:
     """Return what keeps batches from being drawn: options that do not fit the systems that were found."""
     if data is None:
         return []
@@ -88,7 +90,7 @@ def _draw_problems(data: TrainingData | ValidationData | None, systems: Sequence
 
 
 def _open(
-    config: RunConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
+    config: RunConfig, data: TrainingDataConfig | ValidationDataConfig | None, where: str, problems: list[str]
 ) -> list[System]:
     if data is None:
         return []

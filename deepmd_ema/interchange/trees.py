@@ -15,7 +15,7 @@ from deepmd_ema.interchange.files import VARIABLES, Tree
 from deepmd_ema.model.build import DESCRIPTORS, FITTINGS
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
     from deepmd_ema.model.energy import EnergyModel
     from deepmd_ema.model.fitting.ener import EnergyFitting

@@ -13,7 +13,7 @@ from deepmd_ema.model.fitting.ener import EnergyFitting
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
 
 DESCRIPTORS: dict[str, type[nn.Module]] = {"se_e2_a": SeE2ADescriptor}
 FITTINGS: dict[str, type[nn.Module]] = {"ener": EnergyFitting}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
 
 # F frames, A atoms, K neighbor slots, T types, P frame parameters, Q atom parameters
 Array: TypeAlias = np.ndarray

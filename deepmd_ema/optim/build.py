@@ -25,7 +25,7 @@ SHOWN = 8
 
 
 def build_optimizer(
-    config: sections.Adam | sections.AdamW | sections.AdaMuon | sections.HybridMuon,
+    config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
     named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     device: torch.device,
     shared: bool = False,
@@ -120,7 +120,7 @@ Recipe = tuple[type[torch.optim.Optimizer], list[Any], dict[str, Any]]
 """Class of an optimizer, its parameters or groups of them, and its options."""
 
 
-def _fused(config: sections.Adam | sections.AdamW, trained: Mapping[str, nn.Parameter]) -> Recipe:
+def _fused(config: sections.AdamConfig | sections.AdamWConfig, trained: Mapping[str, nn.Parameter]) -> Recipe:
     settings = {
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": EPS,
@@ -130,16 +130,16 @@ def _fused(config: sections.Adam | sections.AdamW, trained: Mapping[str, nn.Para
     return getattr(torch.optim, config.type), list(trained.values()), settings
 
 
-def _adamuon(config: sections.AdaMuon, trained: Mapping[str, nn.Parameter]) -> Recipe:
+def _adamuon(config: sections.AdaMuonConfig, trained: Mapping[str, nn.Parameter]) -> Recipe:
     return AdaMuon, list(trained.values()), _muon_settings(config)
 
 
-def _hybrid_muon(config: sections.HybridMuon, trained: Mapping[str, nn.Parameter]) -> Recipe:
+def _hybrid_muon(config: sections.HybridMuonConfig, trained: Mapping[str, nn.Parameter]) -> Recipe:
     more = {"mode": config.muon_mode, "gram": config.enable_gram, "magma": config.magma_muon}
     return HybridMuon, routed(trained, config.muon_mode), {**_muon_settings(config), **more}
 
 
-def _muon_settings(config: sections.AdaMuon | sections.HybridMuon) -> dict[str, Any]:
+def _muon_settings(config: sections.AdaMuonConfig | sections.HybridMuonConfig) -> dict[str, Any]:
     return {
         "momentum": config.momentum,
         "betas": (config.adam_beta1, config.adam_beta2),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import CosineSchedule, ExpSchedule, WsdSchedule
+    from deepmd_ema.config import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 
 LEAST_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
 
@@ -47,7 +47,7 @@ class Schedule:
         return self.decay(step - self.warmup_steps)
 
 
-def build_schedule(config: ExpSchedule | CosineSchedule | WsdSchedule, num_steps: int) -> Schedule:
+def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig, num_steps: int) -> Schedule:
     """Return the schedule that ``config`` describes for a run of ``num_steps`` updates.
 
     Raises:
@@ -63,7 +63,7 @@ def build_schedule(config: ExpSchedule | CosineSchedule | WsdSchedule, num_steps
     return Schedule(start, stop, num_steps, warmup, config.warmup_start_factor, decay)
 
 
-def _exp(config: ExpSchedule, length: int, _: int) -> Callable[[int], float]:
+def _exp(config: ExpScheduleConfig, length: int, _: int) -> Callable[[int], float]:
     every, rate = config.decay_steps, config.decay_rate
     if rate is None:
         if every >= length:
@@ -77,7 +77,7 @@ def _exp_value(step: int, *, start: float, stop: float, rate: float, every: int,
     return max(start * rate ** (step / every if smooth else step // every), stop)
 
 
-def _cosine(config: CosineSchedule, length: int, _: int) -> Callable[[int], float]:
+def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Callable[[int], float]:
     return partial(_cosine_value, start=config.start_lr, stop=config.end_lr, length=length)
 
 
@@ -85,7 +85,7 @@ def _cosine_value(step: int, *, start: float, stop: float, length: int) -> float
     return stop + (start - stop) * _half_cosine(step / length) if step < length else stop
 
 
-def _wsd(config: WsdSchedule, length: int, num_steps: int) -> Callable[[int], float]:
+def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Callable[[int], float]:
     if config.decay_type == "inverse_linear" and config.end_lr == 0:
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."

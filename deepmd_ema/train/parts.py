@@ -98,7 +98,7 @@ def make_task(plan: Plan, wrapped: nn.Module, loss: EnerLoss, sampler: Sampler) 
 def make_step(plan: Plan, schedule: Schedule) -> Step:
     """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
     config, model, stage = plan.prepared.config, plan.prepared.model, plan.prepared.config.training.zero_stage
-    if isinstance(config.optimizer, sections.LKF):
+    if isinstance(config.optimizer, sections.LKFConfig):
         kalman = LKF(model.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(model, kalman, schedule, config.optimizer, plan.num_steps, plan.prepared.seed)
     device, clip = plan.world.device, config.training.gradient_max_norm or None

@@ -18,7 +18,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import SeE2A
+    from deepmd_ema.config.schema.model import SeE2A
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, X axis channels
 

@@ -14,7 +14,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import EnerFitting
+    from deepmd_ema.config.schema.model import EnerFitting
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 

@@ -23,14 +23,14 @@ from deepmd_ema.config.messages import (
     wants,
     wrong_type,
 )
-from deepmd_ema.config.run import RunConfig
-from deepmd_ema.config.unavailable import (
+from deepmd_ema.config.peer import (
     UNAVAILABLE_TYPES,
     is_covered,
     is_harmless,
     is_unavailable_value,
     unavailable_key,
 )
+from deepmd_ema.config.schema.run import RunConfig
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.averaging import EmaAverage, PowerAverage, SwaAverage
 from deepmd_ema.config.fields import (
     Check,
     file_name,
@@ -17,6 +16,7 @@ from deepmd_ema.config.fields import (
     positive,
     positive_int,
 )
+from deepmd_ema.config.schema.averaging import EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -90,7 +90,7 @@ class _Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingData(_Data):
+class TrainingDataConfig(_Data):
     """Where the frames to train on are, and how they are drawn."""
 
     min_pair_dist: float = option(
@@ -102,7 +102,7 @@ class TrainingData(_Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationData(_Data):
+class ValidationDataConfig(_Data):
     """Where the frames to validate on are."""
 
     numb_btch: int = option(
@@ -111,11 +111,11 @@ class ValidationData(_Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingConfig:
     """How long, on which data, and what is written when."""
 
-    training_data: TrainingData = option(doc="Data to train on.")
-    validation_data: ValidationData | None = option(None, doc="Data to validate on.")
+    training_data: TrainingDataConfig = option(doc="Data to train on.")
+    validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
     stat_file: str | None = option(
         None, check=file_name, doc="Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder."
     )
@@ -170,7 +170,7 @@ class Training:
     ema_ckpt_keep: int | None = option(
         None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
     )
-    averaging: list[EmaAverage | PowerAverage | SwaAverage] = option(
+    averaging: list[EmaAverageConfig | PowerAverageConfig | SwaAverageConfig] = option(
         [],
         default_type="ema",
         doc="Averages of the weights that are kept beside each other, each with a `name`. `enable_ema` adds one named "
@@ -207,7 +207,7 @@ _metric = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validating:
+class ValidatingConfig:
     """Full validation: the whole validation set at regular steps, and the best weights kept."""
 
     full_validation: bool = option(False, doc="Whether the live weights are validated on all validation data.")

@@ -30,7 +30,7 @@ def read_config_file(path: Path) -> ConfigText:
             f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
         )
     if path.suffix.lower() in YAML_SUFFIXES:
-        from deepmd_ema.config.read_yaml import parse_yaml
+        from deepmd_ema.config.text_yaml import parse_yaml
 
         found = parse_yaml(text, str(path))
     else:

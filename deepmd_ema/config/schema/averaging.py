@@ -115,7 +115,7 @@ class _Stored(_Average):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaAverage(_Average):
+class EmaAverageConfig(_Average):
     """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`."""
 
     type: ClassVar[str] = "ema"
@@ -145,7 +145,7 @@ class EmaAverage(_Average):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerAverage(_Stored):
+class PowerAverageConfig(_Stored):
     """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run."""
 
     type: ClassVar[str] = "power"
@@ -165,10 +165,10 @@ class PowerAverage(_Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwaAverage(_Stored):
+class SwaAverageConfig(_Stored):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
     type: ClassVar[str] = "swa"
 
 
-Average = EmaAverage | PowerAverage | SwaAverage
+AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.average_effects import average_words, bank_warnings, of_averages
+from deepmd_ema.config.average_notices import average_words, bank_warnings, of_averages
 from deepmd_ema.config.messages import path_of, show
-from deepmd_ema.config.optim import LKF, ExpSchedule, WsdSchedule
+from deepmd_ema.config.schema.optim import ExpScheduleConfig, LKFConfig, WsdScheduleConfig
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.run import RunConfig
+    from deepmd_ema.config.schema.run import RunConfig
 
 Ignored = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
@@ -90,7 +90,7 @@ def _of_learning_rate(config: RunConfig) -> Ignored:
     yield "learning_rate.scale_by_worker", "the learning rate is taken as it is"
     if lr.warmup_steps == 0 and not lr.warmup_ratio:
         yield "learning_rate.warmup_start_factor", "there is no warm-up"
-    if isinstance(config.optimizer, LKF):
+    if isinstance(config.optimizer, LKFConfig):
         yield "learning_rate.start_lr", "LKF has no learning rate"
 
 
@@ -168,7 +168,7 @@ _OF_SECTIONS: tuple[Callable[[RunConfig], Ignored], ...] = (
 
 def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
     lr = config.learning_rate
-    if not isinstance(lr, ExpSchedule) or num_steps is None or lr.decay_rate is not None:
+    if not isinstance(lr, ExpScheduleConfig) or num_steps is None or lr.decay_rate is not None:
         return
     steps = num_steps - lr.num_warmup_steps(num_steps)
     if lr.decay_steps >= steps:
@@ -211,10 +211,10 @@ _CAREFUL: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
 def _schedule_words(config: RunConfig) -> str:
     lr = config.learning_rate
     words = f"{lr.type}, {lr.start_lr:g} to {lr.end_lr:g}"
-    if isinstance(lr, ExpSchedule):
+    if isinstance(lr, ExpScheduleConfig):
         rate = "" if lr.decay_rate is None else f" by {lr.decay_rate:g}"
         words += f", every {'step' if lr.smooth else f'{lr.decay_steps} steps'}{rate}"
-    if isinstance(lr, WsdSchedule):
+    if isinstance(lr, WsdScheduleConfig):
         words += f", {lr.decay_type} over the last {100 * lr.decay_phase_ratio:g} %"
     if lr.warmup_steps or lr.warmup_ratio:
         warmup = f"{lr.warmup_steps} steps" if lr.warmup_steps else f"{100 * (lr.warmup_ratio or 0):g} %"

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deepmd_ema.config.averaging import LIVE, SHORT_FORM
 from deepmd_ema.config.fields import option, plain
-from deepmd_ema.config.model import ModelConfig
-from deepmd_ema.config.optim import (
-    LKF,
-    Adam,
-    AdaMuon,
-    AdamW,
-    CosineSchedule,
-    EnerLoss,
-    ExpSchedule,
-    HybridMuon,
-    WsdSchedule,
+from deepmd_ema.config.schema.averaging import LIVE, SHORT_FORM
+from deepmd_ema.config.schema.model import ModelConfig
+from deepmd_ema.config.schema.optim import (
+    AdamConfig,
+    AdaMuonConfig,
+    AdamWConfig,
+    CosineScheduleConfig,
+    EnerLossConfig,
+    ExpScheduleConfig,
+    HybridMuonConfig,
+    LKFConfig,
+    WsdScheduleConfig,
 )
-from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
+from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class TaskConfig:
 
     name: str
     model: ModelConfig
-    loss: EnerLoss
-    training_data: TrainingData
-    validation_data: ValidationData | None
+    loss: EnerLossConfig
+    training_data: TrainingDataConfig
+    validation_data: ValidationDataConfig | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,15 @@ class RunConfig:
     """
 
     model: ModelConfig = option(default_type="standard", doc="What is trained.")
-    learning_rate: ExpSchedule | CosineSchedule | WsdSchedule = option(
+    learning_rate: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig = option(
         default_type="exp", doc="How the learning rate goes down."
     )
-    optimizer: Adam | AdamW | AdaMuon | HybridMuon | LKF = option(
-        Adam(), default_type="Adam", doc="How parameters follow gradients."
+    optimizer: AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig = option(
+        AdamConfig(), default_type="Adam", doc="How parameters follow gradients."
     )
-    loss: EnerLoss = option(EnerLoss(), default_type="ener", doc="What is minimized.")
-    training: Training = option(doc="How long, on which data, and what is written when.")
-    validating: Validating = option(Validating(), doc="Full validation and the best weights.")
+    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
+    training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
+    validating: ValidatingConfig = option(ValidatingConfig(), doc="Full validation and the best weights.")
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 

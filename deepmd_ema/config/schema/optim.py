@@ -55,7 +55,7 @@ class _Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpSchedule(_Schedule):
+class ExpScheduleConfig(_Schedule):
     """Exponential decay from `start_lr` to `stop_lr`."""
 
     type: ClassVar[str] = "exp"
@@ -68,14 +68,14 @@ class ExpSchedule(_Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineSchedule(_Schedule):
+class CosineScheduleConfig(_Schedule):
     """Half a cosine from `start_lr` to `stop_lr`."""
 
     type: ClassVar[str] = "cosine"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WsdSchedule(_Schedule):
+class WsdScheduleConfig(_Schedule):
     """Warm-up, stable, decay: `start_lr` until the last part of the run, then down to `stop_lr`."""
 
     type: ClassVar[str] = "wsd"
@@ -87,7 +87,7 @@ class WsdSchedule(_Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam:
+class AdamConfig:
     """Adam; weight decay is an L2 term of the gradient."""
 
     type: ClassVar[str] = "Adam"
@@ -98,7 +98,7 @@ class Adam:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamWConfig:
     """Adam with decoupled weight decay."""
 
     type: ClassVar[str] = "AdamW"
@@ -109,7 +109,7 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaMuon:
+class AdaMuonConfig:
     """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
 
     type: ClassVar[str] = "AdaMuon"
@@ -130,7 +130,7 @@ class AdaMuon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridMuon:
+class HybridMuonConfig:
     """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
 
     type: ClassVar[str] = "HybridMuon"
@@ -162,7 +162,7 @@ class HybridMuon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LKF:
+class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
     type: ClassVar[str] = "LKF"
@@ -186,7 +186,7 @@ _delta = Check(_is_delta, "a number > 0, or three of them for energy, force and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnerLoss:
+class EnerLossConfig:
     """Weighted errors of energies, forces, virials and more.
 
     A weight follows the learning rate from `start_pref` to `limit_pref`: `limit + (start - limit) * lr / start_lr`.
