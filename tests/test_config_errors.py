@@ -7,7 +7,7 @@ import json
 import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
-from deepmd_ema.config import config_from_dict, load_config, model_config_from_dict
+from deepmd_ema.config import config_from_dict, launch_problems, load_config, model_config_from_dict
 from deepmd_ema.config.rules import RULES
 from deepmd_ema.errors import ConfigError
 
@@ -258,11 +258,6 @@ BROKEN_RULES = {
         "validating.full_validation = true",
         "needs training.validation_data",
     ),
-    "ema_validation_needs_ema": (
-        {"validating.ema_full_validation": True, "validating.full_val_start": 1.0},
-        "validating.ema_full_validation = true",
-        '"enable_ema": true',
-    ),
     "rows_have_files_of_their_own": (
         {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
         "validating.full_val_file: ",
@@ -276,7 +271,12 @@ BROKEN_RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
+def test_validation_of_the_short_form_needs_the_short_form():
+    (found,) = problems_of(spoiled({"validating.ema_full_validation": True, "validating.full_val_start": 1.0}))
+    assert found.startswith('input.json: validating.ema_full_validation = true: needs "enable_ema": true')
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.about != "average"], ids=lambda rule: rule.check.__name__)
 def test_each_rule_between_options_has_a_message(rule):
     changes, place, phrase = BROKEN_RULES[rule.check.__name__]
     found = problems_of(spoiled(changes))
@@ -359,20 +359,27 @@ def test_errors_that_the_kalman_filter_does_not_know_are_refused(name, value, sh
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharing_out_in_a_process_that_no_launcher_started_is_refused(tmp_path, stage):
+def test_sharing_out_in_a_process_that_no_launcher_started_is_refused_at_the_start(tmp_path, stage):
+    """`dp-ema check` refused such an input, and hid the mistakes of the data behind it."""
     path = write(tmp_path, spoiled({"training.zero_stage": stage}))
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, {})
-    (found,) = caught.value.problems
-    assert f"training.zero_stage = {stage}" in found
+    (found,) = launch_problems(load_config(path), world_size=1, launched=False)
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "zero_stage" in text)
+    assert found.startswith(f"{path}:{line}: training.zero_stage = {stage}: needs several ranks, and this process is")
     assert "torchrun --nproc_per_node=2 -m deepmd_ema train input.json" in found
 
 
+def test_the_kalman_filter_on_several_processes_is_refused_at_the_start():
+    config = config_from_dict(spoiled({"optimizer": {"type": "LKF"}}))
+    (found,) = launch_problems(config, world_size=2, launched=True)
+    assert found.startswith('<dict>: optimizer.type = "LKF": trains in one process only, and 2 were launched.')
+    assert launch_problems(config, world_size=1, launched=True) == []
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", ["1", "2"])
-def test_processes_started_by_torchrun_may_train_at_every_stage(tmp_path, stage, size):
-    path = write(tmp_path, spoiled({"training.zero_stage": stage}))
-    assert load_config(path, {"WORLD_SIZE": size, "LOCAL_RANK": "0", "RANK": "0"}).training.zero_stage == stage
+@pytest.mark.parametrize("size", [1, 2])
+def test_processes_started_by_torchrun_may_train_at_every_stage(stage, size):
+    config = config_from_dict(spoiled({"training.zero_stage": stage}))
+    assert launch_problems(config, size, launched=True) == []
 
 
 # text of a file -> what its one message holds

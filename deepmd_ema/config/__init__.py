@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from deepmd_ema.config.argcheck import run_arguments
 from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
+from deepmd_ema.config.rules import launch_problems
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
 from deepmd_ema.config.schema.model import EnerFitting, ModelConfig, SeE2A
 from deepmd_ema.config.schema.optim import (
@@ -47,7 +49,9 @@ __all__ = [
     "config_summary",
     "config_warnings",
     "ignored_options",
+    "launch_problems",
     "load_config",
     "model_config_from_dict",
+    "run_arguments",
     "to_dict",
 ]

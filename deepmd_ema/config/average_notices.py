@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from deepmd_ema.config.messages import dotted
 from deepmd_ema.config.schema.averaging import (
-    SHORT_FORM,
     AverageConfig,
     EmaAverageConfig,
     PowerAverageConfig,
@@ -22,14 +22,8 @@ _FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of oth
 _LAST_REPLICATED_STAGE = 1  # the largest zero_stage at which every process holds all weights
 
 
-def of_averages(config: RunConfig) -> Iterator[tuple[str, str]]:
+def averages_unused(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the paths of options of averages that do nothing, with the reason."""
-    training = config.training
-    if not training.enable_ema:
-        for name in ("ema_decay", "ema_warmup", "ema_ckpt_keep"):
-            yield f"training.{name}", "training.enable_ema is false"
-    elif training.ckpt_keep_ratio is not None:
-        yield "training.ema_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
     for path, average in _entries(config):
         yield from ((f"{path}.{name}", why) for name, why in _of_one(average, config))
 
@@ -46,26 +40,19 @@ def bank_warnings(config: RunConfig, num_steps: int | None, steps_per: Mapping[s
     if num_steps is None:
         return
     training = config.training
-    if training.enable_ema:
-        yield from _long_decay("training.ema_decay", training.ema_decay, num_steps)
     for path, average in _entries(config):
         if isinstance(average, EmaAverageConfig):
-            yield from _long_window(path, average, num_steps, steps_per)
-        start = _start(average, steps_per)
+            yield from _long_window(config, path, average, num_steps, steps_per)
+        spelled, start = dotted(config.source.path(path)), _start(average, steps_per)
         if start is not None and start >= num_steps:
-            yield _never_starts(path, average, num_steps)
+            yield _never_starts(spelled, average, num_steps)
         elif isinstance(average, PowerAverageConfig | SwaAverageConfig) and average.snapshots:
-            yield from _few_snapshots(path, average, start or 0, num_steps, training.save_freq)
+            yield from _few_snapshots(spelled, average, start or 0, num_steps, training.save_freq)
 
 
 def average_words(config: RunConfig) -> list[str]:
     """Return a line for each average of the run."""
-    t = config.training
-    lines = []
-    if t.enable_ema:
-        short = EmaAverageConfig(name=SHORT_FORM, decay=t.ema_decay, warmup=t.ema_warmup)
-        lines.append(f"{SHORT_FORM}: {_kind_words(short)}")
-    lines += [", ".join([f"{a.name}: {_kind_words(a)}", *_more_words(a)]) for a in t.averaging]
+    lines = [", ".join([f"{a.name}: {_kind_words(a)}", *_more_words(a)]) for a in config.training.averaging]
     return lines or ["none (training.enable_ema is false, training.averaging is empty)"]
 
 
@@ -95,23 +82,24 @@ def _of_one(average: AverageConfig, config: RunConfig) -> Iterator[tuple[str, st
 # ---- allowed, but likely not meant
 
 
-def _long_decay(path: str, decay: float, num_steps: int) -> Iterator[str]:
-    window = 1 / (1 - decay)
-    if window > _LONGEST_WINDOW * num_steps:
-        better = max(0.0, 1 - 1 / max(1.0, _LONGEST_WINDOW / 2 * num_steps))
-        yield f"{path} = {decay:g}: {_lags(window, num_steps)} Try {better:.3g}."
-
-
-def _long_window(path: str, average: EmaAverageConfig, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[str]:
+def _long_window(
+    config: RunConfig, path: str, average: EmaAverageConfig, num_steps: int, steps_per: Mapping[str, float]
+) -> Iterator[str]:
+    longest, better_window = _LONGEST_WINDOW * num_steps, _LONGEST_WINDOW / 2 * num_steps
     if average.decay is not None:
-        yield from _long_decay(f"{path}.decay", average.decay, num_steps)
+        window = 1 / (1 - average.decay)
+        better = max(0.0, 1 - 1 / max(1.0, better_window))
+        name, value = "decay", f"{average.decay:g}"
     elif average.half_life is not None and average.half_life_unit in steps_per:
         unit = steps_per[average.half_life_unit]
         window = 1 / -math.expm1(-math.log(2) / (average.half_life * unit))
-        if window > _LONGEST_WINDOW * num_steps:
-            better = math.log(2) * _LONGEST_WINDOW / 2 * num_steps / unit
-            there = f"{path}.half_life = {average.half_life:g} {average.half_life_unit}"
-            yield f"{there}: {_lags(window, num_steps)} Try {better:.3g}."
+        better = math.log(2) * better_window / unit
+        name, value = "half_life", f"{average.half_life:g} {average.half_life_unit}"
+    else:
+        return
+    if window > longest:
+        option = dotted(config.source.path(f"{path}.{name}"))
+        yield f"{option} = {value}: {_lags(window, num_steps)} Try {better:.3g}."
 
 
 def _lags(window: float, num_steps: int) -> str:

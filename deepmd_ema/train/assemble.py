@@ -10,10 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deepmd_ema.averaging import AverageBank, note_unused
-from deepmd_ema.config import config_warnings, ignored_options, load_config
+from deepmd_ema.config import config_warnings, ignored_options, launch_problems, load_config
 from deepmd_ema.dist.device import keep_freed_memory
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import World, open_world
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.train import banner, parts
@@ -59,11 +60,14 @@ def run_training(
     Raises:
         UserError: for everything that the user can mend.
     """
-    with open_world(device, find_launch()) as world:
+    launch = find_launch()
+    with open_world(device, launch) as world:
         if world.device.type == "cpu":
             keep_freed_memory()
         with world.all_ranks_ok():
             config = load_config(input_file)
+            if problems := launch_problems(config, world.size, launch.launched):
+                raise ConfigError(problems)
             origin = find_origin(restart, init_model)
             config = adopt_model(config, origin)
             if origin.kind == "restart":

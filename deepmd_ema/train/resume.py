@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import to_dict
+from deepmd_ema.config import config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.tensors import check_weights
 
@@ -105,7 +105,8 @@ def check_continuity(config: RunConfig, origin: Origin, allow_change: bool) -> N
     Raises:
         ConfigError: if an option differs that decides how the run goes on, unless ``allow_change``.
     """
-    now, before = to_dict(config), origin.payload["config"]
+    # both in the form of today: the checkpoint may be of an older version, with options under other names
+    now, before = to_dict(config), to_dict(config_from_dict(origin.payload["config"], str(origin.path)))
     differences = list(_differences(before, now))
     for path, old, new in differences:
         if path in LENGTH:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.metrics import Errors, evaluate
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
     from deepmd_ema.report import ValidationLog
-
-LIVE = "live"
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, fraction, not_negative, not_negative_int, option, positive_int
+from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, POSTHOC, WIDEST_SIGMA_REL
 
-LIVE = "live"  # name of the weights that are trained, which no average may have
-POSTHOC = "posthoc"  # what `dp-ema posthoc` calls the average that it makes
-SHORT_FORM = "ema"  # name of the average that enable_ema keeps
-LARGEST_SIGMA_REL = 1 / math.sqrt(12)  # width of equal weights over the run, EDM2 (arXiv:2312.02696), section 3.1
 _LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
 
 
@@ -30,8 +27,8 @@ _name = Check(
 )
 _half_life = Check(lambda v: 0 < v <= _LONGEST_HALF_LIFE, "a number > 0 and <= 1e9")
 _sigma_rel = Check(
-    lambda v: 0 < v <= LARGEST_SIGMA_REL,
-    f"a number > 0 and <= {math.floor(LARGEST_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
+    lambda v: 0 < v <= WIDEST_SIGMA_REL,
+    f"a number > 0 and <= {math.floor(WIDEST_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
 )
 
 
@@ -62,18 +59,18 @@ class _Average:
     )
     device: str = option(
         "live",
-        choices=("live", "cpu"),
+        choices=DEVICES,
         doc="Where the average is held: `live`: beside the live weights; `cpu`: in the memory of the host, to which "
         "live weights are copied while training goes on.",
     )
     dtype: str = option(
         "float32",
-        choices=("float32", "float64"),
+        choices=DTYPES,
         doc="Precision of the average; never less than that of the live weights.",
     )
     layout: str = option(
         "local_shard",
-        choices=("local_shard", "full_tensor", "rank_range"),
+        choices=LAYOUTS,
         doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
         "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3); `rank_range`: each "
         "averages a range of the weights that all of them hold, so that the average takes one copy of the weights over "
@@ -81,7 +78,7 @@ class _Average:
     )
     buffers: str = option(
         "copy",
-        choices=("copy", "average"),
+        choices=BUFFERS,
         doc="What stands with the averaged weights for numbers of the model that are not trained: `copy`: the live "
         "ones; `average`: their average, floating-point numbers only.",
     )
@@ -172,3 +169,30 @@ class SwaAverageConfig(_Stored):
 
 
 AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaShorthand:
+    """Options of `training` for one average named `ema`, as DeePMD-kit has them."""
+
+    enable_ema: bool = option(
+        False, doc="Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
+    )
+    ema_decay: float = option(
+        0.999, check=fraction, doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps."
+    )
+    ema_warmup: bool = option(
+        True,
+        doc="Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
+        "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
+    )
+    ema_ckpt_keep: int | None = option(
+        None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaValidationShorthand:
+    """The option of `validating` for the average named `ema`."""
+
+    ema_full_validation: bool = option(False, doc="The same for the averaged weights; needs `training.enable_ema`.")

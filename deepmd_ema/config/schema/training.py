@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import (
     Check,
     file_name,
-    fraction,
     not_negative,
     not_negative_int,
     option,
     positive,
     positive_int,
 )
-from deepmd_ema.config.schema.averaging import EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
+from deepmd_ema.config.schema.averaging import (
+    EmaAverageConfig,
+    EmaShorthand,
+    EmaValidationShorthand,
+    PowerAverageConfig,
+    SwaAverageConfig,
+)
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -114,6 +119,8 @@ class ValidationDataConfig(_Data):
 class TrainingConfig:
     """How long, on which data, and what is written when."""
 
+    shorthand: ClassVar[type] = EmaShorthand
+
     training_data: TrainingDataConfig = option(doc="Data to train on.")
     validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
     stat_file: str | None = option(
@@ -156,20 +163,6 @@ class TrainingConfig:
         check=Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
         doc="Part of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
     )
-    enable_ema: bool = option(
-        False, doc="Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
-    )
-    ema_decay: float = option(
-        0.999, check=fraction, doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps."
-    )
-    ema_warmup: bool = option(
-        True,
-        doc="Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
-        "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
-    )
-    ema_ckpt_keep: int | None = option(
-        None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
-    )
     averaging: list[EmaAverageConfig | PowerAverageConfig | SwaAverageConfig] = option(
         [],
         default_type="ema",
@@ -210,8 +203,9 @@ _metric = Check(
 class ValidatingConfig:
     """Full validation: the whole validation set at regular steps, and the best weights kept."""
 
+    shorthand: ClassVar[type] = EmaValidationShorthand
+
     full_validation: bool = option(False, doc="Whether the live weights are validated on all validation data.")
-    ema_full_validation: bool = option(False, doc="The same for the averaged weights; needs `training.enable_ema`.")
     validation_freq: int = option(5000, check=positive_int, unit="steps", doc="Steps between two full validations.")
     save_best: bool = option(True, doc="Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
     save_best_dir: str | None = option(None, doc="Folder of the best weights; null: the folder of `save_ckpt`.")
