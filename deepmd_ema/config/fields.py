@@ -141,13 +141,21 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
         default = field.default_factory()
     return Option(
         name=field.name,
-        types=(*(p for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)), *about.pop("also", ())),
+        types=(
+            *(_in_file(p) for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)),
+            *about.pop("also", ()),
+        ),
         sections=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
         many=many,
         nullable=type(None) in parts,
         default=default,
         **about,
     )
+
+
+def _in_file(kind: Any) -> Any:
+    """Return the type of a value before ``convert``: a text with parts is a text."""
+    return str if isinstance(kind, type) and issubclass(kind, str) else kind
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -168,7 +176,7 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
-    return value
+    return str(value) if isinstance(value, str) else value  # a text with parts is a text in a file
 
 
 def _type_words(kind: Any) -> str:

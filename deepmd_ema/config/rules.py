@@ -408,7 +408,7 @@ NEEDS_DATA = " = true: needs training.validation_data. Add it, or set this to fa
 def metric_is_trained(run: RunConfig) -> Violations:
     """The metric that ranks weights has weights in the loss of every task, at the start and at the end."""
     metric = run.validating.validation_metric
-    letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric[0]]
+    letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
     for task in run.tasks.values():
         start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
         if run.fully_validated and not (start and limit):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,26 +21,20 @@ from deepmd_ema.config.schema.averaging import (
     PowerAverageConfig,
     SwaAverageConfig,
 )
+from deepmd_ema.config.schema.texts import (
+    BatchSizeRule,
+    Metric,
+    SystemProbability,
+    check_text,
+    is_readable,
+    read_if_text,
+)
 
 
 def _is_batch_size(value: Any) -> bool:
     if isinstance(value, str):
-        found = re.fullmatch(r"auto|(?:auto|max|filter):(\d+)", value)
-        return found is not None and (found[1] is None or int(found[1]) > 0)
+        return is_readable(BatchSizeRule, value)
     return len(value) > 0 and min(value) > 0 if isinstance(value, list) else value > 0
-
-
-def _is_auto_prob(value: str) -> bool:
-    if value in ("prob_uniform", "prob_sys_size"):
-        return True
-    head, *blocks = [part.strip() for part in value.split(";")]
-    found = [re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", block) for block in blocks if block]
-    return (
-        head == "prob_sys_size"
-        and len(found) > 0
-        and all(m is not None and int(m[1]) < int(m[2]) for m in found)
-        and sum(float(m[3]) for m in found if m) > 0
-    )
 
 
 def _is_probs(value: list[float]) -> bool:
@@ -53,7 +46,7 @@ _systems = Check(
     lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
 )
 _batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
-_auto_prob = Check(_is_auto_prob, '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."')
+_auto_prob = check_text(SystemProbability, '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."')
 _probs = Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave")
 
 
@@ -71,18 +64,20 @@ class _Data:
     rglob_patterns: list[str] | None = option(
         None, doc="Patterns that folders of systems must match when parent folders are searched."
     )
-    batch_size: int | list[int] | str = option(
-        "auto",
+    batch_size: int | list[int] | BatchSizeRule = option(
+        BatchSizeRule("auto"),
         check=_batch_size,
+        convert=read_if_text(BatchSizeRule),
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
         "N atoms are left out.",
     )
-    auto_prob: str = option(
-        "prob_sys_size",
+    auto_prob: SystemProbability = option(
+        SystemProbability("prob_sys_size"),
         alias=("auto_prob_style",),
         check=_auto_prob,
+        convert=SystemProbability,
         doc="How often a system is drawn: `prob_uniform`: all alike; `prob_sys_size`: by its number of batches; "
         "`prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
     )
@@ -193,10 +188,7 @@ class TrainingConfig:
     )
 
 
-_metric = Check(
-    lambda v: re.fullmatch(r"[EFVS]:(MAE|RMSE)", v.upper()) is not None,
-    "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE",
-)
+_metric = check_text(Metric, "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +202,8 @@ class ValidatingConfig:
     save_best: bool = option(True, doc="Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
     save_best_dir: str | None = option(None, doc="Folder of the best weights; null: the folder of `save_ckpt`.")
     max_best_ckpt: int = option(1, check=positive_int, doc="Best weights kept.")
-    validation_metric: str = option(
-        "E:MAE", check=_metric, convert=str.upper, doc="The error that ranks weights: E, F, V or S : MAE or RMSE."
+    validation_metric: Metric = option(
+        Metric("E:MAE"), check=_metric, convert=Metric, doc="The error that ranks weights: E, F, V or S : MAE or RMSE."
     )
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."
