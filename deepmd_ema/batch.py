@@ -51,7 +51,7 @@ class Batch:
         neighbor: (A, K) int64, flat atom index of each neighbor.
         vector: (A, K, 3) float64, position of the neighbor (its image) minus that of the atom, angstrom.
         reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
-        labels: name (see ``keys``) to tensor, zeros where a frame has no such label.
+        labels: name (see ``labels``) to tensor, zeros where a frame has no such label.
         has_label: label name to (F,) float64, 1 where the frame has the label.
         fparam: (F, P) float64 or None.
         aparam: (A, Q) float64 or None.

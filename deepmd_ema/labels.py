@@ -1,20 +1,130 @@
-"""Names of every tensor that travels in a dictionary, with its shape and unit."""
+"""Every label, declared once: its name, symbol, shape, unit, files, and the errors that are measured of it.
 
-# F frames, A atoms of the batch (real atoms only, all frames on one axis)
-ENERGY = "energy"  # (F,) eV
-FORCE = "force"  # (A, 3) eV/angstrom
-VIRIAL = "virial"  # (F, 9) eV, row major, positive: sum_i r_i (x) f_i for an open system
-ATOM_ENERGY = "atom_energy"  # (A,) eV
-ATOM_PREF = "atom_pref"  # (A,) dimensionless weight of an atom's force error
+Reading, collation, the loss, metrics and all tables take what they know about labels from ``LABELS``; a further label
+is one more entry there.
+"""
 
-LABELS = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY, ATOM_PREF)
-PER_ATOM = frozenset({FORCE, ATOM_ENERGY, ATOM_PREF})
+from __future__ import annotations
 
-# file of a label inside set.*/ ; the alternative spelling is tried when the first is absent
-LABEL_FILES = {
-    ENERGY: ("energy",),
-    FORCE: ("force",),
-    VIRIAL: ("virial",),
-    ATOM_ENERGY: ("atom_ener", "atomic_ener"),
-    ATOM_PREF: ("atom_pref", "atomic_pref"),
+from dataclasses import dataclass
+
+# keys of labels and predictions in dictionaries
+ENERGY = "energy"
+FORCE = "force"
+VIRIAL = "virial"
+ATOM_ENERGY = "atom_energy"
+ATOM_PREF = "atom_pref"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One error that is measured of a label.
+
+    Attributes:
+        name: in ``Errors.summary()`` (``mae_<name>``, ``rmse_<name>``) and detail files (``<prefix>.<name>.out``).
+        title: head of its rows and panels.
+        unit: of the error, in ASCII.
+        per: what the label's error is divided by: ``atom`` (number of atoms of the frame), ``volume`` (of the cell;
+            open frames do not count), or nothing.
+        metric: letter in ``validation_metric``, ``val.log`` and tables; empty if it is not shown there.
+        milli: whether tables show a thousandth of the unit.
+    """
+
+    name: str
+    title: str
+    unit: str
+    per: str = ""
+    metric: str = ""
+    milli: bool = True
+
+    @property
+    def unit_symbol(self) -> str:
+        """The unit with the symbol of angstrom, such as ``eV/Å³``."""
+        return self.unit.replace("angstrom", "Å").replace("^3", "³")
+
+    @property
+    def display_unit(self) -> str:
+        """The unit of tables and figures, such as ``meV/Å³``."""
+        return "m" * self.milli + self.unit_symbol
+
+    @property
+    def display_factor(self) -> float:
+        """Numbers in ``unit`` times this are in ``display_unit``."""
+        return 1000.0 if self.milli else 1.0
+
+
+@dataclass(frozen=True)
+class Label:
+    """One label.
+
+    Attributes:
+        name: key in dictionaries.
+        symbol: in options of the loss (``start_pref_<symbol>``) and columns of ``lcurve.out`` (``rmse_<symbol>``).
+        unit: in ASCII; empty without one.
+        files: names of the array in a set, without suffix; the next is looked for when one is absent.
+        shape: of one row.
+        per_atom: whether an atom has a row; else a frame has one.
+        extensive: whether it grows with the number of atoms, so that it is judged per atom.
+        errors: what is measured of it.
+    """
+
+    name: str
+    symbol: str
+    unit: str
+    files: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+    per_atom: bool = False
+    extensive: bool = False
+    errors: tuple[Quantity, ...] = ()
+
+    def shape_of(self, num_frames: int, num_atoms: int) -> tuple[int, ...]:
+        """Return the shape of the label of ``num_frames`` frames with ``num_atoms`` atoms together."""
+        return (num_atoms if self.per_atom else num_frames, *self.shape)
+
+
+LABELS = {
+    label.name: label
+    for label in (
+        Label(
+            ENERGY,
+            symbol="e",
+            unit="eV",
+            files=("energy",),
+            extensive=True,
+            errors=(Quantity("e", "Energy", "eV"), Quantity("e_peratom", "Energy", "eV/atom", per="atom", metric="E")),
+        ),
+        Label(
+            FORCE,
+            symbol="f",
+            unit="eV/angstrom",
+            files=("force",),
+            shape=(3,),
+            per_atom=True,
+            errors=(Quantity("f", "Force", "eV/angstrom", metric="F"),),
+        ),
+        Label(
+            VIRIAL,  # row major, positive: sum_i r_i (x) f_i for an open system; the stress is minus this per volume
+            symbol="v",
+            unit="eV",
+            files=("virial",),
+            shape=(9,),
+            extensive=True,
+            errors=(
+                Quantity("v", "Virial", "eV"),
+                Quantity("v_peratom", "Virial", "eV/atom", per="atom", metric="V"),
+                Quantity("s", "Stress", "eV/angstrom^3", per="volume", metric="S"),
+            ),
+        ),
+        Label(
+            ATOM_ENERGY,
+            symbol="ae",
+            unit="eV",
+            files=("atom_ener", "atomic_ener"),
+            per_atom=True,
+            errors=(Quantity("ae", "Atomic ener", "eV"),),
+        ),
+        Label(ATOM_PREF, symbol="pf", unit="", files=("atom_pref", "atomic_pref"), per_atom=True),  # weight, no target
+    )
 }
+QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity in label.errors}
+METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from deepmd_ema.dist.world import World
-from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABELS, VIRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 # F frames, A atoms
 
 
-def build_loss(config: EnerLossConfig, start_lr: float, world: World | None = None) -> EnerLoss:
+def build_loss(config: EnerLossConfig, start_lr: float, world: World | None = None) -> EnergyLoss:
     """Return the loss that ``config`` describes; at the rate ``start_lr`` its start prefactors hold."""
-    return EnerLoss(config, start_lr, world)
+    return EnergyLoss(config, start_lr, world)
 
 
-class EnerLoss:
+class EnergyLoss:
     """A weighted sum of errors whose weights move with the learning rate.
 
     The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is there when its start
@@ -55,14 +55,15 @@ class EnerLoss:
         self._huber = config.use_huber and not self._mae
         delta = config.huber_delta
         self._delta = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
-        terms = (
-            _Term("e", config.start_pref_e, config.limit_pref_e, self._energy),
-            _Term("f", config.start_pref_f, config.limit_pref_f, self._force),
-            _Term("v", config.start_pref_v, config.limit_pref_v, self._virial),
-            _Term("ae", config.start_pref_ae, config.limit_pref_ae, self._atom_energy),
-            _Term("pf", config.start_pref_pf, config.limit_pref_pf, self._weighted_force),
-        )
-        self.terms = tuple(term for term in terms if term.active)
+        compute = {
+            ENERGY: self._energy,
+            FORCE: self._force,
+            VIRIAL: self._virial,
+            ATOM_ENERGY: self._atom_energy,
+            ATOM_PREF: self._weighted_force,
+        }
+        terms = [_term(config, LABELS[name].symbol, function) for name, function in compute.items()]
+        self.terms = tuple(term for term in terms if term.start or term.limit)
         names = {term.name for term in self.terms}
         self.labels: tuple[str, ...] = config.labels
         self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in names)]))
@@ -72,7 +73,7 @@ class EnerLoss:
         """Return the loss and what is displayed of it, all on the device of the batch.
 
         Args:
-            prediction: what the model says about ``batch``, by the names in ``keys``.
+            prediction: what the model predicts for ``batch``, by the names in ``labels``.
             batch: the frames with their labels.
             lr: learning rate of this step.
 
@@ -86,12 +87,12 @@ class EnerLoss:
         shown = {}
         errors = [term.compute(prediction, batch) for term in self.terms]
         everywhere = self._world.all_reduce_sum(torch.stack([error.sums() for error in errors])) if errors else ()
-        for term, error, (value, size, found) in zip(self.terms, errors, everywhere):
-            rows, prefactor = found.clamp(min=1), term.prefactor(lr / self.start_lr)
+        for term, error, (value, size, count) in zip(self.terms, errors, everywhere):
+            rows, prefactor = count.clamp(min=1), term.prefactor(lr / self.start_lr)
             total = total + prefactor * (self._world.size * error.value.sum / (rows * error.value.columns))
             loss = loss + prefactor * (value / (rows * error.value.columns))
             mean = size / (rows * error.shown.columns)
-            shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(found > 0, torch.nan)
+            shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(count > 0, torch.nan)
         shown["rmse"] = loss.sqrt()
         return total, {name: shown[name] for name in self.display_names}
 
@@ -100,26 +101,26 @@ class EnerLoss:
         return {term.name: term.prefactor(lr / self.start_lr) for term in self.terms}
 
     def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        label, found = _label(batch, ENERGY)
-        return self._per_frame((prediction[ENERGY] - label).unsqueeze(1), found, batch, self._delta[0])
+        label, has_label = _label(batch, ENERGY)
+        return self._per_frame((prediction[ENERGY] - label).unsqueeze(1), has_label, batch, self._delta[0])
 
     def _virial(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        label, found = _label(batch, VIRIAL)
-        return self._per_frame(prediction[VIRIAL] - label, found, batch, self._delta[2])
+        label, has_label = _label(batch, VIRIAL)
+        return self._per_frame(prediction[VIRIAL] - label, has_label, batch, self._delta[2])
 
-    def _per_frame(self, error: Tensor, found: Tensor, batch: Batch, delta: float) -> _Error:
+    def _per_frame(self, error: Tensor, has_label: Tensor, batch: Batch, delta: float) -> _Error:
         """Return the error of a quantity (F, components) that grows with the number of atoms."""
         size = batch.num_atoms.to(error.dtype).unsqueeze(1)
         per_atom = error / size
-        shown = _sum(self._size(per_atom), found)
+        shown = _sum(self._size(per_atom), has_label)
         if self._mae or (self.config.intensive_ener_virial and not self._huber):
-            return _Error(shown, shown, found.sum())
+            return _Error(shown, shown, has_label.sum())
         value = huber(per_atom, delta) if self._huber else per_atom.square() * size
-        return _Error(_sum(value, found), shown, found.sum())
+        return _Error(_sum(value, has_label), shown, has_label.sum())
 
     def _force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        error, found = self._force_error(prediction, batch)
-        weight = found[batch.atom_frame]
+        error, has_label = self._force_error(prediction, batch)
+        weight = has_label[batch.atom_frame]
         counted = torch.linalg.vector_norm(error, dim=1, keepdim=True) if self.config.f_use_norm else error
         # the displayed mean square stays one of components, also when the norm is what is trained
         shown = _sum(self._size(counted if self._mae else error), weight)
@@ -127,26 +128,26 @@ class EnerLoss:
         return _Error(value, shown, weight.sum())
 
     def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        error, found_force = self._force_error(prediction, batch)
-        pref, found = _label(batch, ATOM_PREF)
+        error, has_force = self._force_error(prediction, batch)
+        pref, has_label = _label(batch, ATOM_PREF)
         if self.config.use_default_pf:
-            pref = pref.where(found[batch.atom_frame] > 0, 1.0)
-            found = torch.ones_like(found)
-        weight = (found * found_force)[batch.atom_frame]
+            pref = pref.where(has_label[batch.atom_frame] > 0, 1.0)
+            has_label = torch.ones_like(has_label)
+        weight = (has_label * has_force)[batch.atom_frame]
         value = _sum(pref.unsqueeze(1) * self._size(error), weight)
         return _Error(value, value, weight.sum())
 
     def _force_error(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        label, found = _label(batch, FORCE)
+        label, has_label = _label(batch, FORCE)
         error = prediction[FORCE] - label
         if self.config.relative_f is not None:
             error = error / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
-        return error, found
+        return error, has_label
 
     def _atom_energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        label, found = _label(batch, ATOM_ENERGY)
+        label, has_label = _label(batch, ATOM_ENERGY)
         error = (prediction[ATOM_ENERGY] - label).unsqueeze(1)
-        weight = found[batch.atom_frame]
+        weight = has_label[batch.atom_frame]
         shown = _sum(self._size(error), weight)
         value = _sum(huber(error, self._delta[0]), weight) if self._huber else shown
         return _Error(value, shown, weight.sum())
@@ -186,25 +187,22 @@ class _Term:
     limit: float
     compute: Callable[[Mapping[str, Tensor], Batch], _Error]
 
-    @property
-    def active(self) -> bool:
-        return self.start != 0 or self.limit != 0
-
     def prefactor(self, progress: float) -> float:
         return self.limit + (self.start - self.limit) * progress
 
 
+def _term(config: EnerLossConfig, symbol: str, compute: Callable[[Mapping[str, Tensor], Batch], _Error]) -> _Term:
+    start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
+    return _Term(symbol, start, limit, compute)
+
+
 def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
-    """Return a label and, per frame, whether it is there; zeros when the batch has never heard of it."""
+    """Return a label and, per frame, whether the frame has it; zeros if the batch does not hold the label."""
     if name in batch.labels:
         return batch.labels[name], batch.has_label[name]
-    nobody = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
-    return torch.zeros((), dtype=torch.float64, device=nobody.device).expand(_shape(batch, name)), nobody
-
-
-def _shape(batch: Batch, name: str) -> tuple[int, ...]:
-    atoms = batch.atom_type.shape[0]
-    return {ENERGY: (batch.num_frames,), VIRIAL: (batch.num_frames, 9), FORCE: (atoms, 3)}.get(name, (atoms,))
+    has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
+    shape = LABELS[name].shape_of(batch.num_frames, batch.atom_type.shape[0])
+    return torch.zeros((), dtype=torch.float64, device=has_label.device).expand(shape), has_label
 
 
 def _sum(values: Tensor, weight: Tensor) -> _Sum:

@@ -12,18 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, PER_ATOM, VIRIAL
+from deepmd_ema.labels import FORCE, LABELS, METRICS, QUANTITIES
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
 
 # F frames, A atoms, Q quantities
-
-# energy of a frame (eV), the same per atom, force components (eV/angstrom), virial components (eV), the same per atom,
-# stress components (eV/angstrom^3, periodic frames only), atomic energies (eV)
-QUANTITIES = ("e", "e_peratom", "f", "v", "v_peratom", "s", "ae")
-# what a metric is called in validation_metric, val.log and here
-METRICS = {"E": "e_peratom", "F": "f", "V": "v_peratom", "S": "s"}
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -36,7 +30,7 @@ class FrameResult:
         source: (system, frame number in the system).
         atom_type: (N,) types in the order of the model's type map.
         volume: angstrom^3, or None for an open frame.
-        prediction: by the names in ``keys``: energy (), force (N, 3), virial (9,), atom_energy (N,).
+        prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy (N,).
         label: the same for the labels that the frame has.
     """
 
@@ -97,10 +91,10 @@ class Errors:
         return cls(sums)
 
     def summary(self) -> dict[str, float]:
-        """Return every error by name, in the units of ``QUANTITIES``, nan without a label; and how much was counted.
+        """Return every error by name, in the units of ``labels.QUANTITIES``, and the numbers of frames and atoms.
 
-        Names are ``mae_e``, ``rmse_e``, ``mae_e_peratom``, ``mae_f``, ``mae_v``, ``mae_v_peratom``, ``mae_s``,
-        ``mae_ae`` and so on; ``num_frames`` and ``num_atoms`` count all frames, also those without labels.
+        Names are ``mae_e``, ``rmse_e``, ``mae_e_peratom`` and so on; an error without any label is nan.
+        ``num_frames`` and ``num_atoms`` count all frames, also those without labels.
         """
         *rows, (frames, atoms, _) = self.sums.tolist()
         out = {}
@@ -112,10 +106,10 @@ class Errors:
     def metric(self, name: str) -> float:
         """Return one error by a name such as ``E:MAE`` or ``F:RMSE``; nan when no frame has the label.
 
-        Units: E and V eV per atom, F eV/angstrom, S eV/angstrom^3.
+        The unit is that of ``labels.METRICS``.
         """
         quantity, _, kind = name.upper().partition(":")
-        return self.summary()[f"{kind.lower()}_{METRICS[quantity]}"]
+        return self.summary()[f"{kind.lower()}_{METRICS[quantity].name}"]
 
 
 def evaluate(
@@ -139,10 +133,10 @@ def evaluate(
     model.eval()
     try:
         for batch in batches:
-            there = batch.to(device)
-            prediction = model(there)
+            moved = batch.to(device)
+            prediction = model(moved)
             if not batch.padding:
-                errors.add({name: value.detach() for name, value in prediction.items()}, there)
+                errors.add({name: value.detach() for name, value in prediction.items()}, moved)
             if progress is not None:
                 progress(batch.num_frames)
     finally:
@@ -168,7 +162,7 @@ def worst_frames(frames: Iterable[FrameResult], metric: str = "F:RMSE", count: i
 def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[Errors]:
     """Return, for each type, the errors of the forces on its atoms; ``num_atoms`` counts the atoms with a force."""
     per_type = [Errors() for _ in range(num_types)]
-    row = QUANTITIES.index("f")
+    row = list(QUANTITIES).index("f")
     for frame in frames:
         if FORCE not in frame.label:
             continue
@@ -197,7 +191,7 @@ def _frame_sums(frame: FrameResult) -> Tensor:
     errors = {}
     for name, label in frame.label.items():
         error = torch.as_tensor(frame.prediction[name] - label)
-        errors[name] = (error if name in PER_ATOM else error.unsqueeze(0), one)
+        errors[name] = (error if LABELS[name].per_atom else error.unsqueeze(0), one)
     volume = one if frame.volume is None else one * frame.volume
     whose = torch.zeros(frame.num_atoms, dtype=torch.int64)
     return _error_sums(errors, one * frame.num_atoms, whose, volume, torch.tensor([frame.volume is not None]))
@@ -209,19 +203,16 @@ def _error_sums(
     """Return the sums of errors given as (error, (F,) whether the frame has the label); volume is not 0 (F,)."""
     per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)
     sums: dict[str, Tensor] = {}
-    if ENERGY in errors:
-        error, found = errors[ENERGY][0].unsqueeze(1), errors[ENERGY][1]
-        sums |= {"e": _sums(error, found), "e_peratom": _sums(error * per_atom, found)}
-    if FORCE in errors:
-        error, found = errors[FORCE]
-        sums["f"] = _sums(error, found[atom_frame])
-    if VIRIAL in errors:
-        error, found = errors[VIRIAL]
-        sums |= {"v": _sums(error, found), "v_peratom": _sums(error * per_atom, found)}
-        sums["s"] = _sums(error / volume.unsqueeze(1), found * periodic)
-    if ATOM_ENERGY in errors:
-        error, found = errors[ATOM_ENERGY]
-        sums["ae"] = _sums(error.unsqueeze(1), found[atom_frame])
+    for name, (error, has_label) in errors.items():
+        error = error.flatten(1) if error.dim() > 1 else error.unsqueeze(1)
+        weight = has_label[atom_frame] if LABELS[name].per_atom else has_label
+        for quantity in LABELS[name].errors:
+            if quantity.per == "atom":
+                sums[quantity.name] = _sums(error * per_atom, weight)
+            elif quantity.per == "volume":
+                sums[quantity.name] = _sums(error / volume.unsqueeze(1), weight * periodic)
+            else:
+                sums[quantity.name] = _sums(error, weight)
     nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
     # a number the host knows is added to a tensor of the device: made from a list, it would be copied and waited for
     size = torch.stack([nothing[0] + num_atoms.shape[0], nothing[0] + atom_frame.shape[0], nothing[0]])
@@ -248,14 +239,14 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     labelled = _split(batch.labels, batch, sizes)
     types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
     volume = _volume(batch).tolist()
-    found = {name: flags.tolist() for name, flags in batch.has_label.items()}
+    has_label = {name: flags.tolist() for name, flags in batch.has_label.items()}
     return [
         FrameResult(
             source=batch.frames[f],
             atom_type=types[f].numpy(),
             volume=volume[f] if periodic else None,
             prediction={name: value[f] for name, value in predicted.items()},
-            label={name: value[f] for name, value in labelled.items() if name in predicted and found[name][f]},
+            label={name: value[f] for name, value in labelled.items() if name in predicted and has_label[name][f]},
         )
         for f, periodic in enumerate(batch.periodic.tolist())
     ]
@@ -264,7 +255,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
 def _split(values: Mapping[str, Tensor], batch: Batch, sizes: list[int]) -> dict[str, list[np.ndarray]]:
     out = {}
     for name, value in values.items():
-        if name in PER_ATOM:
+        if LABELS[name].per_atom:
             parts = batch.in_file_order(value).cpu().split(sizes)
             out[name] = [part.numpy() for part in parts]
         else:

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.labels import LABELS, PER_ATOM
+from deepmd_ema.labels import LABELS
 
 
-def flat_batch(frames, num_types=2, names=LABELS):
+def flat_batch(frames, num_types=2, names=tuple(LABELS)):
     """Return the batch of ``frames``: dicts with ``types``, ``box`` (or None) and labels by name; atoms sorted by type.
 
     ``names`` are the labels that the batch has; a frame without one of them has zeros there.
@@ -42,15 +42,14 @@ def flat_batch(frames, num_types=2, names=LABELS):
 
 def join(frames, name, order):
     """Return one quantity of all frames as it stands in a batch, zeros where a frame does not have it."""
-    shape = {"energy": (), "force": (3,), "virial": (9,)}.get(name, ())
     parts = []
     for f in frames:
-        empty = np.zeros((len(f["types"]), *shape) if name in PER_ATOM else shape)
-        parts.append(np.asarray(empty if f.get(name) is None else f[name], float))
-    return np.concatenate(parts)[order] if name in PER_ATOM else np.stack(parts)
+        empty = np.zeros(LABELS[name].shape_of(1, len(f["types"])))
+        parts.append(np.asarray(empty if f.get(name) is None else f[name], float).reshape(empty.shape))
+    return np.concatenate(parts)[order] if LABELS[name].per_atom else np.concatenate(parts)
 
 
-def random_frame(rng, natoms, box=None, names=LABELS, **more):
+def random_frame(rng, natoms, box=None, names=tuple(LABELS), **more):
     """Return a frame with random types and labels."""
     shapes = {"energy": (), "force": (natoms, 3), "virial": (9,), "atom_energy": (natoms,), "atom_pref": (natoms,)}
     frame = {"types": rng.integers(0, 2, natoms), "box": box}

@@ -9,29 +9,52 @@ import pytest
 from helpers import write_system
 
 from deepmd_ema import Potential
-from deepmd_ema.train.assemble import run_training
+from deepmd_ema.cli import main
 
 KEPT = sorted(
     p for p in (Path(__file__).parent / "golden" / "checkpoints").iterdir() if (p / "predictions.npz").exists()
 )
+BANKS = [p for p in KEPT if "averaging" in json.loads((p / "input.json").read_text())["training"]]
+
+
+def assert_predicts_as_kept(file, kept):
+    found = Potential(file).evaluate(kept["coord"], kept["types"], kept["box"])
+    name = Path(file).name
+    assert np.allclose(found.energy, kept[f"{name}_energy"], rtol=1e-12, atol=0)
+    assert np.allclose(found.force, kept[f"{name}_force"], rtol=0, atol=1e-12)
+
+
+def go_on(folder, steps, *options):
+    """Restart the kept checkpoint of step 4 in this folder, up to ``steps``."""
+    write_system("data", frames=4, seed=1)
+    config = json.loads((folder / "input.json").read_text())
+    config["training"]["numb_steps"] = steps
+    Path("input.json").write_text(json.dumps(config))
+    shutil.copy(folder / "model.ckpt-4.pt", ".")
+    assert main(["train", "--restart", "model.ckpt-4.pt", "input.json", "--device", "cpu", *options]) == 0
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
 @pytest.mark.parametrize("name", ["model.ckpt-4.pt", "model_ema.ckpt-4.pt", "average.dp"])
 def test_a_file_of_an_earlier_version_predicts_what_it_did(folder, name):
-    kept = np.load(folder / "predictions.npz")
-    found = Potential(folder / name).evaluate(kept["coord"], kept["types"], kept["box"])
-    assert np.allclose(found.energy, kept[f"{name}_energy"], rtol=1e-12, atol=0)
-    assert np.allclose(found.force, kept[f"{name}_force"], rtol=0, atol=1e-12)
+    assert_predicts_as_kept(folder / name, np.load(folder / "predictions.npz"))
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
 def test_a_checkpoint_of_an_earlier_version_is_restarted(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_system("data", frames=4, seed=1)
-    config = json.loads((folder / "input.json").read_text())
-    config["training"]["numb_steps"] = 6
-    Path("input.json").write_text(json.dumps(config))
-    shutil.copy(folder / "model.ckpt-4.pt", tmp_path)
-    run_training("input.json", restart="model.ckpt-4.pt", device="cpu")
+    go_on(folder, 6)
     assert (tmp_path / "model_ema.ckpt-6.pt").exists()
+
+
+@pytest.mark.parametrize("folder", BANKS, ids=lambda p: p.name)
+def test_a_restart_from_an_earlier_version_goes_on_as_that_version_did(folder, tmp_path, monkeypatch):
+    """Live weights and every average two steps later are those that the earlier version had there."""
+    monkeypatch.chdir(tmp_path)
+    go_on(folder, 6)
+    kept = np.load(folder / "predictions.npz")
+    later = sorted({name.rpartition("_")[0] for name in kept if "ckpt-6" in name})
+    assert len(later) == 5
+    for name in later:
+        assert_predicts_as_kept(name, kept)
+    assert [int(row.split()[0]) for row in Path("val_flat.log").read_text().splitlines() if row[:1] != "#"] == [6]

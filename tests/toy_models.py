@@ -8,7 +8,7 @@ import torch
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.frame import Frame
-from deepmd_ema.labels import PER_ATOM
+from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 
 TYPES = ["O", "H", "Na"]
@@ -85,6 +85,6 @@ def evaluate(model, *atoms, **kwargs):
     batch = batch_of(model, *atoms, **kwargs)
     out = model(batch)
     return {
-        name: (batch.in_file_order(value) if name in PER_ATOM else value).detach().numpy()
+        name: (batch.in_file_order(value) if LABELS[name].per_atom else value).detach().numpy()
         for name, value in out.items()
     }

@@ -14,14 +14,13 @@ from deepmd_ema.data.scan import Range, SystemScan, rows_at_once, scan_system
 from deepmd_ema.data.suspicion import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
-from deepmd_ema.labels import ENERGY, FORCE, LABEL_FILES, VIRIAL
+from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
 
 Array: TypeAlias = np.ndarray
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
 _MOST_ROWS = 20  # systems in the table
-_UNITS = {ENERGY: "eV/atom", FORCE: "eV/angstrom", VIRIAL: "eV/atom"}
 
 
 @dataclass
@@ -212,7 +211,7 @@ def _sel_warnings(sel: Sequence[int] | None, found: NeighborStatistics, rcut: fl
 def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[str]:
     if not labels or any(scan.label_frames.get(label) for scan in training for label in labels):
         return []
-    files = ", ".join(f"{LABEL_FILES[label][0]}.npy" for label in labels)
+    files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
     return [f"training data: no label of the loss is present in any system ({files}): there is nothing to learn."]
 
 
@@ -224,7 +223,7 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
             for s in scans
             if s.label_frames.get(label, 0) < s.system.num_frames and (s.system.periodic or label != VIRIAL)
         ]
-        file = f"{LABEL_FILES[label][0]}.npy"
+        file = f"{LABELS[label].files[0]}.npy"
         if scans and not any(s.label_frames.get(label) for s in scans):
             loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
             warnings.append(
@@ -275,7 +274,7 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         )
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
-    return out + [line for label in _UNITS if (line := _range_line(scans, label))]
+    return out + [line for label in LABELS if (line := _range_line(scans, label))]
 
 
 def _label_text(scan: SystemScan, label: str) -> str:
@@ -292,5 +291,6 @@ def _range_line(scans: Sequence[SystemScan], label: str) -> str:
         total.merge(scan.ranges[label])
     worst = max(there, key=lambda s: s.ranges[label].largest)
     where = f"{worst.system.name} frame {worst.ranges[label].largest_frame}"
+    unit = LABELS[label].unit + "/atom" * LABELS[label].extensive
     rms = f", RMS {total.rms:.4g}" if label != ENERGY else ""
-    return f"  {label:<6} {total.low:.6g} to {total.high:.6g} {_UNITS[label]}{rms} (largest: {where})"
+    return f"  {label:<6} {total.low:.6g} to {total.high:.6g} {unit}{rms} (largest: {where})"

@@ -12,14 +12,12 @@ import torch
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.geometry import Pairs, find_pairs, stable_argsort
-from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, PER_ATOM, VIRIAL
+from deepmd_ema.labels import LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 Array: TypeAlias = np.ndarray
 
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
-_SHAPE_PER_FRAME = {ENERGY: (), VIRIAL: (9,)}
-_SHAPE_PER_ATOM: dict[str, tuple[int, ...]] = {FORCE: (3,), ATOM_ENERGY: (), ATOM_PREF: ()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,15 +268,15 @@ def _join_labels(
     labels, has_label = {}, {}
     for name in names:
         has_label[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
-        if name in PER_ATOM:
-            shape = _SHAPE_PER_ATOM[name]
+        shape = LABELS[name].shape
+        if LABELS[name].per_atom:
             parts = [
                 p.frame.labels[name][p.order] if name in p.frame.labels else np.zeros((len(p.order), *shape))
                 for p in paired
             ]
             labels[name] = _tensor(_by_row(parts, rows))
         else:
-            zero = np.zeros(_SHAPE_PER_FRAME[name])
+            zero = np.zeros(shape)
             labels[name] = _tensor(np.stack([p.frame.labels.get(name, zero) for p in paired]))
     return labels, has_label
 

@@ -19,7 +19,7 @@ class Frame:
         coord: (N, 3) float64, angstrom.
         atom_type: (N,) int64, indices into the model's type map.
         box: (3, 3) float64, angstrom, rows are cell vectors; None for an open system.
-        labels: label name (see ``keys``) to float64 array, only labels that this frame has; energy is (), virial
+        labels: label name (see ``labels``) to float64 array, only labels that this frame has; energy is (), virial
             (9,), per atom labels (N,) or (N, 3).
         fparam: (P,) float64 or None.
         aparam: (N, Q) float64 or None.

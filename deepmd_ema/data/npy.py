@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,11 @@ from deepmd_ema.data.folder import Folder, StoredArray
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.data.locate import find_folders
 from deepmd_ema.errors import DataError, did_you_mean
-from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABEL_FILES, PER_ATOM, VIRIAL
+from deepmd_ema.labels import LABELS
 
 Array: TypeAlias = np.ndarray
 
 TYPES = "real_atom_types"
-_NUMBERS_PER_FRAME = {ENERGY: 1, VIRIAL: 9}
-_NUMBERS_PER_ATOM = {FORCE: 3, ATOM_ENERGY: 1, ATOM_PREF: 1}
-_IS_SCALAR = (ENERGY, ATOM_ENERGY, ATOM_PREF)
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Wanted:
 
     Attributes:
         type_map: the model's elements, which are what types count.
-        labels: names of labels (see ``keys``) to read where they are present.
+        labels: names of labels (see ``labels``) to read where they are present.
         numb_fparam: frame parameters per frame, 0 for none.
         numb_aparam: atomic parameters per atom, 0 for none.
         default_fparam: frame parameters where a set has none; None to refuse such a set.
@@ -124,10 +122,9 @@ class System:
         return self._index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
 
     def _label(self, label: str, numbers: Array, real: Array | None) -> Array:
-        if label in PER_ATOM:
-            per_atom = numbers.reshape(self.natoms) if label in _IS_SCALAR else numbers.reshape(self.natoms, -1)
-            return _pick(per_atom, real)
-        return numbers.reshape(()) if label in _IS_SCALAR else numbers
+        if LABELS[label].per_atom:
+            return _pick(numbers.reshape(self.natoms, *LABELS[label].shape), real)
+        return numbers.reshape(LABELS[label].shape)
 
     def _fparam(self, part: FrameSet, k: int) -> Array | None:
         if not self._wanted.numb_fparam:
@@ -276,8 +273,8 @@ def _expected_arrays(
     if is_mixed:
         arrays.append((TYPES, (TYPES,), natoms))
     for label in wanted.labels:
-        per_atom = _NUMBERS_PER_ATOM.get(label, 0)
-        arrays.append((label, LABEL_FILES[label], per_atom * natoms or _NUMBERS_PER_FRAME[label]))
+        one = LABELS[label]
+        arrays.append((label, one.files, math.prod(one.shape) * (natoms if one.per_atom else 1)))
     if wanted.numb_fparam:
         arrays.append(("fparam", ("fparam",), wanted.numb_fparam))
     if wanted.numb_aparam:

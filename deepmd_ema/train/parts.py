@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.data.npy import System
     from deepmd_ema.dist.world import World
-    from deepmd_ema.loss import EnerLoss
+    from deepmd_ema.loss import EnergyLoss
     from deepmd_ema.optim.schedule import Schedule
     from deepmd_ema.train.averages import Tracked
     from deepmd_ema.train.prepare import Prepared
@@ -76,7 +76,7 @@ def make_sampler(systems: Sequence[System], data: Any, seed: int, stream: str, w
     )
 
 
-def make_task(plan: Plan, wrapped: nn.Module, loss: EnerLoss, sampler: Sampler) -> Task:
+def make_task(plan: Plan, wrapped: nn.Module, loss: EnergyLoss, sampler: Sampler) -> Task:
     """Return the model with its training frames, and its validation frames if they are displayed.
 
     Args:
@@ -166,7 +166,7 @@ def make_saver(plan: Plan, validator: FullValidation | None) -> Saver:
     return Saver(payloads, live, averages, bests, training.save_freq, snapshots, plan.world)
 
 
-def make_display(plan: Plan, loss: EnerLoss, frames_per_step: float) -> Display:
+def make_display(plan: Plan, loss: EnergyLoss, frames_per_step: float) -> Display:
     """Return the progress bar, the learning curves of the live weights and of averages that ask for one.
 
     Args:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.batch import Batch
     from deepmd_ema.data.loader import Loader
-    from deepmd_ema.loss import EnerLoss
+    from deepmd_ema.loss import EnergyLoss
     from deepmd_ema.model.energy import EnergyModel
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Task:
 
     name: str
     model: EnergyModel
-    loss: EnerLoss
+    loss: EnergyLoss
     frames: Loader
     display_frames: Loader | None = None
     display_batches: int = 1

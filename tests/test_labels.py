@@ -1,0 +1,83 @@
+"""A label is declared once: everything that reads, joins, measures or shows labels follows its declaration."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from flat_batches import flat_batch, random_frame
+from helpers import write_system
+
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.config import EnerLoss as EnerLossConfig
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.npy import open_systems
+from deepmd_ema.errors import DataError
+from deepmd_ema.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
+from deepmd_ema.loss import build_loss
+from deepmd_ema.metrics import Errors
+
+DIPOLE = Label("dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),))
+CHARGE = Label("charge", "q", "e", ("charge",), per_atom=True, errors=(Quantity("q", "Charge", "e", milli=False),))
+
+
+@pytest.fixture
+def further_labels(monkeypatch):
+    for label in (DIPOLE, CHARGE):
+        monkeypatch.setitem(LABELS, label.name, label)
+        for quantity in label.errors:
+            monkeypatch.setitem(QUANTITIES, quantity.name, quantity)
+
+
+@pytest.mark.usefixtures("further_labels")
+def test_a_further_label_is_read_joined_and_measured_after_its_declaration_alone(tmp_path):
+    path, rng = write_system(tmp_path / "w", frames=3, natoms=5), np.random.default_rng(0)
+    dipole, charge = rng.normal(size=(3, 3)), rng.normal(size=(3, 5))
+    np.save(path / "set.000" / "dipoles.npy", dipole)
+    np.save(path / "set.000" / "charge.npy", charge)
+    [system] = open_systems([str(path)], ["O", "H"], ("dipole", "charge"))
+    batch = collate([system.frame(k) for k in range(3)], NeighborLayout(4.0, (20, 20), 2))
+    np.testing.assert_array_equal(batch.labels["dipole"], dipole)
+    np.testing.assert_array_equal(batch.in_file_order(batch.labels["charge"]), charge.ravel())
+    errors = Errors(collect=True)
+    errors.add({"dipole": torch.zeros(3, 3), "charge": torch.zeros(15)}, batch)
+    found = errors.summary()
+    assert found["mae_d"] == pytest.approx(np.abs(dipole).mean())
+    assert found["rmse_q"] == pytest.approx(math.sqrt((charge**2).mean()))
+    assert errors.frames[1].errors.summary()["mae_q"] == pytest.approx(np.abs(charge[1]).mean())
+
+
+@pytest.mark.usefixtures("further_labels")
+def test_a_further_label_of_a_wrong_shape_is_refused(tmp_path):
+    path = write_system(tmp_path / "w", frames=3, natoms=5)
+    np.save(path / "set.000" / "dipole.npy", np.zeros((3, 4)))
+    with pytest.raises(DataError, match=r"dipole.npy: shape \(3, 4\), expected \(3, 3\)"):
+        open_systems([str(path)], ["O", "H"], ("dipole",))
+
+
+def test_units_of_metrics_follow_from_the_declaration():
+    shown = {letter: (q.name, q.unit_symbol, q.display_unit, q.display_factor) for letter, q in METRICS.items()}
+    assert shown == {
+        "E": ("e_peratom", "eV/atom", "meV/atom", 1000.0),
+        "F": ("f", "eV/Å", "meV/Å", 1000.0),
+        "V": ("v_peratom", "eV/atom", "meV/atom", 1000.0),
+        "S": ("s", "eV/Å³", "meV/Å³", 1000.0),
+    }
+
+
+def test_every_prefactor_of_the_loss_is_named_by_a_label():
+    prefixes = {name.removeprefix("start_pref_") for name in vars(EnerLossConfig()) if name.startswith("start_pref_")}
+    assert prefixes == {label.symbol for label in LABELS.values()}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_a_batch_without_a_label_adds_nothing_for_it(name):
+    symbol, rng = LABELS[name].symbol, np.random.default_rng(1)
+    batch = flat_batch([random_frame(rng, 4), random_frame(rng, 3)], names=())
+    prediction = {n: torch.ones(label.shape_of(2, 7), dtype=torch.float64) for n, label in LABELS.items()}
+    zeros = {f"start_pref_{label.symbol}": 0.0 for label in LABELS.values()}
+    zeros |= {f"limit_pref_{label.symbol}": 0.0 for label in LABELS.values()}
+    loss = build_loss(EnerLossConfig(**(zeros | {f"start_pref_{symbol}": 1.0})), 1e-3)
+    total, shown = loss(prediction, batch, 1e-3)
+    assert total == 0
+    assert math.isnan(shown[f"rmse_{symbol}"])
