@@ -9,7 +9,7 @@ from flat_batches import flat_batch, random_frame
 from helpers import write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config import EnerLoss as EnerLossConfig
+from deepmd_ema.config import EnerLossConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import DataError
@@ -17,7 +17,9 @@ from deepmd_ema.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
 from deepmd_ema.loss import build_loss
 from deepmd_ema.metrics import Errors
 
-DIPOLE = Label("dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),))
+DIPOLE = Label(
+    "dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),)
+)
 CHARGE = Label("charge", "q", "e", ("charge",), per_atom=True, errors=(Quantity("q", "Charge", "e", milli=False),))
 
 
