@@ -85,6 +85,12 @@ def option(default: Any = _MISSING, *, doc: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def redefined(section: type, name: str, default: Any) -> Any:
+    """Declare an option as the base class ``section`` has it, with another default."""
+    declared = next(f for f in dataclasses.fields(section) if f.name == name)
+    return dataclasses.field(default=default, metadata=declared.metadata)
+
+
 @cache
 def options(section: type) -> tuple[Option, ...]:
     """Return the options of a section class, in the order in which they were declared."""

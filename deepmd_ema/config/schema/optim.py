@@ -13,6 +13,7 @@ from deepmd_ema.config.fields import (
     option,
     positive,
     positive_int,
+    redefined,
 )
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
 
@@ -87,32 +88,34 @@ class WsdScheduleConfig(_Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamConfig:
+class _AdamConfig:
+    """What Adam and AdamW have in common."""
+
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
+    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig(_AdamConfig):
     """Adam; weight decay is an L2 term of the gradient."""
 
     type: ClassVar[str] = "Adam"
 
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
-    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
+class AdamWConfig(_AdamConfig):
     """Adam with decoupled weight decay."""
 
     type: ClassVar[str] = "AdamW"
 
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
-    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaMuonConfig:
-    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
-
-    type: ClassVar[str] = "AdaMuon"
+class _MuonConfig:
+    """What optimizers with orthogonal updates of matrices have in common."""
 
     momentum: float = option(
         0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
@@ -130,24 +133,20 @@ class AdaMuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridMuonConfig:
+class AdaMuonConfig(_MuonConfig):
+    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
+
+    type: ClassVar[str] = "AdaMuon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMuonConfig(_MuonConfig):
     """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
 
     type: ClassVar[str] = "HybridMuon"
 
-    momentum: float = option(
-        0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
-    )
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient of a vector.")
-    adam_beta2: float = option(0.95, check=fraction, doc="Decay of the mean of the squared gradient of a vector.")
-    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay, of matrices only.")
-    lr_adjust: float = option(
-        0.0,
-        doc="Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
-        "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
-        "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
-    )
-    lr_adjust_coeff: float = option(0.18, check=positive, doc="See `lr_adjust`.")
+    lr_adjust: float = redefined(_MuonConfig, "lr_adjust", 0.0)
+    lr_adjust_coeff: float = redefined(_MuonConfig, "lr_adjust_coeff", 0.18)
     muon_mode: str = option(
         "slice",
         choices=("slice", "flat", "2d"),
