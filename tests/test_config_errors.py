@@ -408,6 +408,7 @@ BROKEN_JSON = [
     ('{"a": 1,,"b": 2}', ["a comma too many"]),
     ('{"a": 1,\n"b": {"c": 1, "c": 2},\n"a": 2}', [":2: b.c: given twice, first on line 2", ":3: a: given twice"]),
     ("[" * 100000, ["nested too deeply"]),
+    ('{"a":' * 600 + "1" + "}" * 600, ["nested too deeply"]),
     ('{"a": ' + "1" * 5000 + "}", ["digits"]),
 ]
 
@@ -433,6 +434,15 @@ BROKEN_YAML = [
     ("a: 1\nb:\n  c: 1\n  c: 2\n", [":4: b.c: given twice, first on line 3"]),
     ("a: &x\n  b: *x\n", ["an anchor that contains itself"]),
     ("a: !!python/object:os.system x\n", ["not YAML", "could not determine a constructor"]),
+    ("a: !!bool x\n", ["not YAML", "a tag"]),
+    ("a: !!timestamp x\n", ["not YAML", "a tag"]),
+    ("a: !!int x\n", ["not YAML", "a tag"]),
+    ("a: \x07\n", ["not YAML", "special characters"]),
+    ("a: " + "[" * 200 + "]" * 200, ["nested too deeply"]),
+    (
+        "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]),
+        ["anchors that stand for more than 100,000 values"],
+    ),
     ("a: *nowhere\n", ["not YAML", "found undefined alias"]),
 ]
 

@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
 Path = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""
 
+DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
 NOT_AVAILABLE = "known to DeePMD-kit, not available in dp-ema 0.1"
 
 
