@@ -47,7 +47,7 @@ def config_warnings(
             said about these.
     """
     steps = config.training.numb_steps or num_steps
-    found = [text for check in _CAREFUL for text in check(config, steps)]
+    found = [text for check in _WARNINGS for text in check(config, steps)]
     return found + list(bank_warnings(config, steps, {"steps": 1.0, **(steps_per or {})}))
 
 
@@ -186,17 +186,17 @@ def _vacuum_energies_need_zero_mean(config: RunConfig, num_steps: int | None) ->
             yield f"{path} is given: an isolated atom has this energy only with model.descriptor.set_davg_zero = true."
 
 
-def _pairs_that_stand_twice(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+def _validates_on_training_data(config: RunConfig, num_steps: int | None) -> Iterator[str]:
     data = config.training.validation_data
     both = set(config.training.training_data.systems) & set(data.systems) if data is not None else set()
     if both:
         yield f"training.validation_data.systems: {', '.join(sorted(both))} is training data too; it validates nothing."
 
 
-_CAREFUL: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
+_WARNINGS: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
     _decay_steps_against_run,
     _vacuum_energies_need_zero_mean,
-    _pairs_that_stand_twice,
+    _validates_on_training_data,
 )
 
 

@@ -34,7 +34,7 @@ _sigma_rel = Check(
 
 @dataclass(frozen=True, kw_only=True)
 class _Average:
-    """What all averages have in common."""
+    """Options of all averages."""
 
     name: str = option(
         check=_name,
@@ -54,14 +54,14 @@ class _Average:
         1,
         check=positive_int,
         unit="steps",
-        doc="Steps between two updates. One update counts for all steps since the last one, so that the length of the "
-        "average does not change.",
+        doc="Steps between two updates. The decay is corrected for it, so that the length of the average does not "
+        "change.",
     )
     device: str = option(
         "live",
         choices=DEVICES,
-        doc="Where the average is held: `live`: beside the live weights; `cpu`: in the memory of the host, to which "
-        "live weights are copied while training goes on.",
+        doc="Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
+        "live weights are copied asynchronously.",
     )
     dtype: str = option(
         "float32",
@@ -79,8 +79,8 @@ class _Average:
     buffers: str = option(
         "copy",
         choices=BUFFERS,
-        doc="What stands with the averaged weights for numbers of the model that are not trained: `copy`: the live "
-        "ones; `average`: their average, floating-point numbers only.",
+        doc="Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
+        "average, floating-point numbers only.",
     )
     full_validation: bool = option(
         False,
@@ -99,7 +99,7 @@ class _Average:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored(_Average):
-    """What averages have in common that can be stored for `dp-ema posthoc`."""
+    """Options of averages that can be stored for `dp-ema posthoc`."""
 
     snapshots: bool = option(
         False,
@@ -120,8 +120,8 @@ class EmaAverageConfig(_Average):
     decay: float | None = option(
         None,
         check=fraction,
-        doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps. Exactly one of `decay` "
-        "and `half_life` is given.",
+        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps. "
+        "Exactly one of `decay` and `half_life` is given.",
     )
     half_life: float | None = option(
         None,
@@ -137,7 +137,7 @@ class EmaAverageConfig(_Average):
     warmup: bool = option(
         True,
         doc="Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the start, "
-        "so that the first weights are soon forgotten.",
+        "so that the initial weights have little influence.",
     )
 
 
@@ -179,7 +179,9 @@ class EmaShorthand:
         False, doc="Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
     )
     ema_decay: float = option(
-        0.999, check=fraction, doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps."
+        0.999,
+        check=fraction,
+        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps.",
     )
     ema_warmup: bool = option(
         True,

@@ -25,7 +25,7 @@ _part = Check(lambda v: 0 <= v <= 1, "a number from 0 to 1")
 
 @dataclass(frozen=True, kw_only=True)
 class _Schedule:
-    """What all schedules have: first and last learning rate and a warm-up."""
+    """Options of all schedules: first and last learning rate, and a warm-up."""
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
@@ -89,7 +89,7 @@ class WsdScheduleConfig(_Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _AdamConfig:
-    """What Adam and AdamW have in common."""
+    """Options of Adam and AdamW."""
 
     adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
     adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
@@ -115,7 +115,7 @@ class AdamWConfig(_AdamConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class _MuonConfig:
-    """What optimizers with orthogonal updates of matrices have in common."""
+    """Options of optimizers with orthogonal updates of matrices."""
 
     momentum: float = option(
         0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
@@ -169,7 +169,7 @@ class LKFConfig:
     kf_blocksize: int = option(
         5120,
         check=positive_int,
-        doc="Most weights of a block; memory and time of a step grow with it, 8 bytes times its square per block.",
+        doc="Largest number of weights in a block; each block takes 8 bytes times the square of its size.",
     )
     kf_start_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the start.")
     kf_limit_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the end.")

@@ -52,7 +52,7 @@ _probs = Check(_is_probs, "probabilities that add up to 1; negative ones share w
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    """What training and validation data have in common."""
+    """Options of training and of validation data."""
 
     systems: list[str] = option(
         check=_systems,
@@ -78,14 +78,15 @@ class _Data:
         alias=("auto_prob_style",),
         check=_auto_prob,
         convert=SystemProbability,
-        doc="How often a system is drawn: `prob_uniform`: all alike; `prob_sys_size`: by its number of batches; "
-        "`prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
+        doc="Probability with which a system is drawn: `prob_uniform`: the same for all; `prob_sys_size`: by its "
+        "number of batches; `prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
     )
     sys_probs: list[float] | None = option(
         None,
         alias=("sys_weights",),
         check=_probs,
-        doc="Probability of each system instead of `auto_prob`; negative ones share the rest by size.",
+        doc="Probability of each system, instead of `auto_prob`; systems with a negative number share what is left, "
+        "by their number of batches.",
     )
 
 
@@ -97,7 +98,7 @@ class TrainingDataConfig(_Data):
         0.0,
         unit="angstrom",
         check=not_negative,
-        doc="Frames with two atoms closer than this are an error; 0 is 0.3 angstrom.",
+        doc="A frame with two atoms closer than this is an error; 0 is 0.3 angstrom.",
     )
 
 
@@ -112,7 +113,7 @@ class ValidationDataConfig(_Data):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long, on which data, and what is written when."""
+    """Length and data of the run, and what it writes."""
 
     shorthand: ClassVar[type] = EmaShorthand
 
@@ -141,7 +142,7 @@ class TrainingConfig:
     seed: int | None = option(
         None,
         check=not_negative_int,
-        doc="Seed of every random stream (initial parameters, order of frames); null is another one in each run.",
+        doc="Seed of every random stream (initial parameters, order of frames); null draws one for each run.",
     )
     disp_file: str = option("lcurve.out", check=file_name, doc="File of the learning curve.")
     disp_freq: int = option(1000, check=positive_int, unit="steps", doc="Steps between two lines of `disp_file`.")
@@ -150,19 +151,21 @@ class TrainingConfig:
     )
     save_ckpt: str = option("model.ckpt", check=file_name, doc="Prefix of checkpoint files; may have a folder.")
     save_dir: str | None = option(
-        None, doc="Folder of the numbered checkpoints; null: where `save_ckpt` says. The latest link stays there."
+        None,
+        doc="Folder of the numbered checkpoints; null: the folder of `save_ckpt`, where the link to the newest one "
+        "always is.",
     )
     max_ckpt_keep: int = option(5, doc="Checkpoints kept; less than 1 keeps all.")
     ckpt_keep_ratio: float | None = option(
         None,
         check=Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
-        doc="Part of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
+        doc="Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
     )
     averaging: list[EmaAverageConfig | PowerAverageConfig | SwaAverageConfig] = option(
         [],
         default_type="ema",
-        doc="Averages of the weights that are kept beside each other, each with a `name`. `enable_ema` adds one named "
-        "`ema`. Only in dp-ema.",
+        doc="Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "
+        "the first of the list. Only in dp-ema.",
     )
     change_bias_after_training: bool = option(
         False,
@@ -178,13 +181,13 @@ class TrainingConfig:
     tensorboard_log_dir: str = option("log", check=file_name, doc="Folder of the TensorBoard files.")
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
     gradient_max_norm: float = option(
-        0.0, check=not_negative, doc="Gradients longer than this are scaled down to it; 0 leaves them alone."
+        0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
     )
     zero_stage: int = option(
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
-        doc="What ranks share out: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too: a choice of "
-        "memory only. Above 0 the run must be launched by torchrun or srun.",
+        doc="What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
+        "parameters. It changes memory, not results. Above 0 the run must be launched by torchrun or srun.",
     )
 
 
@@ -193,7 +196,7 @@ _metric = check_text(Metric, "E, F, V or S (energy, force, virial, stress), a co
 
 @dataclass(frozen=True, kw_only=True)
 class ValidatingConfig:
-    """Full validation: the whole validation set at regular steps, and the best weights kept."""
+    """Full validation: errors over the whole validation set at regular steps; the best weights are kept."""
 
     shorthand: ClassVar[type] = EmaValidationShorthand
 
