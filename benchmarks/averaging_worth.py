@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import common
 
-from deepmd_ema.infer.curves import read_curve
+from deepmd_ema.report.curves import read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -419,7 +419,7 @@ def _draw(groups: dict[str, list[Run]], picture: Path, draw) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter
 
-    from deepmd_ema.infer.plots import STYLE
+    from deepmd_ema.report.plots import STYLE
 
     with plt.rc_context(STYLE):
         size = (4.2 * len(groups), 7)
@@ -447,7 +447,7 @@ def _draw_run(axis, group: Sequence[Run], name: str) -> None:
 
 
 def _draw_lengths(axis, group: Sequence[Run], name: str) -> None:
-    from deepmd_ema.infer.plots import RUN_COLORS
+    from deepmd_ema.report.plots import RUN_COLORS
 
     for run, color in zip(group, itertools.cycle(RUN_COLORS)):
         final, found = _final(run), run.read("posthoc.json")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from deepmd_ema.averaging import gamma_of
-from deepmd_ema.averaging.combine import Track, find_mixes
 from deepmd_ema.checkpoint import weights_in
-from deepmd_ema.infer.snapshots import combine, find_snapshots
+from deepmd_ema.posthoc.combination import Track, find_combinations
+from deepmd_ema.posthoc.snapshots import combine, find_snapshots
 
 STEPS, WEIGHTS = 10_000, 50
 COUNTS = (2, 3, 4, 5, 8, 10, 20, 50, 100)
@@ -53,13 +53,13 @@ def of_walks() -> list[tuple[str, float, float]]:
             kept = [Track(gamma_of(w), STEPS // count * n) for n in range(1, count + 1) for w in widths]
             last = kept[-1].end
             shares = np.array([np.pad(track.shares(), (0, last - track.updates)) for track in kept])
-            for mix in find_mixes(kept, LENGTHS, last).mixes:
-                target = mix.target.shares()
+            for combination in find_combinations(kept, LENGTHS, last).combinations:
+                target = combination.target.shares()
                 for kind, whole in TRAJECTORIES.items():
                     weights = whole[:last]
-                    direct, made = target @ weights, mix.coefficients @ (shares @ weights)
+                    direct, made = target @ weights, combination.coefficients @ (shares @ weights)
                     error = np.linalg.norm(made - direct) / np.linalg.norm(direct - weights[-1])
-                    rows.append((kind, mix.residual, error))
+                    rows.append((kind, combination.residual, error))
     return rows
 
 
@@ -71,15 +71,17 @@ def of_run(folder: str) -> list[tuple[str, float, float]]:
     states = run.payload["averages"]["profiles"]
     tracked = {name: Track.of(state, run.step) for name, state in states.items() if state["type"] == "power"}
     for skip in (1, 2, 3, 4, 5, 8):
-        steps = sorted({kept.step for kept in run.kept}, reverse=True)[::skip]
-        for names in {frozenset({name}) for name in {k.profile for k in run.kept}} | {frozenset(tracked)}:
-            some = [k for k in run.kept if k.step in steps and k.profile in names]
-            part = type(run)(**{**vars(run), "kept": some})
-            mixes = find_mixes(part.tracks, [track.sigma_rel for track in tracked.values()], run.step).mixes
-            for name, mix, made in zip(tracked, mixes, combine(part, mixes)):
+        steps = sorted({kept.step for kept in run.snapshots}, reverse=True)[::skip]
+        for names in {frozenset({name}) for name in {k.profile for k in run.snapshots}} | {frozenset(tracked)}:
+            some = [k for k in run.snapshots if k.step in steps and k.profile in names]
+            part = type(run)(**{**vars(run), "snapshots": some})
+            combinations = find_combinations(
+                part.tracks, [track.sigma_rel for track in tracked.values()], run.step
+            ).combinations
+            for name, combination, made in zip(tracked, combinations, combine(part, combinations)):
                 direct = _flat(weights_in(run.payload, run.reference, name)[0], run)
                 error = (_flat(made, run) - direct).norm() / (direct - live).norm()
-                rows.append(("weights of the run", mix.residual, float(error)))
+                rows.append(("weights of the run", combination.residual, float(error)))
     return rows
 
 

@@ -296,7 +296,7 @@ BAD_USES = {
     "freeze an average of another name": (
         lambda: None,
         ["freeze", "--profile", "slow"],
-        ["model.ckpt-4.pt: no average is called 'slow'. Give --profile one of: ema."],
+        ["model.ckpt-4.pt: no average is called 'slow'. Give --average one of: ema."],
     ),
     "freeze to nowhere": (lambda: None, ["freeze", "-o", "/proc/m.dp"], ["/proc/m.dp: cannot be written (No such"]),
     "freeze to a missing folder": (lambda: None, ["freeze", "-o", "out/m.dp"], ["the folder out is not there. Make"]),

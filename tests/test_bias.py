@@ -254,7 +254,7 @@ def test_E3_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monk
         assert facts["profile"] == name
     # only the last files are fitted again
     assert "refitted_bias" not in checkpoint.load(folder / "model.ckpt-10.pt")
-    one = freeze(load_model(folder / "model.ckpt-20.pt", profile="long", use_average=True), tmp_path / "one.yaml")
+    one = freeze(load_model(folder / "model.ckpt-20.pt", average="long"), tmp_path / "one.yaml")
     two = freeze(load_model(folder / "model_long.ckpt-20.pt"), tmp_path / "two.yaml")
     same_arrays(one.path, two.path)
     assert abs(mean_of_file(one.path, data)) < ZERO

@@ -273,7 +273,7 @@ def test_elements_that_the_data_do_not_hold_or_tell_apart_are_named(run, data, t
         (["-b", "1", "2", "-o", "new.dp"], "-o new.dp: expected a name that ends in .pt, as "),
         (["-b", "1", "2", "-o", "new.dp"], "`dp-ema freeze` makes a .dp file of it."),
         (["-b", "1", "2", "-o", "no/new.pt"], "-o no/new.pt: the folder no is not there."),
-        (["-b", "1", "2", "--profile", "slow"], "no average is called 'slow'. Give --profile one of: ema"),
+        (["-b", "1", "2", "--profile", "slow"], "no average is called 'slow'. Give --average one of: ema"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(run, tmp_path, monkeypatch, capsys, words, message):

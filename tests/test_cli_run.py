@@ -9,10 +9,10 @@ import pytest
 from helpers import tiny_input
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.infer.curves import read_curve
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.report.curves import read_curve
 
 STEPS = 12
 

@@ -65,7 +65,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
 
 @every_page
 def test_every_command_of_a_page_exists_with_its_options(page):
-    parsers = next(action for action in cli._build_parser()._actions if action.dest == "command").choices
+    parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
     for words in commands(page):
         if words[0].startswith("-"):
             assert words[0] in ("--help", "--version"), words

@@ -13,10 +13,11 @@ from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
+from deepmd_ema.cli.options import read_datafile, validation_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import ConfigError, UserError
-from deepmd_ema.infer.evaluate import measure, run_test, systems_to_test
+from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
@@ -132,23 +133,21 @@ def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_
         measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")
 
 
-def test_systems_are_named_in_three_ways(tmp_path, labelled):
-    assert systems_to_test(None, None, None) == (["."], None)
-    assert systems_to_test(["a", "b"], None, None) == (["a", "b"], None)
+def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
     listed = tmp_path / "list"
     listed.write_text("# mine\na\n\n  b \n")
-    assert systems_to_test(None, str(listed), None) == (["a", "b"], None)
+    assert read_datafile(str(listed)) == ["a", "b"]
     listed.write_text("\n")
     with pytest.raises(UserError, match="list: names no system"):
-        systems_to_test(None, str(listed), None)
+        read_datafile(str(listed))
     with pytest.raises(UserError, match="nowhere: cannot be read"):
-        systems_to_test(None, str(tmp_path / "nowhere"), None)
+        read_datafile(str(tmp_path / "nowhere"))
     config = tmp_path / "input.json"
     config.write_text(json.dumps(tiny_input(["train"], ["valid"])))
-    assert systems_to_test(None, None, str(config))[0] == ["valid"]
+    assert validation_systems(str(config))[0] == ["valid"]
     config.write_text(json.dumps(tiny_input(["train"])))
     with pytest.raises(ConfigError, match=r"input.json: training.validation_data is not there. Give .* with -s"):
-        systems_to_test(None, None, str(config))
+        validation_systems(str(config))
 
 
 def test_frames_without_labels_are_refused(run, tmp_path):
@@ -188,16 +187,11 @@ def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypa
 
 
 def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsys):
-    """`test --use-ema` asked for --profile, which test did not have."""
+    """`test --use-ema` asked for --average, which test did not have."""
     path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
     words = ["test", "-m", str(path), "-s", str(labelled / "cell")]
     assert cli.main([*words, "--use-ema"]) == 2
-    assert "Give --profile one of: p05, p10" in capsys.readouterr().err
-    assert cli.main([*words, "--profile", "p10"]) == 0
-    assert "averaged weights (p10) of step 40" in capsys.readouterr().out
-
-
-def test_the_report_is_said_line_by_line(run, labelled):
-    said = []
-    report = run_test(run[0], [labelled / "open"], say=said.append)
-    assert said == [report.text()]
+    assert "Give --average one of: p05, p10" in capsys.readouterr().err
+    for option in ("--average", "--profile"):  # --profile is the spelling of 0.1.0
+        assert cli.main([*words, option, "p10"]) == 0
+        assert "averaged weights (p10) of step 40" in capsys.readouterr().out

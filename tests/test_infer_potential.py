@@ -194,17 +194,17 @@ def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames):
     assert inside.info.in_words() == load_model(averaged).info.in_words()
     assert inside.info.in_words() == "averaged weights (ema) of step 7: decay 0.99, updates 7, mean age 4.5"
     assert load_model(live).info.in_words() == "live weights of step 7"
-    assert load_model(averaged, use_average=True, profile="ema").info.weights == "ema"
+    assert load_model(averaged, average="ema").info.weights == "ema"
 
 
 def test_an_average_that_is_not_there_is_an_error(tmp_path, run):
     live, _ = write_run(tmp_path, averages=False)
     with pytest.raises(CheckpointError, match=r"no averaged weights in this checkpoint: training.enable_ema was false"):
         load_model(live, use_average=True)
-    with pytest.raises(CheckpointError, match=r"no average is called 'slow'. Give --profile one of: ema"):
-        load_model(run[0], use_average=True, profile="slow")
+    with pytest.raises(CheckpointError, match=r"no average is called 'slow'. Give --average one of: ema"):
+        load_model(run[0], average="slow")
     with pytest.raises(CheckpointError, match="holds the weights 'ema', not the average 'slow'"):
-        load_model(run[1], use_average=True, profile="slow")
+        load_model(run[1], average="slow")
 
 
 @pytest.mark.parametrize("name", ["model.ckpt-7.pt", "model.ckpt-7", "model.ckpt.pt", "checkpoint", "."])

@@ -29,7 +29,7 @@ def test_each_of_several_averages_is_shown_with_the_option_that_freezes_it(tmp_p
     """`--use-ema` alone was advised for each of eight averages, and refused."""
     path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
     text = describe(path)
-    assert "p10: sigma_rel 0.1, gamma 6.937, 40 updates, mean age 4.0 steps (freeze it with --profile p10)" in text
+    assert "p10: sigma_rel 0.1, gamma 6.937, 40 updates, mean age 4.0 steps (freeze it with --average p10)" in text
     assert "--use-ema" not in text
 
 

@@ -15,11 +15,11 @@ from helpers import assert_same, tiny_input
 from kept_runs import AVERAGING, KEPT, write_kept_run
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.averaging.combine import find_mixes
 from deepmd_ema.errors import CheckpointError, ConfigError, DataError, UserError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.posthoc import Range, parse_lengths, run_posthoc
-from deepmd_ema.infer.snapshots import combine, find_snapshots
+from deepmd_ema.posthoc.combination import find_combinations
+from deepmd_ema.posthoc.run import parse_sigma_rels, run_posthoc
+from deepmd_ema.posthoc.snapshots import combine, find_snapshots
 
 FLOAT32 = 1e-6  # relative, of weights whose snapshots are float32
 
@@ -57,7 +57,7 @@ def test_the_best_length_is_ranked_written_and_said(run, tmp_path, monkeypatch, 
     said = capsys.readouterr()
     assert not said.err
     assert f"{run}: step 400, 40 snapshots of p05 (sigma_rel 0.05), p10 (sigma_rel 0.1)" in said.out
-    assert re.search(r"solve: condition \S+; sigma_rel that can be told: 0\.0\d+ to 0\.2", said.out)
+    assert re.search(r"solve: condition \S+; resolvable sigma_rel: 0\.0\d+ to 0\.2", said.out)
     assert "errors on 6 frames of 1 system" in said.out
     with (run / "posthoc.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -101,13 +101,13 @@ def valid_systems(run):
 
 def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
     kept = find_snapshots(run)
-    found = find_mixes(kept.tracks, [0.07, 0.05], kept.step)
-    made, same = combine(kept, found.mixes)
+    found = find_combinations(kept.tracks, [0.07, 0.05], kept.step)
+    made, same = combine(kept, found.combinations)
     bank = kept.payload["averages"]["profiles"]
     live, direct = flat(kept.payload["model"], kept.averaged), flat(bank["p07"]["weights"], kept.averaged)
     difference = (flat(made, kept.averaged) - direct).norm()
     assert 0 < difference < 5e-4 * direct.norm()
-    assert difference < found.mixes[0].residual * (direct - live).norm()
+    assert difference < found.combinations[0].residual * (direct - live).norm()
     assert flat(same, kept.averaged) == pytest.approx(flat(bank["p05"]["weights"], kept.averaged).numpy(), rel=FLOAT32)
     report = run_posthoc(run, [0.07], say=lambda _: None)
     tracked = next(row for row in report.rows if row.name == "p07")
@@ -119,7 +119,7 @@ def test_a_length_that_was_also_tracked_agrees_in_weights_and_errors(run):
 def test_averaged_buffers_of_snapshots_are_not_narrowed(tmp_path):
     """In float32 an energy of an element of -1e4 eV would be off by half a meV."""
     kept = find_snapshots(write_kept_run(tmp_path, None, steps=40, every=10, buffers="average"))
-    snapshot = checkpoint.load(kept.kept[-1].path)
+    snapshot = checkpoint.load(kept.snapshots[-1].path)
     assert "out_bias" in snapshot["averaged"]
     assert snapshot["model"]["out_bias"].dtype == torch.float64
     assert {snapshot["model"][name].dtype for name, _ in load_model(kept.reference).model.named_parameters()} == {
@@ -129,7 +129,7 @@ def test_averaged_buffers_of_snapshots_are_not_narrowed(tmp_path):
 
 def test_what_is_not_averaged_is_that_of_the_last_step(run):
     kept = find_snapshots(run, step=200)
-    (weights,) = combine(kept, find_mixes(kept.tracks, [0.07], 200).mixes)
+    (weights,) = combine(kept, find_combinations(kept.tracks, [0.07], 200).combinations)
     assert weights["out_bias"].flatten().tolist() == pytest.approx([-0.2, -0.2])
     assert weights.keys() == kept.payload["model"].keys()
     assert {weights[name].dtype for name in kept.averaged} == {torch.float64}
@@ -137,18 +137,18 @@ def test_what_is_not_averaged_is_that_of_the_last_step(run):
 
 def test_lengths_that_do_not_fit_into_memory_together_take_more_passes(run):
     kept = find_snapshots(run)
-    mixes = find_mixes(kept.tracks, [0.05, 0.06, 0.07], kept.step).mixes
-    together = list(combine(kept, mixes))
+    combinations = find_combinations(kept.tracks, [0.05, 0.06, 0.07], kept.step).combinations
+    together = list(combine(kept, combinations))
     for most in (1, 2 * 8 * 1500):
-        assert_same(list(combine(kept, mixes, most_bytes=most)), together)
+        assert_same(list(combine(kept, combinations, most_bytes=most)), together)
 
 
 @pytest.mark.parametrize("common", [{"start_step": 100}, {"update_every": 3}], ids=["late start", "every third step"])
 def test_averages_that_start_late_or_skip_steps_are_placed_right(tmp_path, common):
     folder = write_kept_run(tmp_path, None, steps=301, every=14, **common)
     kept = find_snapshots(folder)
-    found = find_mixes(kept.tracks, [0.07], kept.step)
-    (made,) = combine(kept, found.mixes)
+    found = find_combinations(kept.tracks, [0.07], kept.step)
+    (made,) = combine(kept, found.combinations)
     step = kept.step
     assert step == 294
     again = write_kept_run(tmp_path / "again", None, steps=step, every=14, **common)
@@ -290,25 +290,25 @@ def test_other_runs_and_later_steps_are_left_out_with_a_note(copy, capsys):
     ],
 )
 def test_lengths_are_numbers_and_ranges(words, lengths):
-    assert parse_lengths(words) == lengths
-    assert len(parse_lengths(["0.02:0.2"])) == 9
-    assert isinstance(parse_lengths(None), Range)
+    assert parse_sigma_rels(words) == lengths
+    assert len(parse_sigma_rels(["0.02:0.2"])) == 9
+    assert parse_sigma_rels(None) == []
 
 
 def test_every_length_that_is_not_understood_is_named():
     words = ["0.3", "-0.1", "0.1:0.2:1000", "x", "0.2:0.1", "0.1:0.2:1", "0.1:0.2:2.5", "0.1:0.2:3:4", "nan", ""]
     with pytest.raises(UserError) as caught:
-        parse_lengths([*words, "0.05"])
+        parse_sigma_rels([*words, "0.05"])
     assert len(caught.value.problems) == len(words)
     assert caught.value.problems[0].startswith("--sigma-rel 0.3: expected a number above 0 and at most 0.2886")
 
 
-def test_a_length_out_of_reach_is_refused(run, capsys):
+def test_a_width_outside_the_resolvable_range_is_refused(run, capsys):
     before = {path.name for path in run.iterdir()}
     assert cli.main(["posthoc", str(run), "--sigma-rel", "0.006"]) == 2
     said = capsys.readouterr().err
     assert "sigma_rel 0.006: " in said
-    assert "40 snapshots of sigma_rel 0.05, 0.1 can tell sigma_rel 0.0" in said
+    assert "40 snapshots of sigma_rel 0.05, 0.1 resolve sigma_rel 0.0" in said
     assert {path.name for path in run.iterdir()} == before
 
 
@@ -358,7 +358,7 @@ def test_bytes_that_were_changed_on_the_disk_are_found_before_they_are_used(copy
     path.write_bytes(bytes(content))
     kept = find_snapshots(copy)
     with pytest.raises(CheckpointError, match=r"model_p10.ckpt-40.pt: damaged"):
-        list(combine(kept, find_mixes(kept.tracks, [0.06], 400).mixes))
+        list(combine(kept, find_combinations(kept.tracks, [0.06], 400).combinations))
 
 
 def test_snapshots_of_different_models_or_tensors_are_refused(copy):
@@ -379,7 +379,7 @@ def test_snapshots_of_different_models_or_tensors_are_refused(copy):
 def test_a_snapshot_of_an_average_that_had_not_begun_is_not_used(copy):
     path = copy / "snapshots" / "model_p05.ckpt-20.pt"
     change(path, average={**checkpoint.load(path)["average"], "updates": 0})
-    assert len(find_snapshots(copy).kept) == 39
+    assert len(find_snapshots(copy).snapshots) == 39
 
 
 def test_averages_that_were_updated_by_a_hook_are_refused(copy):
@@ -398,7 +398,7 @@ def test_missing_validation_data_are_named_with_a_way_out(copy, tmp_path, water_
         run_posthoc(copy, say=lambda _: None)
     training["validation_data"] = None
     change(copy / "model.ckpt-400.pt", config=payload["config"])
-    with pytest.raises(ConfigError, match=r"no training.validation_data to rank lengths with. Give systems with -s"):
+    with pytest.raises(ConfigError, match=r"no training.validation_data to rank averages with. Give systems with -s"):
         run_posthoc(copy, say=lambda _: None)
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "-s", str(water_like_valid)]) == 0
     (tmp_path / "other.json").write_text(json.dumps(tiny_input([water_like_valid], [water_like_valid])))
@@ -457,6 +457,6 @@ def test_a_run_that_trains_leaves_what_posthoc_needs(tmp_path, water_like, water
     said = capsys.readouterr().out
     assert "step 40, 20 snapshots" in said
     kept = find_snapshots("run")
-    (made,) = combine(kept, find_mixes(kept.tracks, [0.07], 40).mixes)
+    (made,) = combine(kept, find_combinations(kept.tracks, [0.07], 40).combinations)
     direct = flat(load_model("run/files/model_p07.ckpt-40.pt").model.state_dict(), kept.averaged)
     assert (flat(made, kept.averaged) - direct).norm() < 1e-4 * direct.norm()

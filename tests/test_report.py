@@ -123,6 +123,18 @@ def test_lcurve_names_the_tasks_when_there_are_tasks(here):
     assert row.split() == ["7", "nan", "1.00e+00", "nan", "2.00e+00", "4.00e+00", "3.00e+00", "1.0e-03"]
 
 
+def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
+    """Tasks stand in their own order; one without validation data has columns of training only."""
+    file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, validation={"water"})
+    file.write(100, 1e-3, {"water": {"rmse": 1.0, "rmse_f": 2.0}, "ice": {"rmse": 3.0}}, {"water": {"rmse": 4.0}})
+    file.close()
+    names = [("rmse_val_water", "rmse_trn_water"), ("rmse_f_val_water", "rmse_f_trn_water"), ("rmse_trn_ice",)]
+    values = [("   4.00e+00", "   1.00e+00"), ("        nan", "   2.00e+00"), ("   3.00e+00",)]
+    header, _, row = (here / "lcurve.out").read_text().splitlines()
+    assert header == "# step " + "".join("  " + "".join(f" {n:>11}" for n in pair) for pair in names) + "   lr      "
+    assert row == "    100" + "".join("  " + "".join(f" {v}" for v in pair) for pair in values) + "    1.0e-03"
+
+
 def test_a_run_that_starts_anew_starts_its_files_anew(here):
     for _ in range(2):
         file = LcurveFile("lcurve.out", NAMES, validation=True)

@@ -282,13 +282,13 @@ def test_A7_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, mo
 
 
 def test_C1_the_best_file_gives_its_logged_metric_again(start, water_like_valid):
-    from deepmd_ema.infer.evaluate import run_test
+    from deepmd_ema.infer.evaluate import measure
 
     folder = start("run", 20, {"validating__validation_metric": "F:RMSE"})
     rows = [r for r in (folder / "val_ema.log").read_text().splitlines() if "best_ema.ckpt-" in r]
     best = next(folder.glob("best_ema.ckpt-*.t-1.pt"))
     logged = next(r for r in reversed(rows) if best.name in r)
-    errors = run_test(str(best), [str(water_like_valid)], say=lambda line: None).total
+    errors = measure(str(best), [str(water_like_valid)]).total
     assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
 
 

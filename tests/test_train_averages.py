@@ -19,7 +19,7 @@ from deepmd_ema.averaging import AverageBank, SwaProfile
 from deepmd_ema.config import config_from_dict, to_dict
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import ConfigError, Interrupted
-from deepmd_ema.infer.evaluate import run_test
+from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report import set_up_logging
 from deepmd_ema.train.assemble import run_training
@@ -95,7 +95,7 @@ def test_an_averaged_learning_curve_has_the_errors_of_the_average_on_the_same_ba
     # the display batch is the whole validation set, so that a test of the averaged file must give the same errors
     folder = start("run", 20, {"training__validation_data__batch_size": 6})
     curve = np.genfromtxt(folder / "lcurve_slow.out", names=True)
-    errors = run_test(str(folder / "model_slow.ckpt-20.pt"), [str(water_like_valid)], say=lambda line: None).total
+    errors = measure(str(folder / "model_slow.ckpt-20.pt"), [str(water_like_valid)]).total
     live = np.genfromtxt(folder / "lcurve.out", names=True)
     assert curve["step"].tolist() == live["step"].tolist() == [1, 5, 10, 15, 20]
     assert curve["rmse_f_val"][-1] == pytest.approx(errors.metric("F:RMSE"), rel=5e-3)  # three digits in the file
@@ -152,7 +152,7 @@ def test_C1_the_best_file_of_an_average_gives_its_logged_metric_again(start, wat
     for name in ("slow", "p05"):
         best = next(folder.glob(f"best_{name}.ckpt-*.t-1.pt"))
         logged = [r for r in (folder / f"val_{name}.log").read_text().splitlines() if best.name in r][-1]
-        errors = run_test(str(best), [str(water_like_valid)], say=lambda line: None).total
+        errors = measure(str(best), [str(water_like_valid)]).total
         assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
 
 
@@ -167,7 +167,7 @@ def test_C2_the_best_so_far_of_each_average_survives_a_restart(start):
 @pytest.mark.parametrize("name", NAMES)
 def test_C3_an_average_out_of_a_training_checkpoint_is_that_of_its_own_file(start, name):
     folder = start("run", 10)
-    one = load_model(folder / "model.ckpt-10.pt", use_average=True, profile=name)
+    one = load_model(folder / "model.ckpt-10.pt", average=name)
     two = load_model(folder / f"model_{name}.ckpt-10.pt")
     assert_same(dict(one.model.state_dict()), dict(two.model.state_dict()))
 

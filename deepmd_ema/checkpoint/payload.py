@@ -60,7 +60,7 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
         return str(next(iter(profiles)))
     if profile is None or profile not in profiles:
         wanted = "which average?" if profile is None else f"no average is called {profile!r}."
-        raise CheckpointError(f"{path}: {wanted} Give --profile one of: {', '.join(profiles)}.")
+        raise CheckpointError(f"{path}: {wanted} Give --average one of: {', '.join(profiles)}.")
     return profile
 
 

@@ -112,7 +112,7 @@ def write_changed(
     asked: Asked,
     output: str | Path | None = None,
     use_average: bool = False,
-    profile: str | None = None,
+    average: str | None = None,
     device: str | None = None,
 ) -> ChangedBias:
     """Write a model file with another output bias; everything else in it stays.
@@ -125,14 +125,14 @@ def write_changed(
         asked: what the bias shall be.
         output: the file to write; ``<stem>_updated<suffix>`` beside the model if not given.
         use_average: takes the averaged weights of a training checkpoint.
-        profile: which average, when there are several.
+        average: which average, when there are several; implies ``use_average``.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
 
     Raises:
         UserError: if the model or the data cannot be read, no frame has an energy, the values are not one per element,
             or the file cannot be written.
     """
-    loaded = load_model(model, use_average=use_average or profile is not None, profile=profile)
+    loaded = load_model(model, use_average=use_average, average=average)
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if asked.values is not None:

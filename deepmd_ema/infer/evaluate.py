@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from deepmd_ema.config import load_config
 from deepmd_ema.data.check import check_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.scan import scan_system
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import ConfigError, DataError, UserError
+from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
@@ -103,7 +102,7 @@ class ErrorReport:
 
     def plot(self, path: str | Path) -> Path:
         """Draw predictions against labels and return the picture's path."""
-        from deepmd_ema.infer.plots import plot_parity
+        from deepmd_ema.report.plots import plot_parity
 
         def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
             labelled = [f for f in self.frames if name in f.label]
@@ -156,7 +155,7 @@ def measure(
     num_frames: int = 0,
     atomic: bool = False,
     use_average: bool = False,
-    profile: str | None = None,
+    average: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> ErrorReport:
@@ -168,14 +167,14 @@ def measure(
         num_frames: frames of each system, from its first; 0 takes all.
         atomic: whether atomic energies are tested as well.
         use_average: takes the averaged weights of a training checkpoint.
-        profile: which average, when there are several; implies ``use_average``.
+        average: which average, when there are several; implies ``use_average``.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
 
     Raises:
         UserError: if the model or the data cannot be read, or no frame has a label.
     """
-    loaded = load_model(model, use_average=use_average or profile is not None, profile=profile)
+    loaded = load_model(model, use_average=use_average, average=average)
     where = select_device(device)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
@@ -189,50 +188,6 @@ def measure(
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
     _refuse_non_finite(report, loaded.config.descriptor.rcut)
     return report
-
-
-def run_test(
-    model: str | Path,
-    systems: Sequence[str | Path],
-    *,
-    detail: str | None = None,
-    plot: str | None = None,
-    say: Callable[[str], Any],
-    **options: Any,
-) -> ErrorReport:
-    """Test, say what was found, and write the files asked for; ``options`` are those of :func:`measure`."""
-    report = measure(model, systems, **options)
-    say(report.text())
-    if detail is not None:
-        say(f"wrote {', '.join(map(str, report.write_details(detail)))}")
-    if plot is not None:
-        say(f"wrote {report.plot(plot)}")
-    return report
-
-
-def systems_to_test(
-    systems: Sequence[str] | None, datafile: str | None, valid_data: str | None
-) -> tuple[list[str], list[str] | None]:
-    """Return the systems that the command line names, and the patterns to search folders with.
-
-    Raises:
-        UserError: if the file of systems cannot be read or is empty, or the input has no validation data.
-    """
-    if datafile is not None:
-        try:
-            lines = Path(datafile).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{datafile}: cannot be read: {error}. Expected one system per line.") from error
-        named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not named:
-            raise UserError(f"{datafile}: names no system. Expected the path of one system per line.")
-        return named, None
-    if valid_data is not None:
-        data = load_config(valid_data).training.validation_data
-        if data is None:
-            raise ConfigError(f"{valid_data}: training.validation_data is not there. Give the systems with -s.")
-        return list(data.systems), data.rglob_patterns
-    return list(systems or ["."]), None
 
 
 def open_labelled(

@@ -75,23 +75,23 @@ class LoadedModel:
     info: Provenance
 
 
-def load_model(path: str | Path, use_average: bool | None = None, profile: str | None = None) -> LoadedModel:
+def load_model(path: str | Path, use_average: bool = False, average: str | None = None) -> LoadedModel:
     """Return the model in ``path``.
 
     Args:
         path: a checkpoint of any kind, the folder of a run (its latest checkpoint), or a ``.dp`` or ``.yaml`` file.
-        use_average: True takes the averaged weights out of a training checkpoint; otherwise the file's own weights.
-        profile: which average, when the checkpoint holds several.
+        use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
+        average: which average, when the checkpoint holds several; implies ``use_average``.
 
     Raises:
         CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
     """
-    path = Path(path)
+    path, use_average = Path(path), use_average or average is not None
     if path.suffix.lower() in FROZEN_SUFFIXES:
         loaded = _load_frozen(path)
     else:
         path = checkpoint.resolve(path)
-        loaded = _load_checkpoint(path, checkpoint.load(path), bool(use_average), profile)
+        loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average)
     if use_average and loaded.info.weights == LIVE:
         raise CheckpointError(
             f"{path}: holds live weights ({loaded.info.kind}), no average. Give the training checkpoint or the file of "
@@ -109,17 +109,17 @@ def facts_of_average(average: Mapping[str, Any]) -> dict[str, Any]:
     return {name: facts[name] for name in names if name in facts}
 
 
-def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, profile: str | None) -> LoadedModel:
+def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None) -> LoadedModel:
     if use_average and payload["kind"] == "training":
-        profile = checkpoint.choose_profile(payload, path, profile)
-    weights, average = checkpoint.weights_in(payload, path, profile)
-    name = profile or payload["weights"]
+        average = checkpoint.choose_profile(payload, path, average)
+    weights, facts = checkpoint.weights_in(payload, path, average)
+    name = average or payload["weights"]
     config = model_config_from_dict(payload["config"]["model"], source=str(path))
     model = build_model(config)
     check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
     model.load_state_dict(weights)
     model.min_nbor_dist = payload.get("min_nbor_dist")
-    info = Provenance(path, payload["kind"], name, payload["step"], average, payload.get("min_nbor_dist"),
+    info = Provenance(path, payload["kind"], name, payload["step"], facts, payload.get("min_nbor_dist"),
                       f"dp-ema {payload['version']}", payload["config"], payload.get("bias", {}))  # fmt: skip
     return LoadedModel(model.eval(), config, info)
 

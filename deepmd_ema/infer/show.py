@@ -115,7 +115,7 @@ def _options(section: Mapping[str, Any], *names: str) -> str:
 
 
 def _option(name: str, profiles: Mapping[str, Any]) -> str:
-    return "--use-ema" if len(profiles) == 1 else f"--profile {name}"
+    return "--use-ema" if len(profiles) == 1 else f"--average {name}"
 
 
 def _average(state: Mapping[str, Any]) -> str:

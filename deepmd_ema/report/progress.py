@@ -16,7 +16,7 @@ from deepmd_ema.report.tables import show_metric
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from deepmd_ema.report.tables import _HasMetrics
+    from deepmd_ema.report.tables import HasMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Progress:
         """Log the displayed errors of an average on the same batches."""
         logger.info("Batch %7d: %s: %s", step, name, _join(errors))
 
-    def show_validation(self, step: int, results: Mapping[str, _HasMetrics]) -> None:
+    def show_validation(self, step: int, results: Mapping[str, HasMetrics]) -> None:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
         width = max(map(len, results))
         for weights, errors in results.items():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write
+from deepmd_ema.labels import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEST_STEP = re.compile(r"^# saved best checkpoint: .*\.ckpt-(\d+)\.t-\d+\.pt ")
-_UNITS = {"E": "meV/atom", "F": "meV/Å", "S": "meV/Å³", "V": "meV/atom"}
 _DIGITS = 5  # significant ones of an error in val.log
 
 
-class _HasMetrics(Protocol):
-    def metric(self, name: str) -> float: ...
+class HasMetrics(Protocol):
+    """Gives an error by a name such as ``E:MAE``, in the unit of ``labels.METRICS``."""
+
+    def metric(self, name: str) -> float:
+        """Return the error, nan without a label."""
 
 
 class _Table:
@@ -105,13 +108,19 @@ class LcurveFile(_Table):
     Args:
         path: ``training.disp_file``.
         names: what is shown, such as ``rmse``, ``rmse_e``; or task name to such names when there are tasks.
-        validation: whether there is a column of validation values beside each of training.
+        validation: whether a column of validation values stands before each of training; or the tasks with such
+            columns.
     """
 
-    def __init__(self, path: str | Path, names: Sequence[str] | Mapping[str, Sequence[str]], validation: bool) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        names: Sequence[str] | Mapping[str, Sequence[str]],
+        validation: bool | Collection[str],
+    ) -> None:
         tasks = names if isinstance(names, Mapping) else {"": names}
         self._tasks = {task: sorted(columns) for task, columns in tasks.items()}
-        self._validation = validation
+        self._validated = frozenset(tasks if validation is True else validation or ())
         super().__init__(path, self._make_header())
 
     def write(
@@ -129,16 +138,16 @@ class LcurveFile(_Table):
         for task, names in self._tasks.items():
             trained, validated = _of_task(training, task), _of_task(validation or {}, task)
             for name in names:
-                values = [validated] if self._validation else []
-                row += "  " + "".join(f" {_number(v, name):11.2e}" for v in [*values, trained])
+                values = [validated, trained] if task in self._validated else [trained]
+                row += "  " + "".join(f" {_number(v, name):11.2e}" for v in values)
         self._add(f"{row}   {lr:8.1e}\n")
 
     def _make_header(self) -> str:
         line = "# step "
         for task, names in self._tasks.items():
             ending = f"_{task}" if task else ""
+            kinds = ["val", "trn"] if task in self._validated else ["trn"]
             for name in names:
-                kinds = ["val", "trn"] if self._validation else ["trn"]
                 line += "  " + "".join(f" {f'{name}_{kind}{ending}':>11}" for kind in kinds)
         note = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
         return f"{line}   {'lr':8}\n{note}"
@@ -156,13 +165,14 @@ class ValidationLog(_Table):
     def __init__(self, path: str | Path, num_steps: int, metric: str = "E:MAE") -> None:
         last = "V" if metric.upper().startswith("V") else "S"
         self._columns = [f"{quantity}:{kind}" for quantity in ("E", "F", last) for kind in ("MAE", "RMSE")]
-        labels = [f"{c.replace(':', '_')}({_UNITS[c[0]]})" for c in self._columns]
+        labels = [f"{c.replace(':', '_')}({METRICS[c[0]].display_unit})" for c in self._columns]
         self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
         super().__init__(path, self._row("# ", ["step", *labels]) + _VALIDATION_NOTE)
 
-    def write(self, step: int, errors: _HasMetrics) -> None:
-        """Add the row of ``step``; ``errors`` gives eV per atom, eV/angstrom and eV/angstrom^3, nan without a label."""
-        self._add(self._row("  ", [str(step), *(_significant(1000 * errors.metric(c)) for c in self._columns)]))
+    def write(self, step: int, errors: HasMetrics) -> None:
+        """Add the row of ``step``."""
+        values = (METRICS[column[0]].display_factor * errors.metric(column) for column in self._columns)
+        self._add(self._row("  ", [str(step), *map(_significant, values)]))
 
     def write_best(self, file: str | Path, metric: str, value: float) -> None:
         """Note that ``file`` was written as one of the best, here and in the log."""
@@ -182,7 +192,8 @@ _VALIDATION_NOTE = (
 
 def show_metric(metric: str, value: float) -> str:
     """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
-    return f"{_significant(1000 * value)} {_UNITS[metric[0].upper()]}"
+    quantity = METRICS[metric[0].upper()]
+    return f"{_significant(quantity.display_factor * value)} {quantity.display_unit}"
 
 
 def _significant(value: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from numpy.typing import NDArray
 
 from deepmd_ema.errors import UserError
 
-LCURVE, VALIDATION = "lcurve", "validation"
-_BEST = re.compile(r"# saved best checkpoint: \S*\.ckpt-(\d+)\.t-\d+\.pt")
+LCURVE, VALIDATION, LIVE = "lcurve", "validation", "live"
+_BEST = re.compile(r"# saved best checkpoint: (?:\S*/)?best(?:_(\S+))?\.ckpt-(\d+)\.t-\d+\.pt")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Curve:
     Attributes:
         path: the file.
         kind: ``lcurve`` (single batches, while it trains) or ``validation`` (the whole validation set).
-        averaged: whether the errors are of averaged weights.
+        weights: ``live``, or the name of the average whose errors these are.
         steps: (R,) int64, rising.
         columns: column name to (R,) float64, in the units of the file.
         best_steps: steps whose weights were kept as the best.
@@ -31,7 +33,7 @@ class Curve:
 
     path: Path
     kind: str
-    averaged: bool
+    weights: str
     steps: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
     best_steps: Sequence[int] = field(default=())
@@ -66,11 +68,32 @@ def read_curve(path: str | Path) -> Curve:
     return Curve(
         path=path,
         kind=VALIDATION if any("(" in name for name in header) else LCURVE,
-        averaged="_ema" in path.stem,
+        weights=_weights(path, lines),
         steps=np.array(list(rows), np.int64),
         columns={name: table[:, k] for k, name in enumerate(header[1:])},
-        best_steps=[int(found[1]) for line in lines if (found := _BEST.match(line))],
+        best_steps=[int(found[2]) for line in lines if (found := _BEST.match(line))],
     )
+
+
+def _weights(path: Path, lines: Sequence[str]) -> str:
+    """Return whose errors a file holds: ``live``, the name of an average, or the file's own where nothing tells.
+
+    A line of a best file tells it. Otherwise the name of the file does: a run puts ``_<name of the average>`` before
+    the suffix of ``training.disp_file`` and ``validating.full_val_file``, which the normalized input beside it holds.
+    """
+    for line in lines:
+        if best := _BEST.match(line):
+            return best[1] or LIVE
+    stems = {"lcurve", "val"}
+    with suppress(OSError, ValueError, AttributeError):  # no input there, or one of another program
+        config = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
+        names = (config.get("training", {}).get("disp_file"), config.get("validating", {}).get("full_val_file"))
+        stems |= {Path(name).stem for name in names if name}
+    if path.stem in stems:
+        return LIVE
+    # the longest: of run.out and run_ice.out, run_ice_ema.out belongs to the second
+    start = max((stem for stem in stems if path.stem.startswith(f"{stem}_")), key=len, default=None)
+    return path.stem if start is None else path.stem.removeprefix(f"{start}_")
 
 
 def _goes_back(rows: Mapping[int, list[float]], values: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""The averages that a run has kept along its way (files of kind snapshot): found, checked and combined."""
+"""The snapshots of averages that a run has written (files of kind snapshot): found, checked and combined."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.averaging.combine import Track
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.posthoc.combination import Track
 from deepmd_ema.tensors import check_weights
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deepmd_ema.averaging.combine import Mix
+    from deepmd_ema.posthoc.combination import Combination
 
 FOLDER = "snapshots"  # beside the numbered checkpoints of a run
 KIND = "snapshot"
@@ -27,12 +28,11 @@ HOW_TO_KEEP = (
     'Train with training.averaging: [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": true}, {"name": '
     '"p10", "type": "power", "sigma_rel": 0.10, "snapshots": true}]; snapshot_freq says how often (default: save_freq).'
 )
-MOST_BYTES = 2 << 30  # of sums held at once; more lengths than fit take another pass over the files
-_MOST_NAMED = 5
+MOST_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
 
 
 @dataclass(frozen=True)
-class Kept:
+class Snapshot:
     """One snapshot.
 
     Attributes:
@@ -49,15 +49,15 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class KeptRun:
-    """What a run has left in its folder.
+class SnapshotRun:
+    """The snapshots of one run.
 
     Attributes:
         folder: the folder.
         reference: training checkpoint of ``step``, or the newest one when that is gone.
         payload: its content.
         step: the last step that is averaged over.
-        kept: snapshots up to ``step``, the oldest first; the last is of ``step``.
+        snapshots: those up to ``step``, the oldest first; the last is of ``step``.
         averaged: names of the tensors that are averaged.
         notes: files that were left out, and why.
     """
@@ -66,17 +66,17 @@ class KeptRun:
     reference: Path
     payload: Mapping[str, Any]
     step: int
-    kept: Sequence[Kept]
+    snapshots: Sequence[Snapshot]
     averaged: Sequence[str]
     notes: Sequence[str]
 
     @property
     def tracks(self) -> list[Track]:
         """The tracks of the snapshots, in their order."""
-        return [kept.track for kept in self.kept]
+        return [snapshot.track for snapshot in self.snapshots]
 
 
-def find_snapshots(folder: str | Path, step: int | None = None) -> KeptRun:
+def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     """Return the snapshots of the run in ``folder``, checked to be of one trajectory of one model.
 
     Args:
@@ -100,7 +100,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> KeptRun:
     notes += [f"{later} snapshots after step {step} are left out"] if later else []
     if len(kept) < 2:
         raise CheckpointError(
-            f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other lengths. Keep "
+            f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other widths. Keep "
             "them more often (a smaller snapshot_freq)."
         )
     averaged = _check_alike(kept, payload)
@@ -109,29 +109,33 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> KeptRun:
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
             newest, payload = reference, other
-    return KeptRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
+    return SnapshotRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
 
 
-def combine(run: KeptRun, mixes: Sequence[Mix], most_bytes: int = MOST_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of each mix in turn: averaged tensors combined, all others as in the last snapshot.
+def combine(
+    run: SnapshotRun, combinations: Sequence[Combination], most_bytes: int = MOST_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of each combination in turn: averaged tensors combined, all others as in the last snapshot.
 
     One snapshot at a time is in memory. Sums are in float64; the results have the precision of an average that was
     tracked, float32 or wider.
 
     Args:
         run: whose snapshots.
-        mixes: coefficients over ``run.kept``.
+        combinations: coefficients over ``run.snapshots``.
         most_bytes: of sums held at once.
     """
     model = run.payload["model"]
     size = sum(model[name].numel() for name in run.averaged)
     group = max(1, most_bytes // (8 * max(1, size)))
-    for low in range(0, len(mixes), group):
-        coefficients = torch.from_numpy(np.stack([mix.coefficients for mix in mixes[low : low + group]]))
+    for low in range(0, len(combinations), group):
+        coefficients = torch.from_numpy(
+            np.stack([combination.coefficients for combination in combinations[low : low + group]])
+        )
         sums = torch.zeros(len(coefficients), size, dtype=torch.float64)
         last: dict[str, Tensor] = {}
-        for k, kept in enumerate(run.kept):
-            last = checkpoint.load(kept.path)["model"]
+        for k, snapshot in enumerate(run.snapshots):
+            last = checkpoint.load(snapshot.path)["model"]
             flat = torch.cat([last[name].to(torch.float64).ravel() for name in run.averaged])
             sums.addr_(coefficients[:, k], flat)
         for row in sums:
@@ -145,7 +149,7 @@ def combine(run: KeptRun, mixes: Sequence[Mix], most_bytes: int = MOST_BYTES) ->
 
 def _read_all(
     place: Path, payload: Mapping[str, Any], newest: Path
-) -> tuple[list[tuple[Kept, Mapping[str, Any]]], list[str]]:
+) -> tuple[list[tuple[Snapshot, Mapping[str, Any]]], list[str]]:
     """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
     found, others, beyond, changed, problems = [], [], [], [], []
     for path in sorted(place.glob("*.pt")) if place.is_dir() else []:
@@ -165,14 +169,16 @@ def _read_all(
             elif average["updates"] > 0:
                 track = Track.of(average, facts["step"])
                 if _is_pure(track, average["mean_age"], facts["step"]):
-                    found.append((Kept(path, facts["step"], facts["weights"], track), facts))
+                    found.append((Snapshot(path, facts["step"], facts["weights"], track), facts))
                 else:
                     changed.append(path.name)
     if problems:
         raise CheckpointError(problems)
-    notes = [f"of another run, left out: {_some(others)}"] if others else []
-    notes += [f"beyond {newest.name}, left out: {_some(beyond)}"] if beyond else []
-    notes += [f"of averages whose settings were changed at a restart, left out: {_some(changed)}"] if changed else []
+    notes = [f"of another run, left out: {first_few(others, 5)}"] if others else []
+    notes += [f"beyond {newest.name}, left out: {first_few(beyond, 5)}"] if beyond else []
+    notes += (
+        [f"of averages whose settings were changed at a restart, left out: {first_few(changed, 5)}"] if changed else []
+    )
     if not found:
         raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {_because(notes)}{HOW_TO_KEEP}")
     return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
@@ -189,12 +195,12 @@ def _facts(path: Path) -> dict[str, Any]:
     return {**facts, "model": {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}}
 
 
-def _choose_step(found: Sequence[tuple[Kept, Any]], step: int | None, place: Path) -> int:
-    steps = sorted({kept.step for kept, _ in found})
+def _choose_step(found: Sequence[tuple[Snapshot, Any]], step: int | None, place: Path) -> int:
+    steps = sorted({snapshot.step for snapshot, _ in found})
     if step is None:
         return steps[-1]
     if step not in steps:
-        near = sorted(steps, key=lambda s: abs(s - step))[:_MOST_NAMED]
+        near = sorted(steps, key=lambda s: abs(s - step))[:5]
         raise CheckpointError(
             f"--step {step}: no snapshot of this step in {place}. There are {len(steps)} steps, {steps[0]} to "
             f"{steps[-1]}; the nearest: {', '.join(map(str, sorted(near)))}."
@@ -202,7 +208,7 @@ def _choose_step(found: Sequence[tuple[Kept, Any]], step: int | None, place: Pat
     return step
 
 
-def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
+def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
     """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
     averaged, problems = list(kept[-1][1]["averaged"]), []
@@ -216,11 +222,11 @@ def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mappin
         if set(averaged) != set(facts["averaged"]):
             others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
     for (_, *names), paths in others.items():
+        different = first_few(sorted(set(averaged) ^ set(names)), 5)
         problems.append(
             f"{paths[0]}{f' and {len(paths) - 1} more of this average' if len(paths) > 1 else ''}: of {len(names)} "
-            f"averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: "
-            f"{_some(sorted(set(averaged) ^ set(names)))}. Only averages of the same tensors combine (`buffers` of "
-            "training.averaging): move the others to another folder."
+            f"averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: {different}. Only averages of the "
+            "same tensors combine (`buffers` of training.averaging): move the others to another folder."
         )
     if problems:
         raise CheckpointError(problems)
@@ -229,8 +235,3 @@ def _check_alike(kept: Sequence[tuple[Kept, Mapping[str, Any]]], payload: Mappin
 
 def _because(notes: Sequence[str]) -> str:
     return f"({'; '.join(notes)}) " if notes else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

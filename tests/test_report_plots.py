@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.infer.curves import LCURVE, VALIDATION, read_curve
-from deepmd_ema.infer.plots import plot_curves, plot_parity
+from deepmd_ema.report.curves import LCURVE, VALIDATION, read_curve
+from deepmd_ema.report.plots import plot_curves, plot_parity
 
 LCURVE_TEXT = """\
 # step       rmse_val    rmse_trn    rmse_e_val  rmse_e_trn    rmse_f_val  rmse_f_trn   lr      
@@ -31,7 +33,7 @@ def run(tmp_path):
     folder.mkdir()
     (folder / "lcurve.out").write_text(LCURVE_TEXT)
     (folder / "val.log").write_text(VAL_TEXT, encoding="utf-8")
-    (folder / "val_ema.log").write_text(VAL_TEXT, encoding="utf-8")
+    (folder / "val_ema.log").write_text(VAL_TEXT.replace("best.ckpt", "best_ema.ckpt"), encoding="utf-8")
     return folder
 
 
@@ -46,9 +48,46 @@ def test_a_learning_curve_is_read_by_its_columns(run):
 def test_a_validation_log_knows_its_weights_and_its_best_steps(run):
     live, averaged = read_curve(run / "val.log"), read_curve(run / "val_ema.log")
     assert live.kind == averaged.kind == VALIDATION
-    assert (live.averaged, averaged.averaged) == (False, True)
+    assert (live.weights, averaged.weights) == ("live", "ema")
     assert live.best_steps == [50]
     assert live.columns["F_RMSE(meV/Å)"].tolist() == [817.46, 717.46]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "weights"),
+    [
+        ("val.log", {}, "live"),
+        ("val_slow.log", {}, "slow"),
+        ("lcurve_slow.out", {}, "slow"),
+        ("lcurve.out", {}, "live"),
+        ("water_ice.out", {}, "water_ice"),
+        ("water_ice.out", {"disp_file": "water_ice.out"}, "live"),
+        ("water_ice_slow.out", {"disp_file": "water_ice.out"}, "slow"),
+    ],
+)
+def test_the_name_of_a_file_tells_its_weights(tmp_path, name, files, weights):
+    if files:
+        (tmp_path / "out.json").write_text(json.dumps({"training": files}))
+    text = VAL_TEXT.replace("# saved best", "# not saved") if name.startswith("val") else LCURVE_TEXT
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read_curve(tmp_path / name).weights == weights
+
+
+def test_the_best_files_tell_the_weights_whatever_the_name(tmp_path):
+    (tmp_path / "copy.log").write_text(VAL_TEXT.replace("best.ckpt", "runs/best_slow.ckpt"), encoding="utf-8")
+    assert read_curve(tmp_path / "copy.log").weights == "slow"
+
+
+def test_every_average_has_a_name_of_its_own_in_the_legend(run):
+    """`dp-ema plot` drew every average that was not called ema as "live weights"."""
+    (run / "val_slow.log").write_text(VAL_TEXT.replace("best.ckpt", "best_slow.ckpt"), encoding="utf-8")
+    (run / "lcurve_slow.out").write_text(LCURVE_TEXT)
+    names = ["lcurve.out", "lcurve_slow.out", "val.log", "val_ema.log", "val_slow.log"]
+    picture = plot_curves([run / name for name in names], run / "curves.svg").read_text()
+    for label in ("live weights", "ema", "slow"):
+        assert f"<!-- validation set, {label} -->" in picture
+    for label in ("live weights", "slow"):
+        assert f"<!-- training batch, {label} -->" in picture
 
 
 def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):

@@ -1,10 +1,9 @@
-"""``dp-ema posthoc``: averages of many lengths made from the snapshots of a run, ranked, and the best one written."""
+"""``dp-ema posthoc``: averages of many widths made from the snapshots of a run, ranked; the best one is written."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,48 +12,36 @@ from tqdm import tqdm
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.averaging.combine import LONGEST, Mixes, find_mixes, find_reach, refuse_untold
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.loader import PairCache, sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
-from deepmd_ema.infer.lengths import LengthReport, Row
-from deepmd_ema.infer.snapshots import KeptRun, combine, find_snapshots
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import METRICS, evaluate
 from deepmd_ema.model.build import build_model
+from deepmd_ema.posthoc.combination import (
+    LONGEST,
+    Combinations,
+    find_combinations,
+    refuse_unresolvable,
+    resolvable_range,
+)
+from deepmd_ema.posthoc.ranking import LIVE, OVERALL, POSTHOC, RANKED, TRACKED, PosthocReport, Row
+from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from deepmd_ema.averaging.combine import Mix
     from deepmd_ema.config import ModelConfig, RunConfig
     from deepmd_ema.data.npy import System
     from deepmd_ema.metrics import Errors
+    from deepmd_ema.posthoc.combination import Combination
 
-NAME = "posthoc"  # what the weights are called in files and tables
-KIND = "weights"
-OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
-NUM_LENGTHS = 9
-MOST_LENGTHS = 999  # of one range: each is validated
+NUM_SIGMA_RELS = 9  # of a range, where no number is given
+MOST_SIGMA_RELS = 999  # of one range: each is validated
 LABELS = (ENERGY, FORCE, VIRIAL)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Lengths from ``low`` to ``high``, ``count`` of them, evenly on a logarithmic scale."""
-
-    low: float
-    high: float
-    count: int = NUM_LENGTHS
-
-    def values(self) -> list[float]:
-        """Return the lengths, the shortest first."""
-        if self.count == 1 or self.low == self.high:
-            return [self.low]
-        return [self.low, *np.geomspace(self.low, self.high, self.count)[1:-1].tolist(), self.high]
 
 
 def run_posthoc(
@@ -70,12 +57,12 @@ def run_posthoc(
     table: str | Path | None = None,
     device: str | None = None,
     say: Callable[[str], Any],
-) -> LengthReport:
-    """Make averages of the lengths ``sigma_rel``, say how good each is, and write the best one.
+) -> PosthocReport:
+    """Make averages of the widths ``sigma_rel``, print the errors of each, and write the best one.
 
     Args:
         folder: where the run was started.
-        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default all that the snapshots can tell.
+        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default the whole resolvable range.
         step: the last step to average over; that of the newest snapshot by default.
         metric: what best means: ``overall``, or a metric of validation such as ``F:RMSE``.
         systems: validation systems; by default those of the run's input.
@@ -87,9 +74,9 @@ def run_posthoc(
         say: prints a text.
 
     Raises:
-        UserError: if snapshots or data are missing or wrong, or a length cannot be told from the snapshots.
+        UserError: if snapshots or data are missing or wrong, or do not resolve a width.
     """
-    folder, wanted = Path(folder), parse_lengths(sigma_rel)
+    folder, asked = Path(folder), parse_sigma_rels(sigma_rel)
     metric = _known_metric(metric)
     where = select_device(device)
     output, table, plot = (
@@ -104,14 +91,14 @@ def run_posthoc(
     checkpoint.refuse_to_replace(output, "-o")
     for note in run.notes:
         say(note)
-    found, reach = choose_lengths(run, wanted)
+    found, resolvable = find_asked(run, asked)
     config = config_from_dict(run.payload["config"], source=str(run.reference))
     opened = _open(config, run, systems, rglob_patterns)
-    rows, best, weights = measure_lengths(run, found.mixes, config.model, opened, where, metric)
-    report = LengthReport(run, found, reach, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
+    rows, best, weights = measure_combinations(run, found.combinations, config.model, opened, where, metric)
+    report = PosthocReport(run, found, resolvable, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
     say(report.text())
     checkpoint.save(output, _payload(run, report.chosen, found, weights))
-    say(f"wrote {output}: {report.chosen.words()}")
+    say(f"wrote {output}: {report.chosen.in_words()}")
     say(f"wrote {report.write_table(table)}")
     try:
         say(f"wrote {report.plot(plot)}")
@@ -126,56 +113,55 @@ def run_posthoc(
     return report
 
 
-def parse_lengths(words: Sequence[str | float] | None) -> list[float] | Range:
-    """Return the lengths that a command line names: ``0.05``, several, or ``0.02:0.2`` or ``0.02:0.2:9``.
+def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
+    """Return the widths that a command line names: ``0.05``, several, or ``0.02:0.2`` or ``0.02:0.2:9``; none for None.
 
     Raises:
         UserError: naming every word that is none of these.
     """
-    if not words:
-        return Range(0.0, math.inf)
-    lengths: list[float] = []
+    values: list[float] = []
     problems = []
-    for word in words:
-        found = _lengths(str(word))
-        lengths += found
+    for word in words or ():
+        found = _parse_word(str(word))
+        values += found
         if not found:
             problems.append(
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_LENGTHS})."
+                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_SIGMA_RELS})."
             )
     if problems:
         raise UserError(problems)
-    return sorted(set(lengths))
+    return sorted(set(values))
 
 
-def choose_lengths(run: KeptRun, wanted: list[float] | Range) -> tuple[Mixes, tuple[float, float] | None]:
-    """Return the combinations for the lengths that are wanted, or for all that can be told, and from where to where.
+def find_asked(run: SnapshotRun, sigma_rels: Sequence[float]) -> tuple[Combinations, tuple[float, float] | None]:
+    """Return the combinations for the widths asked for, or over the resolvable range if there are none; and that range.
 
     Raises:
-        UserError: if a length cannot be told from the snapshots.
+        UserError: if the snapshots do not resolve a width that was asked for.
     """
     tracks = run.tracks
-    if isinstance(wanted, list):
-        found = find_mixes(tracks, wanted, run.step)
-        refuse_untold(found, tracks, run.step)
-        return found, find_reach(tracks, run.step)
-    reach = find_reach(tracks, run.step)
-    lengths = sorted({kept.track.sigma_rel for kept in run.kept if kept.step == run.step})
-    if reach is not None:
-        lengths = Range(*reach).values()
-    return find_mixes(tracks, lengths, run.step), reach
+    resolvable = resolvable_range(tracks, run.step)
+    if sigma_rels:
+        found = find_combinations(tracks, sigma_rels, run.step)
+        refuse_unresolvable(found, tracks, run.step)
+        return found, resolvable
+    if resolvable is not None:
+        sigma_rels = _spaced(*resolvable)
+    else:
+        sigma_rels = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
+    return find_combinations(tracks, sigma_rels, run.step), resolvable
 
 
-def measure_lengths(
-    run: KeptRun,
-    mixes: Sequence[Mix],
+def measure_combinations(
+    run: SnapshotRun,
+    combinations: Sequence[Combination],
     config: ModelConfig,
     systems: Sequence[System],
     device: torch.device,
     metric: str = OVERALL,
 ) -> tuple[list[Row], int, dict[str, Tensor]]:
-    """Return the errors of live weights, tracked averages and mixes; which mix is the best, and its weights."""
+    """Return the errors of live weights, tracked averages and combinations; the row of the best, and its weights."""
     model = build_model(config).to(device)
     cache = PairCache(model.layout)
 
@@ -186,37 +172,37 @@ def measure_lengths(
     rows: list[Row] = []
     best: tuple[float, int, dict[str, Tensor]] | None = None
     tracked = list(_tracked(run))
-    with tqdm(total=len(tracked) + len(mixes), unit=" models", disable=None, leave=False) as bar:
+    with tqdm(total=len(tracked) + len(combinations), unit=" models", disable=None, leave=False) as bar:
         for about, weights in tracked:
             rows.append(Row(**about, errors=errors_of(weights)))
             bar.update()
         live = rows[0].errors
         _check_labels(live, metric, systems)
-        for mix, weights in zip(mixes, combine(run, mixes)):
-            to = mix.target
-            row = Row(NAME, NAME, to.sigma_rel, to.gamma, to.mean_age(), mix, errors_of(weights))
+        for combination, weights in zip(combinations, combine(run, combinations)):
+            to = combination.target
+            row = Row(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), combination, errors_of(weights))
             value = row.score(metric, live)
             if best is None or value < best[0]:
                 best = (value, len(rows), weights)
             rows.append(row)
             bar.update()
-    assert best is not None, "no length"
+    assert best is not None, "no combination"
     return rows, best[1], best[2]
 
 
-def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+def _tracked(run: SnapshotRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with what the table says of it."""
     # a bias that was refitted after training would make live and tracked weights look better than those made here
     payload = {name: value for name, value in run.payload.items() if name != "refitted_bias"}
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
-    none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "mix": None}
+    none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "combination": None}
     live, _ = checkpoint.weights_in(payload, run.reference)
-    yield {**none, "kind": "live", "name": f"live{at}", "mean_age": 0.0}, live
+    yield {**none, "kind": LIVE, "name": f"live{at}", "mean_age": 0.0}, live
     for name, state in payload.get("averages", {}).get("profiles", {}).items():
         if state["updates"] < 1:
             continue  # it still is the live weights
         weights, facts = checkpoint.weights_in(payload, run.reference, name)
-        about = {**none, "kind": "tracked", "name": f"{name}{at}", "mean_age": facts["mean_age"]}
+        about = {**none, "kind": TRACKED, "name": f"{name}{at}", "mean_age": facts["mean_age"]}
         if facts.get("type") in ("power", "swa"):
             gamma = float(facts.get("gamma", 0.0))
             about |= {"sigma_rel": sigma_rel_of(gamma), "gamma": gamma}
@@ -224,7 +210,7 @@ def _tracked(run: KeptRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]
 
 
 def _open(
-    config: RunConfig, run: KeptRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
+    config: RunConfig, run: SnapshotRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
 ) -> list[System]:
     """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
     paths = [str(path) for path in systems or ()]
@@ -232,8 +218,8 @@ def _open(
         data = config.training.validation_data
         if data is None:
             raise ConfigError(
-                f"{run.reference}: the run has no training.validation_data to rank lengths with. Give systems with -s, "
-                "or an input that has some with --valid-data."
+                f"{run.reference}: the run has no training.validation_data to rank averages with. Give systems with "
+                "-s, or an input that has some with --valid-data."
             )
         # as the run has found them: a path is looked up from the folder in which it was started
         paths, patterns = [str(run.folder / path) for path in data.systems], data.rglob_patterns
@@ -258,17 +244,17 @@ def _known_metric(metric: str) -> str:
 def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
     """Check that the frames have what ``metric`` compares with."""
     if metric == OVERALL:
-        if all(math.isnan(live.metric(f"{name}:RMSE")) for name in ("E", "F", "V")):
+        if all(math.isnan(live.metric(f"{name}:RMSE")) for name in RANKED):
             names = ", ".join(system.name for system in systems)
             raise UserError(f"no frame of {names} has an energy, a force or a virial to compare.")
     elif math.isnan(live.metric(metric)):
         raise UserError(f"--metric {metric}: no frame of the validation data has this label. Choose another metric.")
 
 
-def _lengths(word: str) -> list[float]:
-    """Return the lengths that one word names; none if it is not understood."""
+def _parse_word(word: str) -> list[float]:
+    """Return the widths that one word names; none if it is not understood."""
     *first, last = word.split(":")
-    count = int(last) if len(first) == 2 and last.isdecimal() else NUM_LENGTHS
+    count = int(last) if len(first) == 2 and last.isdecimal() else NUM_SIGMA_RELS
     try:
         ends = [float(part) for part in (first if len(first) == 2 else [*first, last])]
     except ValueError:
@@ -277,32 +263,37 @@ def _lengths(word: str) -> list[float]:
         return []
     if len(ends) == 1:
         return ends
-    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_LENGTHS
-    return Range(ends[0], ends[1], count).values() if good else []
+    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_SIGMA_RELS
+    return _spaced(ends[0], ends[1], count) if good else []
 
 
-def _payload(run: KeptRun, chosen: Row, found: Mixes, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the content of the model file of the chosen length."""
-    assert chosen.mix is not None
+def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
+    """Return ``count`` widths from ``low`` to ``high``, both exactly, evenly on a logarithmic scale."""
+    return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
+
+
+def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the content of the model file of the chosen width."""
+    assert chosen.combination is not None
     return {
         "format": checkpoint.FORMAT,
         "version": __version__,
-        "kind": KIND,
-        "weights": NAME,
+        "kind": "weights",
+        "weights": POSTHOC,
         "step": run.step,
         "run": run.payload.get("run"),
         "config": run.payload["config"],
         "min_nbor_dist": run.payload.get("min_nbor_dist"),
         "average": {
-            "profile": NAME,
+            "profile": POSTHOC,
             "type": "power",
             "sigma_rel": chosen.sigma_rel,
             "gamma": chosen.gamma,
             "mean_age": chosen.mean_age,
             "step": run.step,
-            "residual": chosen.mix.residual,
+            "residual": chosen.combination.residual,
             "condition": found.condition,
-            "snapshots": len(run.kept),
+            "snapshots": len(run.snapshots),
         },
         "model": dict(weights),
     }

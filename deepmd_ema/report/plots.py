@@ -1,7 +1,8 @@
-"""Pictures: learning curves of one or several runs, errors over lengths of averages, predictions against labels."""
+"""Figures: learning curves of one or several runs, errors over widths of averages, predictions against labels."""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.infer.curves import LCURVE, VALIDATION, Curve, read_curve
+from deepmd_ema.labels import METRICS
+from deepmd_ema.report.curves import LCURVE, LIVE, VALIDATION, Curve, read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,17 +21,45 @@ if TYPE_CHECKING:
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
 LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
+LIVE_BATCHES = "#74aed3"  # a light LIVE_COLOR
 RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
 MOST_DOTS = 20_000  # beyond it a density says more than dots
+KEPT = "kept as best"
+NORMAL, SMALL = 10.0, 8.5  # points; legends and the errors below a panel are small
 INK = "#28323c"
 STYLE = {
-    "font.size": 10.0, "axes.titlesize": 11.0, "axes.labelsize": 10.0, "legend.fontsize": 8.5,
+    "font.size": NORMAL, "axes.titlesize": 11.0, "axes.labelsize": NORMAL, "legend.fontsize": SMALL,
+    "legend.handlelength": 2.8,
     "axes.edgecolor": "#8a949e", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.grid": True, "axes.grid.which": "major", "grid.color": "#e3e7eb", "grid.linewidth": 0.7,
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
     "axes.titleweight": "bold", "legend.frameon": False, "figure.dpi": 150.0, "lines.solid_capstyle": "round",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CurveStyle:
+    """How the curves of one file are drawn.
+
+    Attributes:
+        color: of the whole validation set.
+        batches: colors of training and validation batches.
+        line: dashes, which tell weights apart where colors tell runs apart.
+        run: what a label begins with.
+        weights: whose errors these are, in words.
+    """
+
+    color: str
+    batches: tuple[str, str]
+    line: str
+    run: str
+    weights: str
+
+    def label(self, frames: str) -> str:
+        """Return the entry of the legend for errors on ``frames``."""
+        return f"{self.run}{frames}, {self.weights}"
 
 
 @dataclass(frozen=True)
@@ -39,28 +69,31 @@ class Panel:
     Attributes:
         title: quantity.
         unit: unit on its axis.
-        batch: column of lcurve.out without ``_trn`` and ``_val``, in eV; shown times 1000.
-        full: column of val.log, in meV.
+        batch: column of lcurve.out without ``_trn`` and ``_val``; empty if there is none.
+        full: column of val.log, in ``unit``; empty if there is none.
+        factor: numbers of ``batch`` times this are in ``unit``.
     """
 
     title: str
     unit: str
     batch: str
     full: str
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, metric: str, symbol: str) -> Panel:
+        """Return the panel of a metric; ``symbol`` of its label ends the name of its column in lcurve.out."""
+        quantity, unit = METRICS[metric], METRICS[metric].display_unit
+        batch = f"rmse_{symbol}" if symbol else ""
+        return cls(f"{quantity.title} RMSE", unit, batch, f"{metric}_RMSE({unit})", quantity.display_factor)
 
 
-PANELS = (
-    Panel("Energy RMSE", "meV/atom", "rmse_e", "E_RMSE(meV/atom)"),
-    Panel("Force RMSE", "meV/Å", "rmse_f", "F_RMSE(meV/Å)"),
-    Panel("Virial RMSE", "meV/atom", "rmse_v", "V_RMSE(meV/atom)"),
-    Panel("Stress RMSE", "meV/Å³", "", "S_RMSE(meV/Å³)"),
-    Panel("Loss", "weighted RMSE", "rmse", ""),
-)
-LOSS = PANELS[-1]
+QUANTITIES = {"E": Panel.of("E", "e"), "F": Panel.of("F", "f"), "V": Panel.of("V", "v"), "S": Panel.of("S", "")}
+LOSS = Panel("Loss", "weighted RMSE", "rmse", "")
 
 
 def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
-    """Draw the learning curves in ``files`` together and return the picture's path.
+    """Draw the learning curves in ``files`` together and return the path of the figure.
 
     Live and averaged weights have their own colors; with files of several runs each run has one.
 
@@ -73,17 +106,19 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         UserError: if a file is not one of these, or the picture cannot be written.
     """
     curves = [read_curve(path) for path in files]
-    runs = _run_names(curves)
-    panels = [p for p in PANELS[:-1] if any(_has(c, p) for c in curves)] or [LOSS]
+    styles = _styles(curves)
+    panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
+    several = len({c.path.parent for c in curves}) > 1
     with _style():
         figure, axes = _figure(len(panels) + bool(rates))
         for axis, panel in zip(axes, panels):
             for curve in curves:
-                _draw(axis, curve, panel, runs)
+                _draw(axis, curve, panel, styles)
             axis.set(title=panel.title, ylabel=f"{panel.title.split()[-1]} ({panel.unit})")
         for curve in rates:
-            axes[-1].plot(curve.steps, curve.columns["lr"], color=_color(curve, runs, INK), lw=1.6)
+            color = styles[curve.path].color if several else INK
+            axes[-1].plot(curve.steps, curve.columns["lr"], color=color, lw=1.6)
             axes[-1].set(title="Learning rate", ylabel="Learning rate")
         first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
         margin = 0.03 * (last - first) or 1
@@ -99,7 +134,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
 
 
 def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], output: str | Path, title: str) -> Path:
-    """Draw predictions against labels, and below them how the errors are distributed; return the picture's path.
+    """Draw predictions against labels, and below them how the errors are distributed; return the path of the figure.
 
     Args:
         pairs: quantity to (labels, predictions, unit); arrays of one shape. The unit starts with ``eV``.
@@ -114,7 +149,7 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
     with _style():
         figure, axes = _figure(2 * len(shown), rows=2, heights=(3.2, 1.0))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        _title(figure, title)
         for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
             _draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
@@ -122,7 +157,7 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
         return _write(figure, output)
 
 
-def plot_lengths(
+def plot_sigma_rels(
     sigma_rel: Sequence[float],
     errors: Mapping[str, Sequence[float]],
     others: Mapping[str, tuple[float | None, Mapping[str, float]]],
@@ -130,23 +165,23 @@ def plot_lengths(
     output: str | Path,
     title: str,
 ) -> Path:
-    """Draw errors over the length of an average and return the picture's path.
+    """Draw errors over the width of an average and return the path of the figure.
 
     Args:
-        sigma_rel: lengths, rising.
-        errors: ``E``, ``F``, ``V`` to RMSEs (meV/atom, meV/angstrom, meV/atom) at these lengths; nan without a label.
-        others: name of other weights to their length (None: they have none) and their RMSEs; the live ones first.
-        chosen: place of the length that was chosen.
+        sigma_rel: widths, rising.
+        errors: ``E``, ``F``, ``V`` to RMSEs (meV/atom, meV/angstrom, meV/atom) at these widths; nan without a label.
+        others: name of other weights to their width (None: they have none) and their RMSEs; the live ones first.
+        chosen: index of the width that was chosen.
         output: picture to write.
         title: what was measured.
 
     Raises:
         UserError: if the picture cannot be written.
     """
-    panels = [(name, panel) for name, panel in zip("EFV", PANELS) if np.isfinite(errors[name]).any()]
+    panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
     with _style():
         figure, axes = _figure(len(panels))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        _title(figure, title)
         for axis, (name, panel) in zip(axes, panels):
             values = np.asarray(errors[name])
             axis.plot(sigma_rel, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4,
@@ -154,9 +189,9 @@ def plot_lengths(
             axis.plot(sigma_rel[chosen], values[chosen], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8,
                       zorder=6, label="chosen")  # fmt: skip
             _draw_others(axis, name, others, values)
-            axis.set(title=panel.title, xlabel="Length of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
+            axis.set(title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
             axis.set_xscale("log")
-            _plain_lengths(axis)
+            _plain_sigma_rels(axis)
         _legend(figure, axes, "lower")
         return _write(figure, output)
 
@@ -164,23 +199,23 @@ def plot_lengths(
 def _draw_others(
     axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], curve: NDArray[Any]
 ) -> None:
-    """Draw weights that have a length as a point, and others as a line across; far ones would flatten the curve."""
+    """Draw weights that have a width as a point, others as a horizontal line; distant ones would flatten the curve."""
     colors = [LIVE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
     live = next(iter(others.values()))[1][name]
     low, high = min(live, curve.min()), max(live, curve.max())
     span = high - low or 0.1 * high
-    for k, (label, (length, values)) in enumerate(others.items()):
+    for k, (label, (width, values)) in enumerate(others.items()):
         color = colors[k % len(colors)]
         if not low - 2 * span <= values[name] <= high + 2 * span:
             continue
-        if length is None:
+        if width is None:
             axis.axhline(values[name], color=color, lw=1.4, ls="-" if k == 0 else "--", label=label)
         else:
-            axis.plot(length, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
+            axis.plot(width, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
 
 
-def _plain_lengths(axis: Any) -> None:
-    """Write plain numbers at the ticks of an axis of lengths."""
+def _plain_sigma_rels(axis: Any) -> None:
+    """Write plain numbers at the ticks of an axis of widths."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -213,36 +248,54 @@ def _draw_errors(axis: Any, error: NDArray[Any], unit: str) -> None:
     axis.hist(np.clip(error, -reach, reach), bins=61, range=(-reach, reach), color=LIVE_COLOR, alpha=0.85)
     axis.axvline(0, color=INK, lw=0.9)
     axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
-    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=8.5,
+    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=SMALL,
                    fontweight="normal")  # fmt: skip
     axis.spines["left"].set_visible(False)
     axis.grid(False)
 
 
-def _draw(axis: Any, curve: Curve, panel: Panel, runs: Mapping[Path, str]) -> None:
-    run = f"{runs[curve.path.parent]}: " if len(runs) > 1 else ""
+def _draw(axis: Any, curve: Curve, panel: Panel, styles: Mapping[Path, CurveStyle]) -> None:
+    style = styles[curve.path]
     if curve.kind == VALIDATION:
         if _has(curve, panel):
             values = curve.columns[panel.full]
-            color = _color(curve, runs, AVERAGE_COLOR if curve.averaged else LIVE_COLOR)
-            weights = "averaged weights" if curve.averaged else "live weights"
-            axis.plot(curve.steps, values, color=color, lw=2.0, ls="--" if curve.averaged and len(runs) > 1 else "-",
-                      marker="o", ms=3.2, zorder=4, label=f"{run}validation set, {weights}")  # fmt: skip
+            axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker="o", ms=3.2, zorder=4,
+                      label=style.label("validation set"))  # fmt: skip
             kept = np.isin(curve.steps, list(curve.best_steps)[-1:])
-            axis.plot(curve.steps[kept], values[kept], "*", color=color, ms=13, mec="white", mew=0.8, zorder=5,
-                      label=f"{run}kept as best" if kept.any() else None)  # fmt: skip
+            axis.plot(curve.steps[kept], values[kept], "*", color=style.color, ms=13, mec="white", mew=0.8, zorder=5,
+                      label=KEPT if kept.any() else None)  # fmt: skip
         return
-    factor = 1 if panel is LOSS else 1000
     for name, values in _batch_columns(curve, panel):
         train = name.startswith(f"{panel.batch}_trn")
-        role = TRAIN_COLOR if train else "#74aed3"
-        axis.plot(curve.steps, factor * values, color=_color(curve, runs, role), lw=0.9, alpha=0.45 if train else 0.8,
-                  zorder=TRAIN_LEVEL + (not train), label=f"{run}{_batch_label(name, panel, train)}")  # fmt: skip
+        task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
+        label = style.label(("training batch" if train else "validation batches") + (f" of {task}" if task else ""))
+        axis.plot(curve.steps, panel.factor * values, color=style.batches[not train], lw=0.9, ls=style.line,
+                  alpha=0.45 if train else 0.8, zorder=TRAIN_LEVEL + (not train), label=label)  # fmt: skip
 
 
-def _batch_label(name: str, panel: Panel, train: bool) -> str:
-    task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
-    return ("training batch" if train else "validation batches") + (f" ({task})" if task else "")
+def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
+    """Return file to style: in one run each set of weights has its color, of several runs each run has."""
+    folders = list(dict.fromkeys(c.path.parent for c in curves))
+    names = [folder.resolve().name for folder in folders]
+    titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
+    # the average called ema comes first, so that it has its color whatever stands beside it
+    weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
+    averages = [AVERAGE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
+    styles = {}
+    for curve in curves:
+        own, live = curve.path.parent, curve.weights == LIVE
+        place = 0 if live else 1 + weights.index(curve.weights)
+        words = "live weights" if live else curve.weights
+        if len(folders) > 1:
+            color = RUN_COLORS[folders.index(own) % len(RUN_COLORS)]
+            style = CurveStyle(color, (color, color), LINES[place % len(LINES)], f"{titles[own]}: ", words)
+        elif live:
+            style = CurveStyle(LIVE_COLOR, (TRAIN_COLOR, LIVE_BATCHES), "-", "", words)
+        else:
+            color = averages[(place - 1) % len(averages)]
+            style = CurveStyle(color, (color, color), "-", "", words)
+        styles[curve.path] = style
+    return styles
 
 
 def _batch_columns(curve: Curve, panel: Panel) -> list[tuple[str, NDArray[Any]]]:
@@ -259,17 +312,6 @@ def _has(curve: Curve, panel: Panel) -> bool:
     return bool(_batch_columns(curve, panel))
 
 
-def _color(curve: Curve, runs: Mapping[Path, str], single: str) -> str:
-    return single if len(runs) == 1 else RUN_COLORS[list(runs).index(curve.path.parent) % len(RUN_COLORS)]
-
-
-def _run_names(curves: Sequence[Curve]) -> dict[Path, str]:
-    """Return folder to name: files of one folder are of one run."""
-    folders = list(dict.fromkeys(c.path.parent for c in curves))
-    names = [folder.resolve().name for folder in folders]
-    return {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
-
-
 def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) -> tuple[Any, list[Any]]:
     """Return a figure that belongs to no window, and its axes row by row."""
     from matplotlib.figure import Figure
@@ -282,6 +324,12 @@ def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) 
     for axis in axes[panels:]:
         axis.set_axis_off()
     return figure, axes[:panels]
+
+
+def _title(figure: Any, text: str) -> None:
+    """Write a title over all panels, in as many lines as their width asks for."""
+    letters = int(72 * figure.get_figwidth() / (0.53 * NORMAL))
+    figure.suptitle("\n".join(textwrap.wrap(text, letters)), x=0.01, ha="left", fontsize=NORMAL)
 
 
 def _leave_out_single_batches(axis: Any) -> None:
@@ -308,19 +356,26 @@ def _plain_ticks(axis: Any) -> None:
 
 def _legend(figure: Any, axes: Sequence[Any], side: str = "upper") -> None:
     """Put one legend into a free place of the grid, or beside all panels: a line means the same in each."""
+    from matplotlib.lines import Line2D
+
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
     if not entries:
         return
-    labels = sorted(entries, key=lambda label: -entries[label].get_linewidth())  # what matters most first
+    if KEPT in entries:  # there is one of each color
+        entries[KEPT] = Line2D([], [], color=INK, ls="", marker="*", ms=11)
+    # what matters most first, and of equals in the order of the files
+    labels = sorted(entries, key=lambda label: (label == KEPT, -entries[label].get_linewidth()))
     handles = [entries[label] for label in labels]
     free = [axis for axis in figure.axes if axis not in axes]
     if free and len(labels) < 9:
         free[0].legend(handles, labels, loc="center left", fontsize=10, labelspacing=0.9)
     else:
-        columns = min(len(entries), 2 * len(axes) if len(axes) < 3 else 4)
+        # a letter is about half as wide as the type is high; a wider legend would be cut at the edges of the figure
+        width = 0.5 * SMALL * max(map(len, labels)) + 55  # points, with handle and space
+        columns = max(1, min(len(entries), int(72 * figure.get_figwidth() / width)))
         figure.legend(handles, labels, loc=f"outside {side} center", ncols=columns)
 
 

@@ -1,7 +1,7 @@
-"""The average of any length, as a combination of averages that were kept along a run.
+"""The average of any width as a combination of snapshots of averages.
 
-EDM2 (Karras et al., arXiv:2312.02696, section 3.2 and appendix C) keeps averages of power profiles at many steps of a
-run and finds, after it, the combination of them whose profile is nearest to that of an average which was never tracked.
+EDM2 (Karras et al., arXiv:2312.02696, section 3.2 and appendix C) stores averages of power profiles at many steps of a
+run and finds, after it, the combination of them whose profile is nearest to that of an average which was not tracked.
 A *profile* says how much of the weights after each step is in an average. With p = gamma + 1, an average that has seen
 n updates holds of those at update j the share
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-# S averages that were kept, L lengths asked for, C classes: averages of one gamma that were updated at the same steps
+# S snapshots, L widths, C classes: averages of one gamma that were updated at the same steps
 
 TOLERANCE = 0.05  # largest residual, see doc/decisions/0005-averages-found-after-training.md
-SHORTEST, LONGEST = 0.005, 12**-0.5  # sigma_rel that are looked at; the longest is that of equal weights
-_LOOKED_AT = 49
+SHORTEST, LONGEST = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
+_NUM_CONSIDERED = 49
 _CHUNK = 1 << 14  # places of the axis at a time: with 50 classes the work fits into a processor's cache
 _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average
 
@@ -88,14 +88,14 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Mix:
-    """A combination of kept averages that stands for one that was not tracked.
+class Combination:
+    """A linear combination of snapshots that approximates an average which was not tracked.
 
     Attributes:
-        target: the average it stands for.
-        coefficients: (S,) one per kept average; they add up to one.
-        residual: length of what is missing of the profile, as a part of the length of the profile.
-        amplification: length of the coefficients: how many times the rounding of one kept average is in the result.
+        target: the average that it approximates.
+        coefficients: (S,) one per snapshot; their sum is one.
+        residual: norm of the difference of the profiles, relative to the norm of the target's profile.
+        amplification: norm of the coefficients, by which the rounding error of one snapshot is multiplied.
     """
 
     target: Track
@@ -105,76 +105,76 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Mixes:
-    """What was found for several lengths.
+class Combinations:
+    """Combinations for several widths.
 
     Attributes:
-        mixes: in the order in which lengths were asked for.
-        condition: largest by smallest eigenvalue of the matrix that was solved with, of profiles of unit length.
-        dropped: directions left out because they are below what rounding lets one tell.
+        combinations: in the order of the widths.
+        condition: condition number of the Gram matrix of normalized profiles.
+        dropped: eigenvectors left out because their eigenvalues are below rounding.
     """
 
-    mixes: Sequence[Mix]
+    combinations: Sequence[Combination]
     condition: float
     dropped: int
 
 
-def target_track(kept: Sequence[Track], sigma_rel: float, step: int) -> Track:
-    """Return the average of width ``sigma_rel`` after ``step`` that would have been tracked beside ``kept``.
+def target_track(tracks: Sequence[Track], sigma_rel: float, step: int) -> Track:
+    """Return the average of width ``sigma_rel`` after ``step`` that would have been tracked beside ``tracks``.
 
     It starts with the earliest of them and is updated as often as the one that is updated most often.
     """
-    every, start = min(track.every for track in kept), min(track.start for track in kept)
+    every, start = min(track.every for track in tracks), min(track.start for track in tracks)
     return Track(gamma_of(sigma_rel), (step - start) // every, start, every)
 
 
-def find_mixes(kept: Sequence[Track], sigma_rels: Sequence[float], step: int) -> Mixes:
-    """Return the combinations of ``kept`` nearest to averages of the widths ``sigma_rels`` after ``step``.
+def find_combinations(tracks: Sequence[Track], sigma_rels: Sequence[float], step: int) -> Combinations:
+    """Return the combinations of ``tracks`` nearest to averages of the widths ``sigma_rels`` after ``step``.
 
     Args:
-        kept: averages that were kept, none of them later than ``step``.
+        tracks: of the snapshots, none of them later than ``step``.
         sigma_rels: widths.
         step: the last step that is averaged over.
     """
-    return _solve(kept, [target_track(kept, sigma_rel, step) for sigma_rel in sigma_rels])
+    return _solve(tracks, [target_track(tracks, sigma_rel, step) for sigma_rel in sigma_rels])
 
 
-def find_reach(kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
-    """Return the shortest and longest sigma_rel that ``kept`` can tell after ``step``, or None if there is none."""
-    looked_at = np.geomspace(SHORTEST, LONGEST, _LOOKED_AT).tolist()
-    told = [mix.residual <= tolerance for mix in find_mixes(kept, looked_at, step).mixes]
-    return _longest_stretch(looked_at, told)
+def resolvable_range(tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
+    """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
+    considered = np.geomspace(SHORTEST, LONGEST, _NUM_CONSIDERED).tolist()
+    found = find_combinations(tracks, considered, step).combinations
+    return _longest_stretch(considered, [combination.residual <= tolerance for combination in found])
 
 
-def refuse_untold(found: Mixes, kept: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
-    """Check that every length of ``found`` can be told from ``kept`` after ``step``.
+def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
+    """Check that snapshots of ``tracks`` resolve every width of ``found`` after ``step``.
 
     Raises:
-        UserError: naming each that cannot, what can, and how to get more.
+        UserError: naming each that they do not, the range that they do, and how to widen it.
     """
-    bad = [mix for mix in found.mixes if mix.residual > tolerance]
+    bad = [combination for combination in found.combinations if combination.residual > tolerance]
     if not bad:
         return
-    reach = find_reach(kept, step, tolerance)
-    widths = sorted({round(track.sigma_rel, 4) for track in kept})
-    about = f"{len(kept)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in widths)}"
-    can = "no length" if reach is None else f"sigma_rel {reach[0]:.3g} to {reach[1]:.3g}"
+    ends = resolvable_range(tracks, step, tolerance)
+    widths = sorted({round(track.sigma_rel, 4) for track in tracks})
+    about = f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in widths)}"
+    resolved = "no sigma_rel" if ends is None else f"sigma_rel {ends[0]:.3g} to {ends[1]:.3g}"
     advice = (
-        f"{about} can tell {can}. For more, keep snapshots of two profiles, one on either side of the lengths in "
+        f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
     *others, last = [
-        f"sigma_rel {mix.target.sigma_rel:.4g}: {100 * mix.residual:.2g} % of its profile would be missing, more than "
+        f"sigma_rel {one.target.sigma_rel:.4g}: {100 * one.residual:.2g} % of its profile would be missing, more than "
         f"{100 * tolerance:g} %."
-        for mix in bad
+        for one in bad
     ]
     raise UserError([*others, f"{last} {advice}"])
 
 
-def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Mixes:
-    """Return the combinations of ``kept`` nearest to ``targets``."""
-    gram = _products([*kept, *targets])
-    num = len(kept)
+def _solve(tracks: Sequence[Track], targets: Sequence[Track]) -> Combinations:
+    """Return the combinations of ``tracks`` nearest to ``targets``."""
+    gram = _products([*tracks, *targets])
+    num = len(tracks)
     length = np.sqrt(np.diag(gram))
     unit = gram / np.outer(length, length)
     matrix, right = unit[:num, :num], unit[:num, num:] * length[num:]
@@ -183,18 +183,20 @@ def _solve(kept: Sequence[Track], targets: Sequence[Track]) -> Mixes:
     values, vectors = np.linalg.eigh(free.T @ matrix @ free)
     good = values > _NOISE * num * values.max(initial=0.0)
     directions = free @ vectors[:, good] / np.sqrt(values[good])
-    mixes = []
+    combinations = []
     for k, target in enumerate(targets):
         b, square = right[:, k], gram[num + k, num + k]
         nearest = int(np.argmin(length[:num] ** 2 - 2 * length[:num] * b))
         start = np.zeros(num)
-        start[nearest] = length[nearest]  # so that an average which was kept comes back as it is
+        start[nearest] = length[nearest]  # so that a width of which there is a snapshot gives exactly that
         z = start + directions @ (directions.T @ (b - matrix @ start))
         missing = square - 2 * z @ b + z @ matrix @ z
         x = z / length[:num]
-        mixes.append(Mix(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x))))
+        combinations.append(
+            Combination(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x)))
+        )
     condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
-    return Mixes(mixes, condition, int((~good).sum()))
+    return Combinations(combinations, condition, int((~good).sum()))
 
 
 @dataclass
@@ -284,14 +286,14 @@ def _shares(update: Array, log_ratio: Array, power: float) -> Array:
     return np.exp(power * log_ratio) * -np.expm1(power * step_back)
 
 
-def _longest_stretch(values: Sequence[float], told: Sequence[bool]) -> tuple[float, float] | None:
-    """Return the first and the last of the longest stretch of ``values`` that are all told."""
+def _longest_stretch(values: Sequence[float], good: Sequence[bool]) -> tuple[float, float] | None:
+    """Return the first and the last of the longest run of ``values`` that are all good."""
     best: tuple[int, int] | None = None
     begin: int | None = None
-    for k, good in enumerate([*told, False]):
-        if good and begin is None:
+    for k, is_good in enumerate([*good, False]):
+        if is_good and begin is None:
             begin = k
-        elif not good and begin is not None:
+        elif not is_good and begin is not None:
             if best is None or k - begin > best[1] - best[0] + 1:
                 best = (begin, k - 1)
             begin = None

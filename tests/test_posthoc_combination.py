@@ -1,4 +1,4 @@
-"""Averages of any length out of kept ones: the sums are exact, the solve is sound, what cannot be told is refused."""
+"""Averages of any width out of snapshots: the sums are exact, the solve is sound, what is not resolved is refused."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile, gamma_of
-from deepmd_ema.averaging.combine import (
+from deepmd_ema.errors import UserError
+from deepmd_ema.posthoc.combination import (
     LONGEST,
     TOLERANCE,
     Track,
     _longest_stretch,
     _products,
-    find_mixes,
-    find_reach,
-    refuse_untold,
+    find_combinations,
+    refuse_unresolvable,
+    resolvable_range,
     target_track,
 )
-from deepmd_ema.errors import UserError
 
 EXACT = 1e-14  # relative, of sums of some hundred terms in float64
 SAME_MATH = 1e-10
@@ -74,48 +74,48 @@ def test_the_shares_of_a_long_run_keep_their_digits():
 def test_the_running_sums_do_not_depend_on_how_the_axis_is_cut(monkeypatch):
     tracks = [*every_tenth(2000, 0.05, 0.10), *every_tenth(1000, 0.2, start=100, every=3)]
     whole = _products(tracks)
-    monkeypatch.setattr("deepmd_ema.averaging.combine._CHUNK", 17)
+    monkeypatch.setattr("deepmd_ema.posthoc.combination._CHUNK", 17)
     assert _products(tracks) == pytest.approx(whole, rel=SAME_MATH, abs=0)
 
 
 def test_the_combination_is_the_nearest_whose_coefficients_add_up_to_one():
     kept, sigma_rel = every_tenth(400, 0.05, 0.10, count=4), 0.07
-    (mix,) = find_mixes(kept, [sigma_rel], 400).mixes
+    (combination,) = find_combinations(kept, [sigma_rel], 400).combinations
     basis = np.array([explicit(track, 400) for track in kept])
-    target = explicit(mix.target, 400)
+    target = explicit(combination.target, 400)
     # the first coefficient is what the others leave of one
     free = np.linalg.lstsq((basis[1:] - basis[0]).T, target - basis[0], rcond=None)[0]
-    assert mix.coefficients == pytest.approx([1 - free.sum(), *free], abs=1e-7)
-    missing = np.linalg.norm(target - mix.coefficients @ basis) / np.linalg.norm(target)
-    assert mix.residual == pytest.approx(missing, rel=1e-6, abs=0)
-    assert mix.amplification == pytest.approx(np.linalg.norm(mix.coefficients))
+    assert combination.coefficients == pytest.approx([1 - free.sum(), *free], abs=1e-7)
+    missing = np.linalg.norm(target - combination.coefficients @ basis) / np.linalg.norm(target)
+    assert combination.residual == pytest.approx(missing, rel=1e-6, abs=0)
+    assert combination.amplification == pytest.approx(np.linalg.norm(combination.coefficients))
 
 
 def test_an_average_that_was_kept_comes_back_as_it_is():
     kept = every_tenth(5000, 0.05, 0.10)
-    for mix, place in zip(find_mixes(kept, [0.05, 0.10], 5000).mixes, (-2, -1)):
+    for combination, place in zip(find_combinations(kept, [0.05, 0.10], 5000).combinations, (-2, -1)):
         expected = np.zeros(len(kept))
         expected[place] = 1
-        assert (mix.coefficients == expected).all()
-        assert mix.residual == 0
+        assert (combination.coefficients == expected).all()
+        assert combination.residual == 0
 
 
 @pytest.mark.parametrize("count", [2, 10, 100])
 @pytest.mark.parametrize("every", [1, 4])
 def test_coefficients_add_up_to_one(count, every):
-    found = find_mixes(every_tenth(4000, 0.05, 0.10, count=count, every=every), [0.02, 0.07, 0.2, 0.28], 4000)
-    for mix in found.mixes:
-        assert mix.coefficients.sum() == pytest.approx(1, abs=SAME_MATH)
+    found = find_combinations(every_tenth(4000, 0.05, 0.10, count=count, every=every), [0.02, 0.07, 0.2, 0.28], 4000)
+    for combination in found.combinations:
+        assert combination.coefficients.sum() == pytest.approx(1, abs=SAME_MATH)
     assert found.condition >= 1
 
 
 def test_snapshots_that_are_the_same_are_no_harm():
     kept = every_tenth(4000, 0.05, 0.10)
-    twice = find_mixes([*kept, *kept], [0.07], 4000)
-    once = find_mixes(kept, [0.07], 4000)
+    twice = find_combinations([*kept, *kept], [0.07], 4000)
+    once = find_combinations(kept, [0.07], 4000)
     assert twice.dropped == len(kept)
-    assert twice.mixes[0].residual == pytest.approx(once.mixes[0].residual, rel=1e-6)
-    assert twice.mixes[0].amplification < 2
+    assert twice.combinations[0].residual == pytest.approx(once.combinations[0].residual, rel=1e-6)
+    assert twice.combinations[0].amplification < 2
 
 
 def test_swa_is_the_power_profile_of_gamma_zero():
@@ -189,12 +189,12 @@ def test_a_length_that_was_also_tracked_agrees_with_the_combination(sigma_rel, e
         torch.float32,
     )  # fmt: skip
     ((_, direct),) = follow([PowerProfile.from_sigma_rel("d", sigma_rel, update_every=every)], trajectory, steps)
-    found = find_mixes([track for track, _ in kept], [sigma_rel], steps)
-    (mix,) = found.mixes
-    made = sum(x * average for x, (_, average) in zip(mix.coefficients, kept))
-    refuse_untold(found, [track for track, _ in kept], steps)
+    found = find_combinations([track for track, _ in kept], [sigma_rel], steps)
+    (combination,) = found.combinations
+    made = sum(x * average for x, (_, average) in zip(combination.coefficients, kept))
+    refuse_unresolvable(found, [track for track, _ in kept], steps)
     # of a walk, the worst entry of the experiment was the residual itself, relative to what averaging changes
-    assert (made - direct).norm() < max(mix.residual, 1e-5) * (direct - trajectory[-1]).norm()
+    assert (made - direct).norm() < max(combination.residual, 1e-5) * (direct - trajectory[-1]).norm()
     assert (made - direct).norm() < 2e-3 * direct.norm()
 
 
@@ -205,46 +205,46 @@ def test_the_target_is_tracked_beside_what_was_kept():
     assert (target.updates, target.start, target.every) == (20, 50, 5)
 
 
-def test_the_reach_holds_what_it_says():
+def test_every_width_in_the_resolvable_range_is_resolved():
     kept = every_tenth(20_000, 0.05, 0.10)
-    low, high = find_reach(kept, 20_000)
+    low, high = resolvable_range(kept, 20_000)
     assert low < 0.05
     assert high > 0.10
-    found = find_mixes(kept, np.geomspace(low, high, 15), 20_000)
-    assert max(mix.residual for mix in found.mixes) <= TOLERANCE
-    refuse_untold(found, kept, 20_000)
-    beyond = find_mixes(kept, [low / 1.2, high * 1.2], 20_000)
-    assert min(mix.residual for mix in beyond.mixes) > TOLERANCE
+    found = find_combinations(kept, np.geomspace(low, high, 15), 20_000)
+    assert max(combination.residual for combination in found.combinations) <= TOLERANCE
+    refuse_unresolvable(found, kept, 20_000)
+    beyond = find_combinations(kept, [low / 1.2, high * 1.2], 20_000)
+    assert min(combination.residual for combination in beyond.combinations) > TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("told", "stretch"),
+    ("bits", "stretch"),
     [("110010", (0, 1)), ("100111", (3, 5)), ("011110", (1, 4)), ("101000", (0, 0)), ("000000", None)],
 )
-def test_the_reach_is_the_longest_stretch_that_is_told(told, stretch):
-    assert _longest_stretch(range(6), [bit == "1" for bit in told]) == stretch
+def test_the_resolvable_range_is_the_longest_run_that_is_resolved(bits, stretch):
+    assert _longest_stretch(range(6), [bit == "1" for bit in bits]) == stretch
 
 
-def test_more_snapshots_reach_further():
-    reaches = [find_reach(every_tenth(20_000, 0.05, 0.10, count=n), 20_000) for n in (5, 10, 20)]
-    assert all(a[0] > b[0] and a[1] < b[1] for a, b in pairwise(reaches))
+def test_more_snapshots_resolve_a_wider_range():
+    ranges = [resolvable_range(every_tenth(20_000, 0.05, 0.10, count=n), 20_000) for n in (5, 10, 20)]
+    assert all(a[0] > b[0] and a[1] < b[1] for a, b in pairwise(ranges))
 
 
-def test_a_length_that_cannot_be_told_is_refused_with_the_range_and_a_way_out():
+def test_a_width_that_is_not_resolved_is_refused_with_the_range_and_a_remedy():
     kept = every_tenth(20_000, 0.05, 0.10)
     with pytest.raises(UserError) as caught:
-        refuse_untold(find_mixes(kept, [0.008, 0.05, 0.28], 20_000), kept, 20_000)
+        refuse_unresolvable(find_combinations(kept, [0.008, 0.05, 0.28], 20_000), kept, 20_000)
     first, second = caught.value.problems
     assert first.startswith("sigma_rel 0.008: ")
     assert "% of its profile would be missing, more than 5 %" in first
     assert second.startswith("sigma_rel 0.28: ")
-    assert "20 snapshots of sigma_rel 0.05, 0.1 can tell sigma_rel 0.03" in second
+    assert "20 snapshots of sigma_rel 0.05, 0.1 resolve sigma_rel 0.03" in second
     assert "snapshot_freq" in second
 
 
-def test_far_from_everything_kept_nothing_can_be_told():
+def test_far_from_every_snapshot_nothing_is_resolved():
     kept = [Track(gamma_of(0.05), 10), Track(gamma_of(0.05), 20)]
-    found = find_mixes(kept, [0.1], 1000)
-    assert find_reach(kept, 1000) is None
-    with pytest.raises(UserError, match="can tell no length"):
-        refuse_untold(found, kept, 1000)
+    found = find_combinations(kept, [0.1], 1000)
+    assert resolvable_range(kept, 1000) is None
+    with pytest.raises(UserError, match="resolve no sigma_rel"):
+        refuse_unresolvable(found, kept, 1000)

@@ -1,0 +1,46 @@
+"""``dp-ema change-bias``."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepmd_ema.cli.options import add_average, add_device, add_systems, read_datafile, start_logging
+from deepmd_ema.errors import UserError
+
+SUMMARY = "the energy of each element in a model, from data or given"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("input", metavar="INPUT", help="a .pt checkpoint, the folder of a run, or a .dp or .yaml file")
+    what = add_systems(parser, valid_data=False)
+    what.add_argument("-b", "--bias-value", metavar="EV", type=float, nargs="+",
+                      help="the bias itself, one energy in eV per element in the order of type_map")  # fmt: skip
+    parser.add_argument("-n", "--numb-batch", metavar="N", type=_num_frames,
+                        help="frames of each system, from its first (0: all)")  # fmt: skip
+    parser.add_argument("-m", "--mode", choices=("change", "set"),
+                        help="change (default): add a fit of label minus prediction; set: fit the labels")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="OUT", help="default: <stem>_updated<suffix> beside INPUT")
+    add_average(parser)
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the file and print the bias before and after."""
+    start_logging(args)
+    from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
+
+    if args.bias_value is not None:
+        if args.mode is not None or args.numb_batch is not None:
+            raise UserError("-b: the bias is what you give; -m and -n are for a fit to data. Leave them out.")
+        asked = Asked(values=args.bias_value)
+    else:
+        systems = args.system or ["."] if args.datafile is None else read_datafile(args.datafile)
+        asked = Asked(args.mode or CHANGE, systems, num_frames=args.numb_batch or 0, source=args.datafile or "")
+    print(write_changed(args.input, asked, args.output, args.use_ema, args.average, args.device).text())
+
+
+def _num_frames(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of frames, 0 for all")
+    return int(text)

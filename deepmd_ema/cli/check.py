@@ -1,0 +1,38 @@
+"""``dp-ema check``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepmd_ema.cli.options import add_input
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "check an input and the data it names, without training"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_input(parser)
+    parser.add_argument("--config-only", action="store_true", help="do not read the data that the input names")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what the input asks for and what its data hold."""
+    from deepmd_ema.config import config_summary, config_warnings, ignored_options, load_config
+
+    config = load_config(args.input)
+    print(f"{args.input}: the options are good")
+    lines = [*config_summary(config), *config.notes]
+    lines += [f"warning: {line}" for line in [*ignored_options(config), *config_warnings(config)]]
+    print("\n".join(f"  {line}" for line in lines), flush=True)
+    if args.config_only:
+        return
+    from deepmd_ema.data.run import check_run, length_lines, open_run
+
+    train, valid = open_run(config)
+    report = check_run(config, train, valid)
+    lines = [*report.lines(), *length_lines(config, train, report)]
+    print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
+    report.raise_problems()

@@ -1,0 +1,23 @@
+"""``dp-ema doc``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "the manual of the input"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("option", metavar="OPTION.PATH", nargs="?", help="one option or section, as training.ema_decay")
+    parser.add_argument("--json-schema", action="store_true", help="a JSON schema for editors")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the manual, one option of it, or the schema."""
+    from deepmd_ema.config.manual import json_schema_text, manual
+
+    print(json_schema_text() if args.json_schema else manual(args.option))

@@ -1,0 +1,30 @@
+"""``dp-ema freeze``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepmd_ema.cli.options import add_average, start_logging
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("-c", "--checkpoint", "--checkpoint-folder", metavar="CKPT", default=".",
+                        help="checkpoint, or the folder of a run with its latest (default: this folder)")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", help="frozen_model.dp")
+    add_average(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the file and print what it holds."""
+    start_logging(args)
+    from deepmd_ema.export import freeze
+    from deepmd_ema.infer.load import load_model
+
+    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average)
+    print(freeze(loaded, args.output).text())

@@ -1,0 +1,207 @@
+"""Parses the command line, runs the command, and makes one message and one exit code of what goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from deepmd_ema import __version__
+from deepmd_ema.cli import change_bias, check, doc, freeze, peer, plot, posthoc, show, test, train
+from deepmd_ema.dist.launch import speaker
+from deepmd_ema.errors import ConfigError, DataError, Interrupted, RankLostError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
+MOST_SHOWN = 25  # problems on one screen; `dp-ema check` shows all
+EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
+
+# modules of optional extras, and how to get them
+INSTALL = {
+    "torch": "pip install torch",
+    "h5py": "pip install h5py",
+    "ase": "pip install 'dp-ema[ase]'",
+    "matplotlib": "pip install 'dp-ema[plot]'",
+    "lmdb": "pip install 'dp-ema[lmdb]'",
+    "msgpack": "pip install 'dp-ema[lmdb]'",
+    "tensorboard": "pip install 'dp-ema[tensorboard]'",
+}
+
+
+class Command(Protocol):
+    """What the file of a sub-command has; it imports what it needs when it runs, so that ``--help`` is quick."""
+
+    SUMMARY: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of the command."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Run the command."""
+
+
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "check": check,
+    "freeze": freeze,
+    "test": test,
+    "posthoc": posthoc,
+    "change-bias": change_bias,
+    "show": show,
+    "plot": plot,
+    "doc": doc,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128 + n for signal n."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    try:
+        args = _parse(words)
+        args.run(args)
+        sys.stdout.flush()
+    except Interrupted as error:
+        return _leave(error, str(error), 128 + error.signal_number, debug)
+    except RankLostError as error:
+        return _leave(error, _one_screen(error, words), EXIT_BUG, debug)  # the rank that has ended knows whose fault
+    except UserError as error:
+        return _leave(error, _one_screen(error, words), EXIT_USER, debug)
+    except KeyboardInterrupt as error:
+        return _leave(error, "dp-ema: stopped by Ctrl-C", 130, debug)
+    except BrokenPipeError:
+        # the reader of the pipe has left: nothing more can be said, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    except ModuleNotFoundError as error:
+        top = (error.name or "").split(".")[0]
+        if top in INSTALL:
+            return _leave(error, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}", EXIT_USER, debug)
+        return _leave(error, _bug(error, debug), EXIT_BUG, debug)
+    except Exception as error:
+        return _leave(error, _bug(error, debug), EXIT_BUG, debug)
+    return 0
+
+
+def build_parser() -> _Parser:
+    """Return the parser of the whole command line."""
+    common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("-v", "--log-level", type=_level, metavar="LEVEL", help="DEBUG, INFO (default), WARNING, ERROR")
+    common.add_argument("-l", "--log-path", metavar="FILE", help="write the log to a file as well")
+    parser = _Parser(prog="dp-ema", description="Train Deep Potential models with averaged weights.",
+                     parents=[common], allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
+    parser.set_defaults(debug=False, log_level="INFO", log_path=None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    for name, command in COMMANDS.items():
+        line = command.SUMMARY
+        sub = commands.add_parser(name, help=line, description=line, parents=[common], allow_abbrev=False)
+        command.add_options(sub)
+        sub.set_defaults(run=command.run, parser=sub)
+    return parser
+
+
+def _leave(error: BaseException, message: str, code: int, debug: bool) -> int:
+    sys.stdout.flush()
+    if _says(error):
+        if debug:
+            import traceback
+
+            traceback.print_exception(error)
+        print(message, file=sys.stderr, flush=True)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
+    return code
+
+
+def _says(error: BaseException) -> bool:
+    """Whether this process tells the error; of several that have the same one, only one does."""
+    told: bool | None = getattr(error, "says", None)
+    if told is not None:
+        return told
+    return speaker().rank == 0 or not isinstance(error, ConfigError | Interrupted | KeyboardInterrupt)
+
+
+def _bug(error: Exception, debug: bool) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    line = f"{_head()}: {type(error).__name__}: {text[:400]}"
+    return line if debug else f"{line}\nThis should not happen. Run again with --debug for the traceback."
+
+
+def _one_screen(error: UserError, words: Sequence[str]) -> str:
+    """Return the problems of an error as one screen: a line alone, or a numbered list."""
+    head, problems = _head(), error.problems
+    if len(problems) == 1:
+        return f"{head}: {problems[0]}"
+    where = next((w for w in words if w.endswith((".json", ".yaml", ".yml"))), None)
+    place = f" in {where}" if where and isinstance(error, ConfigError) else ""
+    place = f" in the data of {where}" if where and isinstance(error, DataError) else place
+    shown = problems if words[:1] == ["check"] else problems[:MOST_SHOWN]
+    lines = [f"{head}: {len(problems)} problems{place}"]
+    lines += [f"{number:3d}. {problem}" for number, problem in enumerate(shown, 1)]
+    if len(shown) < len(problems):
+        lines.append(f"     and {len(problems) - len(shown)} more; `dp-ema check` shows all")
+    return "\n".join(lines)
+
+
+def _head() -> str:
+    launch = speaker()
+    return "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2 for a number."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # that of Python before 3.14 takes -1e2 for an option
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
+        if found is None:
+            raise UserError(f"{message}. `{self.prog} --help` shows what it takes.")
+        name = found.group(1)
+        if name in peer.COMMANDS:
+            raise UserError(f"{name} is a command of DeePMD-kit: {peer.COMMANDS[name]}.")
+        raise UserError(f"the command {name!r} is unknown. {did_you_mean(name, list(COMMANDS))}")
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser()
+    if not words:
+        parser.print_help()
+        raise SystemExit(EXIT_USER)
+    args, rest = parser.parse_known_args(list(words))
+    _refuse_unknown(args, rest)
+    return args
+
+
+def _refuse_unknown(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Answer what the parser did not know: options of DeePMD-kit by name, others with the nearest that is known."""
+    if not rest:
+        return
+    refused = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
+    options = sorted(s for action in args.parser._actions for s in action.option_strings if s.startswith("--"))
+    problems = []
+    for word in rest:
+        name = word.split("=")[0]
+        if name in refused:
+            problems.append(f"{args.command} {name}: {refused[name]}.")
+        elif name.startswith("-") and name.lstrip("-"):
+            problems.append(f"{args.command} has no option {name}. {did_you_mean(name, options)}")
+    raise UserError(problems or f"{args.command} does not know what to do with: {' '.join(rest)}")
+
+
+def _level(text: str) -> str:
+    name = LEVELS.get(text, text.upper())
+    if name not in LEVELS.values():
+        raise argparse.ArgumentTypeError(f"{text!r} is none of DEBUG, INFO, WARNING, ERROR")
+    return name

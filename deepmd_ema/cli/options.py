@@ -1,0 +1,80 @@
+"""Options that several sub-commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_input(parser: argparse.ArgumentParser) -> None:
+    """Add the input of a training run."""
+    parser.add_argument("input", metavar="INPUT", help="input.json or input.yaml")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``."""
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:0 (default: CUDA when there is one)")
+
+
+def add_average(parser: argparse.ArgumentParser) -> None:
+    """Add ``--use-ema`` and ``--average``: which weights of a training checkpoint are taken."""
+    parser.add_argument("--use-ema", action="store_true", help="take the averaged weights of a training checkpoint")
+    parser.add_argument("--average", "--profile", dest="average", metavar="NAME",
+                        help="which average, when there are several; implies --use-ema")  # fmt: skip
+
+
+def add_systems(
+    parser: argparse.ArgumentParser, default: str = "this folder", datafile: bool = True, valid_data: bool = True
+) -> argparse._MutuallyExclusiveGroup:
+    """Add ``-s`` and, where wanted, ``-f`` and ``--valid-data``: the systems that are evaluated; return their group."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-s", "--system", metavar="SYSTEM", nargs="+", action="extend",
+                       help=f"systems, or folders searched for them (default: {default})")  # fmt: skip
+    if datafile:
+        group.add_argument("-f", "--datafile", metavar="FILE", help="file with the path of one system per line")
+    if valid_data:
+        group.add_argument("--valid-data", metavar="INPUT", help="the validation systems of an input.json")
+    return group
+
+
+def start_logging(args: argparse.Namespace) -> None:
+    """Send log messages where ``-v`` and ``-l`` say."""
+    from deepmd_ema.report import set_up_logging
+
+    set_up_logging(args.log_level, args.log_path, is_main=find_launch().rank == 0)
+
+
+def read_datafile(datafile: str) -> list[str]:
+    """Return the systems that a file of paths names, one per line; ``#`` begins a comment.
+
+    Raises:
+        UserError: if it cannot be read or names none.
+    """
+    try:
+        lines = Path(datafile).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{datafile}: cannot be read: {error}. Expected one system per line.") from error
+    named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not named:
+        raise UserError(f"{datafile}: names no system. Expected the path of one system per line.")
+    return named
+
+
+def validation_systems(path: str) -> tuple[list[str], list[str] | None]:
+    """Return the validation systems of an input, and the patterns to search folders with.
+
+    Raises:
+        ConfigError: if the input has a mistake or no validation data.
+    """
+    from deepmd_ema.config import load_config
+
+    data = load_config(path).training.validation_data
+    if data is None:
+        raise ConfigError(f"{path}: training.validation_data is not there. Give the systems with -s.")
+    return list(data.systems), data.rglob_patterns

@@ -1,0 +1,53 @@
+"""Options and commands of DeePMD-kit that ``dp-ema`` does not have, and what to use instead."""
+
+from __future__ import annotations
+
+_NO_TASKS = "a run has one task here, and a model one head"
+# by command, and "" for those before the command
+OPTIONS = {
+    "": dict.fromkeys(
+        ("-b", "--backend", "--pt", "--pt-expt", "--tf", "--tf2", "--jax", "--pd", "--dp"),
+        "there is one backend, PyTorch: leave it out",
+    ),
+    "train": {
+        "-t": "fine-tuning is not here yet; --init-model starts from the weights of a file",
+        "--finetune": "fine-tuning is not here yet; --init-model starts from the weights of a file",
+        "-f": "a frozen model cannot be trained; give the checkpoint to --init-model",
+        "--init-frz-model": "a frozen model cannot be trained; give the checkpoint to --init-model",
+        "--use-pretrain-script": "copy the model section into the input; `dp-ema show --config CKPT` prints it",
+        "--model-branch": _NO_TASKS,
+        "--force-load": "weights are loaded whole or not at all, and the message names what does not fit",
+        "-m": "rank 0 speaks for all ranks",
+        "--mpi-log": "rank 0 speaks for all ranks",
+    },
+    "freeze": {
+        "--head": _NO_TASKS,
+        "--model-branch": _NO_TASKS,
+        "--hessian": "the .dp file holds the whole model; what is evaluated is up to its reader",
+        "--lower-kind": "the .dp file holds the model, not a graph: convert it with DeePMD-kit",
+        "-n": "node names are of TensorFlow",
+        "-w": "node names are of TensorFlow",
+    },
+    "test": {
+        "--train-data": "give the systems to -s, or an input with them as validation data to --valid-data",
+        "-S": "all sets of a system are read",
+        "--set-prefix": "all sets of a system are read",
+        "-r": "frames are taken in order: there is nothing to draw",
+        "--rand-seed": "frames are taken in order: there is nothing to draw",
+        "--shuffle-test": "frames are taken in order, -n N takes the first N",
+        "--head": _NO_TASKS,
+        "--model-branch": _NO_TASKS,
+    },
+    "change-bias": {"--model-branch": _NO_TASKS},
+}
+COMMANDS = {
+    "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
+    "neighbor-stat": "`dp-ema check INPUT` prints the nearest pair and the most neighbors",
+    "convert-backend": "`dp-ema freeze` writes a .dp file, which DeePMD-kit's `dp convert-backend` takes",
+    "compress": "convert the frozen .dp file with DeePMD-kit, then `dp --pt compress`",
+    "model-devi": "not here yet; `dp model-devi` takes the frozen files once they are converted",
+    "eval-desc": "not here yet",
+    "embed": "not here yet",
+    "gui": "`dp-ema doc --json-schema` gives an editor what it needs to help with the input",
+    "pretrained": "not here yet",
+}

@@ -1,0 +1,24 @@
+"""``dp-ema plot``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "learning curves as a picture"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("files", metavar="FILE", nargs="+", help="lcurve.out, val.log, val_ema.log, ...")
+    parser.add_argument("-o", "--output", metavar="PNG", default="curves.png", help="curves.png")
+    parser.add_argument("--log-steps", action="store_true", help="a logarithmic axis of steps")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draw the curves."""
+    from deepmd_ema.report.plots import plot_curves
+
+    print(f"wrote {plot_curves(args.files, args.output, args.log_steps)}")

@@ -1,0 +1,52 @@
+"""``dp-ema posthoc``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepmd_ema.cli.options import add_device, add_systems, start_logging, validation_systems
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "the average of any length, from the snapshots of a run"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder in which the run was started")
+    parser.add_argument("--sigma-rel", metavar="S", nargs="+", action="extend",
+                        help="lengths: 0.05, several, or a range: 0.02:0.2, 0.02:0.2:9 (9 lengths)")  # fmt: skip
+    parser.add_argument("--step", metavar="N", type=int,
+                        help="the last step to average over (default: newest snapshot)")  # fmt: skip
+    parser.add_argument("--metric", metavar="M", default="overall",
+                        help="what best means: E:RMSE, F:RMSE, V:RMSE, S:RMSE, ...:MAE, or overall, the mean RMSE of "
+                        "E, F and V as a part of that of the live weights (overall)")  # fmt: skip
+    add_systems(parser, "validation data of the run", datafile=False)
+    parser.add_argument("-o", "--output", metavar="FILE", help="model of the best length (RUN_DIR/model_posthoc.pt)")
+    parser.add_argument("--plot", metavar="PNG", help="errors over the length (RUN_DIR/posthoc.png)")
+    parser.add_argument("--table", metavar="CSV", help="all numbers (RUN_DIR/posthoc.csv)")
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the errors over the length, and write the best average, the table and the picture."""
+    start_logging(args)
+    from deepmd_ema.posthoc.run import run_posthoc
+
+    systems, patterns = args.system, None
+    if args.valid_data is not None:
+        systems, patterns = validation_systems(args.valid_data)
+    run_posthoc(
+        args.run_dir,
+        args.sigma_rel,
+        args.step,
+        metric=args.metric,
+        systems=systems,
+        rglob_patterns=patterns,
+        output=args.output,
+        plot=args.plot,
+        table=args.table,
+        device=args.device,
+        say=print,
+    )

@@ -1,0 +1,23 @@
+"""``dp-ema show``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "what is in a checkpoint or a frozen file"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("file", metavar="FILE", help="a .pt checkpoint or a frozen .dp or .yaml")
+    parser.add_argument("--config", action="store_true", help="print the whole config as JSON, and nothing else")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what is in the file."""
+    from deepmd_ema.infer.show import describe
+
+    print(describe(args.file, whole_config=args.config))

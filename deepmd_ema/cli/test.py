@@ -1,0 +1,61 @@
+"""``dp-ema test``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepmd_ema.cli.options import (
+    add_average,
+    add_device,
+    add_systems,
+    read_datafile,
+    start_logging,
+    validation_systems,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "errors of a model on labelled frames"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("-m", "--model", metavar="MODEL", default="frozen_model.dp",
+                        help="a .pt checkpoint or a frozen .dp or .yaml (frozen_model.dp)")  # fmt: skip
+    add_systems(parser)
+    parser.add_argument("-n", "--numb-test", metavar="N", type=int, default=0,
+                        help="frames of each system, from its first (0: all)")  # fmt: skip
+    parser.add_argument("-d", "--detail-file", metavar="PREFIX",
+                        help="write PREFIX.e.out, .f.out, .v.out, ... per frame")  # fmt: skip
+    parser.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
+    parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", help="parity plots (parity.png)")
+    add_average(parser)
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the errors and write the files asked for."""
+    start_logging(args)
+    from deepmd_ema.infer.evaluate import measure
+
+    systems, patterns = args.system or ["."], None
+    if args.datafile is not None:
+        systems = read_datafile(args.datafile)
+    elif args.valid_data is not None:
+        systems, patterns = validation_systems(args.valid_data)
+    report = measure(
+        args.model,
+        systems,
+        num_frames=args.numb_test,
+        atomic=args.atomic,
+        use_average=args.use_ema,
+        average=args.average,
+        device=args.device,
+        rglob_patterns=patterns,
+    )
+    print(report.text())
+    if args.detail_file is not None:
+        print(f"wrote {', '.join(map(str, report.write_details(args.detail_file)))}")
+    if args.plot is not None:
+        print(f"wrote {report.plot(args.plot)}")

@@ -1,0 +1,46 @@
+"""``dp-ema train``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from deepmd_ema.cli.options import add_device, add_input, start_logging
+from deepmd_ema.dist.launch import find_launch
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY = "train a model"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_input(parser)
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("-r", "--restart", metavar="CKPT", help="continue exactly where a checkpoint stands")
+    start.add_argument("-i", "--init-model", metavar="CKPT", help="start from the weights of a live or averaged file")
+    parser.add_argument("-o", "--output", metavar="FILE", default="out.json", help="normalized input (out.json)")
+    parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
+    parser.add_argument("--allow-config-change", action="store_true",
+                        help="restart although the input differs from that of the checkpoint")  # fmt: skip
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train."""
+    start_logging(args)
+    if find_launch().launched:
+        # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from deepmd_ema.train.assemble import run_training
+
+    run_training(
+        args.input,
+        restart=args.restart,
+        init_model=args.init_model,
+        output=args.output,
+        device=args.device,
+        skip_neighbor_stat=args.skip_neighbor_stat,
+        allow_config_change=args.allow_config_change,
+    )

@@ -1,0 +1,1 @@
+"""Averages of any width, made after training from snapshots of power-profile averages, ranked by validation error."""

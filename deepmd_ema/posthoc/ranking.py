@@ -1,0 +1,206 @@
+"""Errors of averages of several widths: the table, its file, the figure."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import atomic_write
+from deepmd_ema.labels import METRICS
+from deepmd_ema.report.table import Column, Table
+from deepmd_ema.report.text import render
+
+if TYPE_CHECKING:
+    from deepmd_ema.metrics import Errors
+    from deepmd_ema.posthoc.combination import Combination, Combinations
+    from deepmd_ema.posthoc.snapshots import SnapshotRun
+
+RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
+LIVE, TRACKED, POSTHOC = "live", "tracked", "posthoc"  # kinds of rows, and what weights made of snapshots are called
+OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set of weights and its errors.
+
+    Attributes:
+        kind: ``live``, ``tracked`` or ``posthoc``.
+        name: of the weights.
+        sigma_rel: width of a power profile, or None.
+        gamma: its exponent, or None.
+        mean_age: mean number of steps between the weights in it and its last update.
+        combination: how it was made of snapshots, or None.
+        errors: on the validation frames.
+    """
+
+    kind: str
+    name: str
+    sigma_rel: float | None
+    gamma: float | None
+    mean_age: float
+    combination: Combination | None
+    errors: Errors
+
+    def score(self, metric: str, live: Errors) -> float:
+        """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
+        if metric != OVERALL:
+            return self.errors.metric(metric)
+        pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED]
+        parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
+        return sum(parts) / len(parts)
+
+    def in_words(self) -> str:
+        """Return one line about an average that was made of snapshots."""
+        return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, mean age {self.mean_age:,.0f} steps"
+
+
+@dataclass(frozen=True)
+class PosthocReport:
+    """Errors of the live weights, of tracked averages and of those made of snapshots.
+
+    Attributes:
+        run: whose snapshots.
+        found: how the averages were combined.
+        resolvable: smallest and largest sigma_rel that the snapshots resolve, or None.
+        rows: the live weights first.
+        metric: what best means.
+        best: index of the chosen row.
+        num_frames: of the validation data.
+        num_systems: of the validation data.
+    """
+
+    run: SnapshotRun
+    found: Combinations
+    resolvable: tuple[float, float] | None
+    rows: Sequence[Row]
+    metric: str
+    best: int
+    num_frames: int
+    num_systems: int
+
+    @property
+    def chosen(self) -> Row:
+        """The best average that was made of snapshots."""
+        return self.rows[self.best]
+
+    def scores(self) -> list[float]:
+        """Return the value of the metric for each row."""
+        return [row.score(self.metric, self.rows[0].errors) for row in self.rows]
+
+    def text(self) -> str:
+        """Return the table with what it was made of, and what it says."""
+        run, found = self.run, self.found
+        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
+        profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
+        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
+        ends = self.resolvable
+        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
+        lines = [
+            f"{run.folder}: step {run.step:,}, {len(run.snapshots)} snapshots of {profiles}",
+            f"solve: condition {found.condition:.2g}{dropped}; resolvable sigma_rel: {widths}",
+            f"errors on {self.num_frames} frames of {self.num_systems} system{'s' * (self.num_systems > 1)}",
+            "",
+            *render(self.table()),
+            "* the best of its column",
+            "",
+            f"chosen by {self.metric}: {self.chosen.in_words()}",
+        ]
+        scores = self.scores()
+        winner = min(range(len(scores)), key=lambda k: scores[k] if not math.isnan(scores[k]) else math.inf)
+        if winner != self.best:
+            better = 1 - scores[winner] / scores[self.best]
+            lines.append(f"{self.rows[winner].name} is better still, by {100 * better:.2g} %")
+        made = [row for row in self.rows if row.kind == POSTHOC]
+        if len(made) > 2 and self.chosen in (made[0], made[-1]):
+            lines.append("the chosen one is at an end of the range: a sigma_rel beyond it may be better still")
+            if ends is not None and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
+                lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """Return one row per set of weights, with a star at the best of each column of errors."""
+        quantities = [METRICS[name] for name in RANKED]
+        columns = [[q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows] for q in quantities]
+        scores, unit = self.scores(), "of live"
+        if self.metric != OVERALL:
+            quantity = METRICS[self.metric[0]]
+            scores, unit = [quantity.display_factor * score for score in scores], quantity.display_unit
+        rows = [
+            (
+                row.name,
+                row.sigma_rel,
+                row.gamma,
+                row.mean_age,
+                *(_starred(column, k) for column in columns),
+                _starred(scores, k),
+                None if row.combination is None else f"{100 * row.combination.residual:.2g} %",
+                None if row.combination is None else row.combination.amplification,
+                "<- chosen" if k == self.best else "",
+            )
+            for k, row in enumerate(self.rows)
+        ]
+        heads = [
+            Column("weights"),
+            Column("sigma_rel", "", ".4f"),
+            Column("gamma", "", ".4g"),
+            Column("mean age", "steps", ",.0f"),
+            *(Column(f"{q.metric} RMSE", q.display_unit, ".4g") for q in quantities),
+            Column(self.metric, unit, ".4g"),
+            Column("residual", "", ".2g"),
+            Column("rounding", "x", ".2g"),
+            Column(),
+        ]
+        return Table("", heads, rows)
+
+    def write_table(self, path: str | Path) -> Path:
+        """Write every number as comma-separated values and return the file."""
+        errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
+        columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
+        columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
+        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen"]
+        path = Path(path)
+        try:
+            with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                for k, (row, score) in enumerate(zip(self.rows, self.scores())):
+                    values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
+                    made = row.combination
+                    solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
+                    writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score,
+                                     *solved, int(k == self.best)])  # fmt: skip
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}. Choose another --table.") from error
+        return path
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the errors over sigma_rel and return the path of the figure."""
+        from deepmd_ema.report.plots import plot_sigma_rels
+
+        made = [k for k, row in enumerate(self.rows) if row.kind == POSTHOC]
+        values = {name: [METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for row in self.rows]
+                  for name in RANKED}  # fmt: skip
+        return plot_sigma_rels(
+            [self.rows[k].sigma_rel or 0.0 for k in made],
+            {name: [column[k] for k in made] for name, column in values.items()},
+            {row.name: (row.sigma_rel, {name: values[name][k] for name in RANKED})
+             for k, row in enumerate(self.rows) if row.kind != POSTHOC},
+            made.index(self.best),
+            path,
+            f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
+            f"snapshots; {self.num_frames} validation frames",
+        )  # fmt: skip
+
+
+def _starred(column: Sequence[float], k: int) -> str | None:
+    """Return entry ``k`` of a column of errors, with a star if no other is smaller."""
+    if math.isnan(column[k]):
+        return None
+    best = min(value for value in column if not math.isnan(value))
+    return f"{column[k]:.4g}{'*' if column[k] == best else ' '}"
