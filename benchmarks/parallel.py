@@ -137,7 +137,7 @@ def _launch(args: argparse.Namespace, config: dict, stage: int, number: int, nam
 
 def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.config import load_config
-    from deepmd_ema.dist.device import keep_freed_memory, select_device
+    from deepmd_ema.dist.device import select_device
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.train.assemble import assemble
@@ -145,7 +145,6 @@ def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.train.resume import find_origin
 
     device = select_device(args.device)
-    keep_freed_memory()
     config, origin = load_config("input.json"), find_origin(None, None)
     with open_world(device, find_launch()) as world:
         trainer = assemble(prepare(config, origin, world), origin, world)
@@ -171,8 +170,8 @@ def _bytes_of(trainer, args: argparse.Namespace) -> dict:
             "parameters": _local_bytes(trained),
             "gradients": _local_bytes([p.grad for p in trained]),
             "moments": _local_bytes(moments),
-            "average": trainer.bank.num_bytes("ema"),
-            RANGE: trainer.bank.num_bytes("range"),
+            "average": trainer.bank["ema"].storage.num_bytes,
+            RANGE: trainer.bank["range"].storage.num_bytes,
         },
     }
 

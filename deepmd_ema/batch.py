@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ class NeighborLayout:
 
 
 @dataclass(frozen=True)
+class Neighborhood:
+    """A view of the neighbors of a batch: those within a cutoff, the nearest ones first.  A atoms, K slots.
+
+    Attributes:
+        neighbor: (A, K) int64, flat atom index of each neighbor; ``A`` is none.
+        vector: (A, K, 3) float64, angstrom, as in the batch, also where there is no neighbor.
+        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
+    """
+
+    neighbor: Tensor
+    vector: Tensor
+    reverse: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """(A, K) bool, whether the slot holds a neighbor."""
+        return self.neighbor < len(self.neighbor)
+
+
+@dataclass(frozen=True)
 class Batch:
     """Frames of any sizes on one flat atom axis.  F frames, A atoms, K neighbor slots, T types, M reverse slots.
 
@@ -53,8 +74,8 @@ class Batch:
         reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
         labels: name (see ``labels``) to tensor, zeros where a frame has no such label.
         has_label: label name to (F,) float64, 1 where the frame has the label.
-        fparam: (F, P) float64 or None.
-        aparam: (A, Q) float64 or None.
+        conditions: what the energy depends on beside positions and elements, by name (see ``labels``): float64,
+            (F, ...) or (A, ...); a name that no frame has is absent.
         frames: for messages, where each frame comes from: (system, frame number in the system).
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
     """
@@ -73,8 +94,7 @@ class Batch:
     reverse: Tensor
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     has_label: Mapping[str, Tensor] = field(default_factory=dict)
-    fparam: Tensor | None = None
-    aparam: Tensor | None = None
+    conditions: Mapping[str, Tensor] = field(default_factory=dict)
     frames: tuple[tuple[str, int], ...] = ()
     padding: bool = False
 
@@ -82,6 +102,39 @@ class Batch:
     def num_frames(self) -> int:
         """Number of frames."""
         return self.num_atoms.shape[0]
+
+    @property
+    def atoms_by_type(self) -> tuple[slice, ...]:
+        """For each type the slice of its atoms."""
+        return _consecutive(self.type_counts)
+
+    @property
+    def sections(self) -> tuple[slice, ...]:
+        """For each section the slice of its slots."""
+        return _consecutive(self.slots)
+
+    def within(self, rcut: float, most: int | None = None) -> Neighborhood:
+        """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut``.
+
+        One list of the largest cutoff serves all parts of a model: those that look less far take a prefix of its slots.
+        Excluded pairs are not in the list and do not count for ``most``. The batch must hold one section sorted by
+        distance (``by_type=False``); the result is differentiable by ``vector``.
+        """
+        assert len(self.slots) == 1, "a prefix by distance needs one section of neighbors"
+        num_atoms, total = self.neighbor.shape
+        width = total if most is None else min(most, total)
+        vector = self.vector[:, :width]
+        near = torch.linalg.vector_norm(vector.detach(), dim=-1) < rcut  # empty slots are at 2 * rcut of the list
+        # where each slot of the list went, for `reverse`: also slot A * K, which is none
+        place = torch.arange(num_atoms * width, device=near.device).view(num_atoms, width)
+        place = torch.where(near, place, num_atoms * width)
+        place = torch.nn.functional.pad(place, (0, total - width), value=num_atoms * width)
+        place = torch.nn.functional.pad(place.flatten(), (0, 1), value=num_atoms * width)
+        return Neighborhood(
+            neighbor=torch.where(near, self.neighbor[:, :width], num_atoms),
+            vector=vector,
+            reverse=place[self.reverse],
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is pinned."""
@@ -111,3 +164,12 @@ class Batch:
             elif isinstance(value, Mapping):
                 changed[f.name] = {k: move(v) for k, v in value.items()}
         return replace(self, **changed)
+
+
+def both_orders(pairs: Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:
+    """Return pairs of types in both orders."""
+    return frozenset((i, j) for a, b in pairs for i, j in ((a, b), (b, a)))
+
+
+def _consecutive(counts: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(end - n, end) for end, n in zip(accumulate(counts), counts))

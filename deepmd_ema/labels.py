@@ -14,6 +14,9 @@ FORCE = "force"
 VIRIAL = "virial"
 ATOM_ENERGY = "atom_energy"
 ATOM_PREF = "atom_pref"
+# keys of conditions: what an energy depends on beside positions and elements
+FPARAM = "fparam"  # (F, P) frame parameters, any unit
+APARAM = "aparam"  # (A, Q) atomic parameters, any unit
 
 
 @dataclass(frozen=True)

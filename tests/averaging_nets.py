@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
-from deepmd_ema.averaging.group import Staging
 
 PLAIN = EmaProfile("ema", 0.9, warmup=False)
 WARM = EmaProfile("ema", 0.99)
@@ -103,14 +102,14 @@ def weights_of_steps(profile, num_steps, skipped=()):
 @contextmanager
 def on_device():
     """Inside, the fate of a step is known to the device only, as on a GPU."""
-    with mock.patch("deepmd_ema.averaging.bank._is_on_host", return_value=False):
+    with mock.patch("deepmd_ema.averaging.bank.is_on_host", return_value=False):
         yield
 
 
 @contextmanager
 def through_staging():
     """Inside, averages that are made get their weights through staged copies, as those of a GPU in host memory do."""
-    with mock.patch("deepmd_ema.averaging.average.make_staging", Staging):
+    with mock.patch("deepmd_ema.averaging.storage.needs_staging", return_value=True):
         yield
 
 
@@ -136,8 +135,8 @@ class Recorded(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def go_on_elsewhere(bank, steps, connection):
+def go_on_elsewhere(module, bank, steps, connection):
     """Train in another process, and send back what the averages and the weights are then."""
-    train(bank._modules[""], bank, steps)
-    connection.send_bytes(pickle.dumps((bank.state_dict(), bank.live_weights(), bank.info("ema"))))
+    train(module, bank, steps)
+    connection.send_bytes(pickle.dumps((bank.state_dict(), bank.weights("live"), bank.info("ema"))))
     connection.close()

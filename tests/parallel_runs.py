@@ -130,16 +130,16 @@ def free_port():
 
 def _holdings(trainer):
     """Return digests and element counts of what this process holds of the live weights and of each average."""
-    from deepmd_ema.averaging.slots import Slot
+    from deepmd_ema.dist.dtensor import local_shard
 
     bank = trainer.bank
-    averages = bank._averages.items() if bank is not None else ()
-    held = {"live": [Slot(name, p).live for name, p in trainer.saver.payloads.model.named_parameters()]}
-    held |= {name: average.tensors for name, average in averages}
+    names = bank.names if bank is not None else ()
+    held = {"live": [local_shard(p) for p in trainer.saver.payloads.model.parameters()]}
+    held |= {name: bank[name].storage.tensors for name in names}
     return {
         "digests": {name: _digest(tensors) for name, tensors in held.items()},
         "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},
-        "facts": {name: bank.info(name) for name, _ in averages},
+        "facts": {name: bank.info(name) for name in names},
     }
 
 

@@ -53,7 +53,7 @@ def test_staged_averages_are_the_same_bits_however_often_they_are_read(profile, 
 
 def test_an_update_asks_for_a_copy_and_the_next_one_takes_it_in():
     net, staged, _ = pair(SWA)
-    average = staged._averages["ema"]
+    average = staged["ema"].storage
     train(net, staged, range(1))
     first = net.first.weight.detach().clone()
     assert not torch.equal(average.tensors[0], first)
@@ -105,7 +105,7 @@ def test_a_swap_takes_in_what_is_on_its_way_and_puts_everything_back():
     live = copies(net)
     with staged.swapped_in("ema"):
         inside = copies(net)
-        assert_same(staged.live_weights(), live)
+        assert_same(staged.weights("live"), live)
     assert_same(copies(net), live)
     assert_same(inside, direct.weights("ema"))
     assert_same(staged.weights("ema"), direct.weights("ema"))
@@ -142,13 +142,13 @@ def test_a_bank_with_a_copy_on_its_way_can_be_pickled():
 
 def test_the_memory_of_copies_counts():
     _, staged, direct = pair(SWA)
-    assert staged.num_bytes("ema") == 2 * direct.num_bytes("ema")
+    assert staged["ema"].storage.num_bytes == 2 * direct["ema"].storage.num_bytes
 
 
 def test_weights_of_the_host_need_no_staging():
     net = make_net()
     bank = AverageBank(net, [SwaProfile("ema", device="cpu")])
-    assert bank._averages["ema"]._staging is None
+    assert bank["ema"].storage.staging is None
 
 
 @pytest.mark.gpu
@@ -157,14 +157,14 @@ def test_averages_of_a_gpu_are_kept_in_pinned_host_memory(with_ok):
     net = make_net(dtype=torch.float32).cuda()
     host = EmaProfile("host", 0.9, device="cpu")
     bank = AverageBank(net, [host, EmaProfile("near", 0.9)])
-    average = bank._averages["host"]
+    storage = bank["host"].storage
     for step in range(8):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.add_(0.1 * step)
         bank.update(torch.tensor(float(step != 3), device="cuda") if with_ok else None)
-    assert all(tensor.device.type == "cpu" for tensor in average.tensors)
-    assert all(flat.is_pinned() for flat in average._staging._flats)
+    assert all(tensor.device.type == "cpu" for tensor in storage.tensors)
+    assert all(flat.is_pinned() for flat in storage.staging.flats)
     assert bank.info("host")["updates"] == (7 if with_ok else 8)
     near = bank.weights("near")
     for name, value in bank.weights("host").items():

@@ -34,7 +34,7 @@ def test_E1_E2_buffers_are_the_live_ones_and_integers_stay_integers(net):
 def test_E4_frozen_parameters_cost_no_memory_and_stand_live_in_the_average(net):
     net.first.requires_grad_(False)
     bank = AverageBank(net, [PLAIN])
-    assert len(bank._averages["ema"].tensors) == 2
+    assert len(bank["ema"].storage.tensors) == 2
     with torch.no_grad():
         net.first.weight.add_(1)
     assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
@@ -90,8 +90,8 @@ def test_I1_a_tensor_shared_by_tasks_has_one_average_under_both_names():
     ice.first = water.first
     first = water.first.weight.detach().clone()
     bank = AverageBank({"water": water, "ice": ice}, [PLAIN])
-    assert len(bank._averages["ema"].tensors) == 6
-    assert sorted(bank.averaged_names("ema")) == sorted([f"{t}.{n}" for t in ("water", "ice") for n in PARAMETERS])
+    assert len(bank["ema"].storage.tensors) == 6
+    assert sorted(bank["ema"].tensor_names) == sorted([f"{t}.{n}" for t in ("water", "ice") for n in PARAMETERS])
     move(water, 0)
     bank.update()
     weights = bank.weights("ema")
@@ -135,8 +135,8 @@ def test_I3_the_average_of_an_idle_head_does_not_drift(profile):
 def test_E1_buffers_are_averaged_on_request_and_integers_never(net):
     profile = EmaProfile("ema", 0.9, warmup=False, buffers="average")
     bank = AverageBank(net, [profile, EmaProfile("copy", 0.9, warmup=False)])
-    assert bank.averaged_names("ema") == (*PARAMETERS, "mean")
-    assert bank.averaged_names("copy") == tuple(PARAMETERS)
+    assert bank["ema"].tensor_names == (*PARAMETERS, "mean")
+    assert bank["copy"].tensor_names == tuple(PARAMETERS)
     history = [net.mean.clone()]
     for step in range(5):
         move(net, step)
@@ -154,7 +154,7 @@ def test_E1_buffers_are_averaged_on_request_and_integers_never(net):
     assert torch.equal(bank.weights("copy")["mean"], live["mean"])
     with bank.swapped_in("ema"):
         assert torch.equal(net.mean, weights["mean"])
-        assert_same(bank.live_weights(), live)
+        assert_same(bank.weights("live"), live)
         assert torch.equal(bank.weights("copy")["mean"], live["mean"])
     assert_same(copies(net), live)
 
@@ -195,12 +195,12 @@ def test_E2_buffers_of_the_averaged_model_are_those_of_the_moment(net):
 
 def test_E4_frozen_parameters_take_no_bytes(net):
     whole = AverageBank(net, [PLAIN, EmaProfile("wide", 0.9, dtype="float64")])
-    assert whole.num_bytes("wide") == whole.num_bytes("ema") > 0
+    assert whole["wide"].storage.num_bytes == whole["ema"].storage.num_bytes > 0
     net.second.requires_grad_(False)
-    assert AverageBank(net, [PLAIN]).num_bytes("ema") < whole.num_bytes("ema")
+    assert AverageBank(net, [PLAIN])["ema"].storage.num_bytes < whole["ema"].storage.num_bytes
     narrow = make_net(dtype=torch.float32)
     both = AverageBank(narrow, [PLAIN, EmaProfile("wide", 0.9, dtype="float64")])
-    assert both.num_bytes("wide") == 2 * both.num_bytes("ema")
+    assert both["wide"].storage.num_bytes == 2 * both["ema"].storage.num_bytes
 
 
 def test_E4_a_parameter_that_is_frozen_for_a_while_starts_again_from_its_live_value(net):

@@ -10,6 +10,9 @@ from averaging_nets import PLAIN, POWER, SWA, WARM, Net, assert_same, copies, ma
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
+from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.exchange import Exchange
+from deepmd_ema.averaging.shards import Shard
 from deepmd_ema.errors import ConfigError
 
 
@@ -61,8 +64,7 @@ def test_B2_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net
     move(net, 0)
     bank.update()
     live = copies(net)
-    average = bank._averages["ema"]
-    whole = type(average).swap_in
+    whole = Exchange.swap_in
     seen = []
 
     def swap_in(self):
@@ -74,7 +76,7 @@ def test_B2_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net
         seen.append("delivered")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(average), "swap_in", swap_in)
+    monkeypatch.setattr(Exchange, "swap_in", swap_in)
     before = signal.signal(number, stop)
     try:
         with pytest.raises(KeyboardInterrupt), bank.swapped_in("ema"):
@@ -110,13 +112,13 @@ def test_B3_before_the_first_update_the_average_is_the_live_model(net):
     bank = AverageBank(net, [WARM, EmaProfile("late", 0.9, start_step=5)])
     for name in bank.names:
         with bank.swapped_in(name):
-            assert_same(copies(net), bank.live_weights())
+            assert_same(copies(net), bank.weights("live"))
     for step in range(4):
         move(net, step)
         bank.update()
     assert_same(bank.weights("late"), copies(net))
     with bank.swapped_in("ema"):
-        live = bank.live_weights()
+        live = bank.weights("live")
         assert_same(bank.weights("late"), live)
         assert_same(bank.state_dict()["profiles"]["late"]["weights"], {n: live[n] for n, _ in net.named_parameters()})
     assert_same(copies(net), live)
@@ -183,7 +185,7 @@ def test_B6_a_model_without_trained_parameters_is_an_error(net):
 
 def test_B7_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
-    pointers = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank._averages["ema"].tensors}
+    pointers = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].storage.tensors}
     cloned = []
     clone = torch.Tensor.clone
 
@@ -193,8 +195,8 @@ def test_B7_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch)
 
     monkeypatch.setattr(torch.Tensor, "clone", remember)
     with bank.swapped_in("ema"):
-        assert not bank._averages["ema"]._held
-    after = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank._averages["ema"].tensors}
+        assert len(cloned) == len(list(net.parameters()))  # each changes places, none is set aside
+    after = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].storage.tensors}
     assert pointers == after
     assert max(cloned) == max(p.numel() for p in net.parameters())
 
@@ -207,7 +209,7 @@ def test_A4_states_taken_inside_a_swap_hold_raw_weights_and_averages(net):
         live, state = copies(model), bank.state_dict()
         outside = {name: bank.weights(name) for name in bank.names}
         with bank.swapped_in("ema"):
-            assert_same(bank.live_weights(), live)
+            assert_same(bank.weights("live"), live)
             for name in bank.names:
                 assert_same(bank.state_dict()["profiles"][name]["weights"], state["profiles"][name]["weights"])
                 assert_same(bank.weights(name), outside[name])
@@ -225,7 +227,7 @@ def test_B1_a_swap_of_any_kind_leaves_live_weights_and_average_bitwise_alone(pro
     for _ in range(2):
         with bank.swapped_in("ema"):
             assert_same(copies(net), {n: t.to(live[n].dtype) for n, t in average.items()})
-            assert_same(bank.live_weights(), live)
+            assert_same(bank.weights("live"), live)
             assert_same(bank.weights("ema"), average)
         assert_same(copies(net), live)
         assert_same(bank.weights("ema"), average)
@@ -244,3 +246,34 @@ def test_what_would_mix_live_and_averaged_weights_is_refused_inside_a_swap(net):
         for act in (bank.update, bank.rebind, lambda: bank.load_state_dict(state), lambda: pickle.dumps(bank)):
             with pytest.raises(AssertionError, match="while an average is swapped in"):
                 act()
+
+
+class FirstRows(Shard):
+    """The shard of rank 0 of 2, whose partner has the same rows with the other sign."""
+
+    def __init__(self, name, parameter):
+        super().__init__(name, parameter)
+        self.local = self.local_shard(parameter.detach())
+
+    def full_tensor(self, part):
+        return torch.cat([part, -part])
+
+    def local_shard(self, full):
+        return full[:2]
+
+
+def test_a_gathered_average_is_swapped_in_by_the_part_of_this_rank():
+    weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+    first = weight.detach()[:2].clone()
+    average = Average(EmaProfile("whole", 0.5, warmup=False, layout="full_tensor"), [FirstRows("weight", weight)])
+    average.seed(0)
+    with torch.no_grad():
+        weight.mul_(3)
+        average.update(1, None)
+    exchange = Exchange(average)
+    exchange.swap_in()
+    assert torch.equal(weight[:2], 2 * first)
+    assert torch.equal(exchange.averaged(0), torch.cat([2 * first, -2 * first]))
+    assert torch.equal(exchange.live(0), torch.cat([3 * first, -3 * first]))
+    exchange.swap_out()
+    assert torch.equal(weight[:2], 3 * first)

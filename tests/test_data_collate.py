@@ -167,9 +167,9 @@ def test_frame_and_atom_parameters_travel_with_their_frames(chosen):
             )
         )
     batch = collate(frames, LAYOUT)
-    torch.testing.assert_close(batch.fparam, torch.from_numpy(np.stack([f.fparam for f in frames])))
+    torch.testing.assert_close(batch.conditions["fparam"], torch.from_numpy(np.stack([f.fparam for f in frames])))
     torch.testing.assert_close(
-        batch.in_file_order(batch.aparam), torch.from_numpy(np.concatenate([f.aparam for f in frames]))
+        batch.in_file_order(batch.conditions["aparam"]), torch.from_numpy(np.concatenate([f.aparam for f in frames]))
     )
 
 

@@ -1,12 +1,16 @@
 """Laws that every registered descriptor obeys, whatever its numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from toy_models import SECTIONS, TRICLINIC, batch_of, evaluate, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.kernels.twin import plain_kernels
 
 SAME_MATH = 1e-11  # sums in another order
 DIFFERENCES = 2e-7  # central differences of step 1e-4
@@ -198,6 +202,72 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, chan
                 parameter.sub_(direction, alpha=step)
         expected = (ends[0] - ends[1]) / 2e-5
         assert abs(expected - float((parameter.grad * direction).sum())) < 1e-6 * max(1.0, abs(expected)), name
+
+
+# what may be without neighbors: frames, elements of neighbors, elements of centres, everything
+LONELY = {
+    "one_element": [([[0.0, 0, 0], [1.5, 0, 0], [0, 1.2, 0]], [1, 1, 1], None)],
+    "no_neighbors": [([[0.0, 0, 0]], [1], None)],
+    "several_without_neighbors": [([[0.0, 0, 0], [40.0, 0, 0]], [0, 2], None), ([[0.0, 0, 0]], [1], 50 * np.eye(3))],
+    "one_without_neighbors": [([[0.0, 0, 0], [1.5, 0, 0]], [0, 1], None), ([[0.0, 0, 0]], [2], None)],
+}
+OPTIONS = {
+    "tanh": {},
+    "gelu": {"activation_function": "gelu"},
+    "resnet_dt": {"resnet_dt": True},
+    "one_side": {"type_one_side": True},
+    "one_side_gelu": {"type_one_side": True, "activation_function": "gelu"},
+    "narrow": {"neuron": [2, 4], "axis_neuron": 2},
+}
+every_option = pytest.mark.parametrize("option", sorted(OPTIONS))
+
+
+@every_descriptor
+@every_option
+@pytest.mark.parametrize("frames", sorted(LONELY))
+def test_frames_may_lack_elements_or_neighbors(descriptor, option, frames):
+    """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of 0 elements"."""
+    _, model = toy_model(descriptor, OPTIONS[option])
+    quiet = evaluate(model, *LONELY[frames])
+    model.train()
+    batch = batch_of(model, *LONELY[frames])
+    out = model(batch)
+    sum((value**2).sum() for value in out.values()).backward()
+    for name, value in out.items():
+        assert np.isfinite(quiet[name]).all()
+        in_files = batch.in_file_order(value) if LABELS[name].per_atom else value
+        close(in_files.detach().numpy(), quiet[name])
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    # beside a frame with everything, the lonely ones have the same energies
+    beside = evaluate(model.eval(), *LONELY[frames], frame("triclinic"))
+    close(beside["energy"][: len(quiet["energy"])], quiet["energy"])
+
+
+@every_descriptor
+@every_option
+@pytest.mark.parametrize("frames", [*sorted(LONELY), "full"])
+def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option, frames):
+    """Features, their vector-Jacobian product, and the parameter gradients of both, against ``torch.func.vjp``."""
+    _, model = toy_model(descriptor, OPTIONS[option])
+    batch = batch_of(model, *LONELY.get(frames, [frame("triclinic"), frame("open", 1, 4)]))
+    part = model.descriptor.requires_grad_()
+
+    def results(call):
+        generator = torch.Generator().manual_seed(1)
+        features, vjp = call()
+        weights = torch.randn(features.shape, generator=generator, dtype=features.dtype)
+        grad = vjp(weights)
+        further = torch.randn(grad.shape, generator=generator, dtype=grad.dtype)
+        total = (features * weights).sum() + (grad * further).sum()
+        return [features, grad, *torch.autograd.grad(total, list(part.parameters()), materialize_grads=True)]
+
+    def automatic():
+        with plain_kernels():
+            features, vjp = torch.func.vjp(lambda v: part(replace(batch, vector=v))[0], batch.vector)
+            return features, lambda grad: vjp(grad)[0]
+
+    for ours, expected in zip(results(lambda: part(batch)), results(automatic), strict=True):
+        close(ours.detach().numpy(), expected.detach().numpy())
 
 
 @every_descriptor

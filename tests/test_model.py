@@ -13,6 +13,7 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.kernels import moments
+from deepmd_ema.model.kernels.twin import plain_kernels
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Network
 
@@ -41,16 +42,16 @@ def test_activation_functions_have_the_values_of_deepmd_kit(name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_slope_of_an_activation_function_is_its_derivative(name):
+def test_the_derivative_of_an_activation_function_is_its_derivative(name):
     z = torch.linspace(-7, 7, 57, dtype=torch.float64) + 0.01
     z.requires_grad_()
     act = activation(name)
     y = act.value(z)
-    (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
-    torch.testing.assert_close(act.slope(z, y), slope, rtol=1e-12, atol=1e-12)
+    (derivative,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+    torch.testing.assert_close(act.derivative(z, y), derivative, rtol=1e-12, atol=1e-12)
     if name.lower() not in ("relu", "relu6", "none", "linear"):
-        (second,) = torch.autograd.grad(slope.sum(), z, retain_graph=True)
-        (ours,) = torch.autograd.grad(act.slope(z, act.value(z)).sum(), z)
+        (second,) = torch.autograd.grad(derivative.sum(), z, retain_graph=True)
+        (ours,) = torch.autograd.grad(act.derivative(z, act.value(z)).sum(), z)
         torch.testing.assert_close(ours, second, rtol=1e-10, atol=1e-12)
 
 
@@ -108,12 +109,12 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("neuron", [[4, 8, 16], [4, 4, 5], [6], [3, 5, 10]])
 @pytest.mark.parametrize("one_side", [False, True])
-def test_the_quick_way_for_tanh_nets_equals_the_plain_way(neuron, one_side, monkeypatch):
+def test_kernels_by_hand_and_plain_ones_give_the_same_gradients(neuron, one_side):
     _, model = toy_model(descriptor_changes={"neuron": neuron, "axis_neuron": 3, "type_one_side": one_side})
     batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
-    quick = loss_and_gradients(model, batch)
-    monkeypatch.setattr(moments, "_is_tanh_net", lambda _: False)
-    assert_same(quick, loss_and_gradients(model, batch))
+    by_hand = loss_and_gradients(model, batch)
+    with plain_kernels():
+        assert_same(by_hand, loss_and_gradients(model, batch))
 
 
 def test_the_size_of_the_portions_does_not_matter(monkeypatch):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from helpers import write_system
 
-from deepmd_ema import Potential
+from deepmd_ema import Potential, checkpoint
+from deepmd_ema.checkpoint.schema import HEAD, KINDS, PARTS
 from deepmd_ema.cli import main
 
 KEPT = sorted(
@@ -58,3 +59,14 @@ def test_a_restart_from_an_earlier_version_goes_on_as_that_version_did(folder, t
     for name in later:
         assert_predicts_as_kept(name, kept)
     assert [int(row.split()[0]) for row in Path("val_flat.log").read_text().splitlines() if row[:1] != "#"] == [6]
+
+
+@pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
+def test_every_part_of_old_and_new_files_is_declared(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    go_on(folder, 6)
+    payloads = [checkpoint.load(file) for file in (*folder.glob("*.pt"), *Path.cwd().rglob("*.pt"))]
+    for payload in payloads:
+        assert HEAD.keys() <= payload.keys() <= PARTS.keys()
+        assert payload["kind"] in KINDS
+    assert {"training", "average"} <= {payload["kind"] for payload in payloads}

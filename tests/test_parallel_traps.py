@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import os
 import re
 from pathlib import Path
 from unittest import mock
@@ -62,7 +63,8 @@ def test_F3_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, w
 
 def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
-    from deepmd_ema.train import assemble, trainer
+    from deepmd_ema.dist import world
+    from deepmd_ema.train import trainer
 
     growth = {}
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
@@ -79,7 +81,7 @@ def most_memory(folder):
 
         return mock.patch.object(trainer.Trainer, name, call)
 
-    with measured("_validate"), measured("_save"), mock.patch.object(assemble, "keep_freed_memory"):
+    with measured("_validate"), measured("_save"), mock.patch.object(world, "keep_freed_memory"):
         train_here(folder, {})
     return growth
 
@@ -156,3 +158,24 @@ def test_the_union_of_the_ranks_in_an_epoch_is_every_frame_once_from_any_place_o
             system = samplers[0].batch(n)[0]
             seen += [(system, k) for s in samplers if not s.is_repeat(n) for k in s.batch(n)[1]]
         assert sorted(seen) == [(s, k) for s, number in enumerate(frames) for k in range(number)]
+
+
+def threads_when_memory_is_set_up(folder):
+    """Return the number of threads of the process, and whether gloo runs, at the call of ``keep_freed_memory``."""
+    from deepmd_ema.dist import world
+
+    seen = []
+
+    def look():
+        seen.append((len(os.listdir("/proc/self/task")), torch.distributed.is_initialized()))
+
+    with mock.patch.object(world, "keep_freed_memory", look):
+        train_here(folder, {})
+    return seen
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="no /proc")
+def test_F9_mallopt_is_called_before_any_thread_is_started(tmp_path, water_like):
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=1)))
+    for ended in run_ranks(2, threads_when_memory_is_set_up, str(tmp_path)):
+        assert ended.value == [(1, False)]

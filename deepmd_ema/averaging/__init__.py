@@ -3,7 +3,7 @@
 ``s <- d * s + (1 - d) * w`` (s: average, w: weight) is elementwise, so a process averages what it holds and talks to
 nobody. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does not move bit-identical.
 
-Any trainer can use this room alone; it needs torch and the few modules of dp-ema that name and compare weights::
+Any trainer can use this room alone; it needs torch and the modules of dp-ema that name, compare and shard weights::
 
     import torch
     from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile

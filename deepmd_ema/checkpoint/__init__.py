@@ -1,11 +1,6 @@
-"""Checkpoints: payload, names, atomic writes, rotation, the latest pointer and the best files.
+"""Checkpoints: what is in a file (schema, payload), one file (files), names, series with rotation, best files.
 
-A checkpoint is a dictionary that loads with ``torch.load(weights_only=True)``::
-
-    {"format": 1, "version": ..., "kind": "training" | "average" | "best" | "snapshot" | "weights",
-     "weights": "live" | <average>, "step": n, "config": {...}, "model": {name: tensor}, ...}
-
-``kind`` training holds everything a restart needs; the others hold weights only.
+Files of kind ``training`` hold everything that a restart needs; the others hold weights only.
 """
 
 from deepmd_ema.checkpoint.best import BestFiles

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.checkpoint.files import save
+from deepmd_ema.checkpoint.names import best_name, best_pattern, files_by_step
 from deepmd_ema.files import sweep
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class BestFiles:
         self.writes = writes
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
-        self._pattern = re.compile(rf"^{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+)\.pt$")
 
     def offer(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
         """Write the file of ``step`` if it is among the best, and return whether it is.
@@ -65,7 +64,7 @@ class BestFiles:
         """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
         if not self.records or not self.writes:
             return
-        sweep(self.folder, rf"{re.escape(self.prefix)}\.ckpt-\d+\.t-\d+\.pt")
+        sweep(self.folder, best_pattern(self.prefix))
         mine = {self.path(step).name for _, step in self.records}
         for files in self._on_disk().values():
             for file in files:
@@ -93,13 +92,8 @@ class BestFiles:
         there = self._on_disk()
         for value, step in records:
             if step not in there:
-                logger.warning(
-                    "%s of step %d (%s %.5g) is gone and no longer counts as best",
-                    self.prefix,
-                    step,
-                    self.metric,
-                    value,
-                )
+                text = "%s of step %d (%s %.5g) is gone and no longer counts as best"
+                logger.warning(text, self.prefix, step, self.metric, value)
         records = [r for r in records if r[1] in there]
         self.records = records[: self.keep]
         self._arrange(records)
@@ -117,12 +111,7 @@ class BestFiles:
                     file.unlink(missing_ok=True)
 
     def _file(self, step: int, rank: int) -> Path:
-        return self.folder / f"{self.prefix}.ckpt-{step}.t-{rank}.pt"
+        return self.folder / best_name(self.prefix, step, rank)
 
     def _on_disk(self) -> dict[int, list[Path]]:
-        found: dict[int, list[Path]] = {}
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
-            match = self._pattern.match(path.name)
-            if match is not None:
-                found.setdefault(int(match[1]), []).append(path)
-        return found
+        return files_by_step(self.folder, best_pattern(self.prefix))

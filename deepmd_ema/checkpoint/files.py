@@ -1,11 +1,10 @@
-"""One checkpoint file: written whole or not at all, read with every way it can be wrong named."""
+"""One checkpoint file: written atomically, checked when it is read; each way it can be wrong has a message."""
 
 from __future__ import annotations
 
 import errno
 import os
 import pickle
-import re
 import shutil
 import tempfile
 import zipfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import cpu_copy
@@ -23,7 +23,6 @@ from deepmd_ema.text import first_few
 FORMAT = 1  # of the payload; a reader knows this number and all below it
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
 
-_NUMBERED = re.compile(r"^(?P<name>.+)-(?P<step>\d+)\.pt$")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -95,7 +94,12 @@ def resolve(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        return _newest_in(path)
+        pointer = path / POINTER
+        if not pointer.is_file():
+            raise CheckpointError(
+                f"{path}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(pointer)}"
+            )
+        return _follow(pointer)
     if path.name == POINTER and path.is_file():
         return _follow(path)
     for candidate in (path, path.with_name(path.name + ".pt")):
@@ -175,18 +179,6 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         )
 
 
-def numbered(folder: Path, name: str) -> dict[int, Path]:
-    """Return the files ``<name>-<step>.pt`` in ``folder`` by their step."""
-    if not folder.is_dir():
-        return {}
-    found = {}
-    for path in folder.iterdir():
-        match = _NUMBERED.match(path.name)
-        if match is not None and match["name"] == name:
-            found[int(match["step"])] = path
-    return found
-
-
 def _read(path: Path) -> dict[str, Any]:
     """Read and check one file; :class:`_DamagedError` if its bytes were lost or changed."""
     try:
@@ -243,10 +235,10 @@ def _check_payload(path: Path, payload: Any) -> None:
 
 def _newest_intact_before(path: Path) -> Path | None:
     real = path.resolve()
-    match = _NUMBERED.match(real.name)
-    if match is None:
+    found = series_and_step(real.name)
+    if found is None:
         return None
-    older = {s: p for s, p in numbered(real.parent, match["name"]).items() if s < int(match["step"])}
+    older = {s: p for s, p in numbered(real.parent, found[0]).items() if s < found[1]}
     for step in sorted(older, reverse=True):
         try:
             _read(older[step])
@@ -254,15 +246,6 @@ def _newest_intact_before(path: Path) -> Path | None:
             continue
         return older[step]
     return None
-
-
-def _newest_in(folder: Path) -> Path:
-    pointer = folder / POINTER
-    if pointer.is_file():
-        return _follow(pointer)
-    raise CheckpointError(
-        f"{folder}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(folder / POINTER)}"
-    )
 
 
 def _follow(pointer: Path) -> Path:
@@ -279,8 +262,8 @@ def _nearby(path: Path) -> str:
         return f"There is no checkpoint in {folder.resolve()}."
 
     def key(p: Path) -> tuple[str, int]:
-        match = _NUMBERED.match(p.name)
-        return (match["name"], -int(match["step"])) if match else (p.name, 0)
+        series, step = series_and_step(p.name) or (p.name, 0)
+        return series, -step  # the newest of a series first
 
     return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
 
@@ -288,12 +271,7 @@ def _nearby(path: Path) -> str:
 def _training_partner(path: Path, payload: Mapping[str, Any]) -> Path | None:
     """Return the training checkpoint of the same step beside a file of an average, or the newest one there is."""
     real = path.resolve()
-    match = _NUMBERED.match(real.name)
-    name = match["name"] if match else real.name
-    live = name.replace(f"_{payload['weights']}.", ".", 1)
-    if live.startswith("best."):
-        live = "model." + live.removeprefix("best.").split("-")[0]
-    files = numbered(real.parent, live)
+    files = numbered(real.parent, training_series(real.name, payload["weights"]))
     if not files:
         return None
     chosen = files.get(payload["step"], files[max(files)])

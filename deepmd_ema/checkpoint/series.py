@@ -1,4 +1,4 @@
-"""Families of numbered checkpoints: names, links, rotation, and live and averaged files as one transaction."""
+"""Series of numbered checkpoints: links, rotation, and live and averaged files as one transaction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import POINTER, numbered, save
+from deepmd_ema.checkpoint.files import POINTER, save
+from deepmd_ema.checkpoint.names import link_name, numbered, numbered_name, numbered_pattern
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write, sweep
 
@@ -52,7 +53,7 @@ class CheckpointSeries:
         stem, dot, ending = prefix.name.rpartition(".")
         self.name = f"{stem}{suffix}{dot}{ending}" if stem else f"{prefix.name}{suffix}"
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
-        self.link = prefix.parent / f"{self.name}.pt"
+        self.link = prefix.parent / link_name(self.name)
         self.keep = keep
         self._pointer = Path(pointer) if pointer is not None else (None if suffix else Path(POINTER))
         self._last = start
@@ -60,7 +61,7 @@ class CheckpointSeries:
 
     def file(self, step: int) -> Path:
         """Return the path of the file of ``step``."""
-        return self.folder / f"{self.name}-{step}.pt"
+        return self.folder / numbered_name(self.name, step)
 
     def steps(self) -> list[int]:
         """Return the steps of all files that are there, ascending."""
@@ -94,7 +95,7 @@ class CheckpointSeries:
 
     def sweep(self) -> None:
         """Remove half-written files that a killed process has left."""
-        sweep(self.folder, rf"{re.escape(self.name)}-\d+\.pt")
+        sweep(self.folder, numbered_pattern(self.name))
         sweep(self.link.parent, re.escape(self.link.name))
         if self._pointer is not None:
             sweep(self._pointer.parent, re.escape(self._pointer.name))
@@ -111,7 +112,7 @@ def save_together(
 
     Args:
         step: optimizer steps behind the weights.
-        files: series_list and what their file holds, the live one first.
+        files: series and what their file holds, the live one first.
         bests: best files whose records stand in the payload; what they have pushed out is removed now.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.geometry import Pairs, find_pairs, stable_argsort
-from deepmd_ema.labels import LABELS
+from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 Array: TypeAlias = np.ndarray
@@ -56,10 +56,6 @@ class PairedFrame:
         """Memory that it holds, nearly."""
         arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse, self.frame.coord)
         return sum(a.nbytes for a in arrays) + sum(a.nbytes for a in self.frame.labels.values()) + 2048
-
-    def by_row(self, per_atom: Array | None) -> Array | None:
-        """Return ``per_atom`` (N, ...) in the order of the rows; None stays None."""
-        return None if per_atom is None else per_atom[self.order]
 
 
 def pair_frame(
@@ -134,8 +130,7 @@ def collate(
         reverse=_tensor(reverse),
         labels=label_values,
         has_label=has_label,
-        fparam=_optional([f.fparam for f in raw], np.stack),
-        aparam=_optional([p.by_row(p.frame.aparam) for p in paired], lambda parts: _by_row(parts, rows)),
+        conditions=_join_conditions(paired, rows),
         frames=tuple(f.source for f in raw),
     )
 
@@ -255,10 +250,15 @@ def _vectors(one: PairedFrame) -> Array:
     return vector
 
 
-def _optional(parts: Sequence[Array | None], join: Callable[[Sequence[Array]], Array]) -> torch.Tensor | None:
-    there = [p for p in parts if p is not None]
-    assert len(there) in (0, len(parts)), "frames with and without parameters in one batch"
-    return _tensor(join(there)) if there else None
+def _join_conditions(paired: Sequence[PairedFrame], rows: Sequence[Array]) -> dict[str, torch.Tensor]:
+    out = {}
+    per_frame = [p.frame.fparam for p in paired if p.frame.fparam is not None]
+    per_atom = [p.frame.aparam[p.order] for p in paired if p.frame.aparam is not None]
+    for name, parts in ((FPARAM, per_frame), (APARAM, per_atom)):
+        assert len(parts) in (0, len(paired)), f"frames with and without {name} in one batch"
+        if parts:
+            out[name] = _tensor(np.stack(parts) if name == FPARAM else _by_row(parts, rows))
+    return out
 
 
 def _join_labels(

@@ -40,7 +40,8 @@ def keep_freed_memory() -> None:
     """Let the C library keep what tensors free, instead of giving it back to the system at every step.
 
     A training step frees and takes the same large blocks again; each time the system maps and clears fresh pages,
-    which took a fifth of a step of 96 atoms on two cores. Does nothing where the C library is not glibc.
+    which took a fifth of a step of 96 atoms on two cores. Does nothing where the C library is not glibc. Call it while
+    the process has one thread: glibc documents ``mallopt`` as unsafe beside other threads.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepmd_ema.errors import RankLostError, UserError
 from deepmd_ema.dist.launch import MEETING, Launch
 from deepmd_ema.dist.rendezvous import Meeting, meet
-from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.device import keep_freed_memory, select_device
 
 T = TypeVar("T")
 
@@ -115,6 +115,9 @@ def open_world(
         UserError: if the environment does not say where the ranks meet, or they do not.
         RankLostError: if another rank has ended.
     """
+    if str(device).startswith("cpu") or not torch.cuda.is_available():
+        # before the store and gloo start threads: glibc calls mallopt unsafe once there are others
+        keep_freed_memory()
     if not launch.launched or (launch.size == 1 and any(name not in environ for name in MEETING)):
         yield World(device=_device(device))
         return

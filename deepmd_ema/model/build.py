@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from deepmd_ema.batch import both_orders
 from deepmd_ema.errors import ConfigError, did_you_mean
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.energy import EnergyModel
@@ -33,7 +34,7 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     """
     num_types = len(config.type_map)
     excluded_types = tuple(config.atom_exclude_types)
-    pairs = frozenset((i, j) for a, b in config.pair_exclude_types for i, j in ((a, b), (b, a)))
+    pairs = both_orders(config.pair_exclude_types)
     start = seed_for("model", seed or 0)
     descriptor = _known("descriptor", DESCRIPTORS, config.descriptor.type)(config.descriptor, num_types, start)
     fitting = _known("fitting_net", FITTINGS, config.fitting_net.type)(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
+from deepmd_ema.model.kernels.gather import sum_over_reverse
 from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
 
 
-class Pull(Protocol):
-    """Turns the gradient of an energy with respect to features into that with respect to ``batch.vector``."""
+class VectorVjp(Protocol):
+    """Vector-Jacobian product of a descriptor: from the gradient of its features to that of ``batch.vector``."""
 
     def __call__(self, grad_features: Tensor) -> Tensor:
         """Return (A, K, 3) float64 from (A, D), differentiable with respect to the parameters."""
@@ -29,7 +30,7 @@ class EnergyModel(nn.Module):
     not exist.
 
     Args:
-        descriptor: features of each atom and the way back from their gradient.
+        descriptor: features of each atom and their vector-Jacobian product.
         fitting: energy of each atom and its gradient.
         type_map: names of the elements.
         excluded_pairs: pairs of types that do not see each other at all.
@@ -79,15 +80,15 @@ class EnergyModel(nn.Module):
             need_virial: whether virials are computed.
         """
         with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
-            features, pull = self.descriptor(batch)
+            features, vjp = self.descriptor(batch)
             atom_energy, grad_features = self.fitting(features, batch)
             atom_energy = atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type]
-            pair = pull(grad_features)
+            pair = vjp(grad_features)
             frames_FA = _membership(batch)  # noqa: N806
             out = {
                 ENERGY: frames_FA @ atom_energy,
                 ATOM_ENERGY: atom_energy,
-                FORCE: _GatherForces.apply(pair, batch.neighbor, batch.reverse),
+                FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
             }
             if need_virial:
                 per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
@@ -110,41 +111,16 @@ class EnergyModel(nn.Module):
             buffer.copy_(torch.as_tensor(values))
 
 
+def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str, Tensor]:
+    """Return ``model(batch)``: what ``torch.compile(run, dynamic=True)`` compiles.
+
+    A function of the module, not a method of one: models of one structure then share their graphs, because parameters
+    and buffers are inputs of a graph. The number of graphs is that of kinds of sizes (decision 0010).
+    """
+    return model(batch, need_virial=need_virial)
+
+
 def _membership(batch: Batch) -> Tensor:
     """Return (F, A) float64, 1 where an atom is of a frame: a sum over it is the same in every run, on any device."""
     frames = torch.arange(batch.num_frames, device=batch.atom_frame.device)
     return (frames[:, None] == batch.atom_frame).double()
-
-
-class _GatherForces(torch.autograd.Function):
-    """Forces (A, 3) from dE/dvector (A, K, 3): what an atom's own vectors give, minus where it is a neighbor.
-
-    It gathers over ``batch.reverse`` instead of scattering, so the order of the sums is fixed on every device.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        ctx.save_for_backward(neighbor, reverse)
-        return _forces(pair, reverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad_force: Tensor) -> tuple[Tensor, None, None]:
-        return _SpreadForces.apply(grad_force, *ctx.saved_tensors), None, None
-
-
-class _SpreadForces(torch.autograd.Function):
-    """The adjoint of ``_GatherForces``: (A, 3) to (A, K, 3)."""
-
-    @staticmethod
-    def forward(ctx: Any, force: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        ctx.save_for_backward(neighbor, reverse)
-        return force[:, None] - force[neighbor]
-
-    @staticmethod
-    def backward(ctx: Any, grad_pair: Tensor) -> tuple[Tensor, None, None]:
-        return _GatherForces.apply(grad_pair, *ctx.saved_tensors), None, None
-
-
-def _forces(pair: Tensor, reverse: Tensor) -> Tensor:
-    flat = torch.cat([pair.reshape(-1, 3), pair.new_zeros(1, 3)])
-    return pair.sum(1) - flat[reverse].sum(1)

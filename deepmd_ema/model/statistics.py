@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from deepmd_ema.labels import ATOM_ENERGY
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, FPARAM
 from deepmd_ema.model.bias import FrameEnergies, set_bias
+from deepmd_ema.model.kernels.switch import switch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,10 +142,10 @@ class _Sums:
         radial, angular = _environment_sums(config, batch)
         self.radial += radial
         self.angular += angular
-        if config.fitting_net.numb_fparam and batch.fparam is not None:
-            self.fparam = _added(self.fparam, batch.fparam)
-        if config.fitting_net.numb_aparam and batch.aparam is not None:
-            self.aparam = _added(self.aparam, batch.aparam)
+        if config.fitting_net.numb_fparam and FPARAM in batch.conditions:
+            self.fparam = _added(self.fparam, batch.conditions[FPARAM])
+        if config.fitting_net.numb_aparam and APARAM in batch.conditions:
+            self.aparam = _added(self.aparam, batch.conditions[APARAM])
         self.energies.add(batch)
         if ATOM_ENERGY in batch.labels:
             seen_atoms = batch.has_label[ATOM_ENERGY][batch.atom_frame]
@@ -160,8 +160,7 @@ def _environment_sums(config: ModelConfig, batch: Batch) -> tuple[Array, Array]:
     num_slots = sum(descriptor.sel)
     vector = batch.vector
     distance = torch.linalg.vector_norm(vector, dim=-1)
-    u = ((distance - descriptor.rcut_smth) / (descriptor.rcut - descriptor.rcut_smth)).clamp_(0, 1)
-    weight = ((u * -6).add_(15).mul_(u).sub_(10)).mul_(u).mul_(u).mul_(u).add_(1)
+    weight = switch(distance, descriptor.rcut, descriptor.rcut_smth)
     inverse = (distance + descriptor.env_protection).reciprocal_()
     radial = weight.mul_(inverse)
     _drop_excluded(descriptor.exclude_types, batch, radial)
@@ -174,8 +173,7 @@ def _environment_sums(config: ModelConfig, batch: Batch) -> tuple[Array, Array]:
 
 
 def _drop_excluded(exclude_types: Iterable[list[int]], batch: Batch, radial: Tensor) -> None:
-    atoms = [slice(end - n, end) for end, n in zip(accumulate(batch.type_counts), batch.type_counts)]
-    slots = [slice(end - n, end) for end, n in zip(accumulate(batch.slots), batch.slots)]
+    atoms, slots = batch.atoms_by_type, batch.sections
     for first, second in exclude_types:
         radial[atoms[first], slots[second]] = 0
         radial[atoms[second], slots[first]] = 0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from deepmd_ema.dist.dtensor import full_tensor, local_shard, shard_like
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.optim.guarded import GuardedOptimizer
 from deepmd_ema.optim.hybrid_muon import HybridMuon, routed
@@ -86,7 +86,7 @@ def optimizer_state_by_name(
     state: dict[str, Any] = {}
     for name, p in _items(named_parameters):
         for key, value in own.state.get(p, {}).items():
-            whole = _whole(value)  # by all ranks, one tensor at a time
+            whole = full_tensor(value)  # by all ranks, one tensor at a time
             if keep or own is not optimizer:
                 state.setdefault(name, {})[key] = whole.to("cpu", copy=True)
     if own is not optimizer:
@@ -113,7 +113,7 @@ def load_optimizer_state_by_name(
         raise CheckpointError([f"optimizer state of the checkpoint: {problem}" for problem in problems])
     for name, p in trained.items():
         for key, tensor in inner.state.get(p, {}).items():
-            _set(tensor, state["state"][name][key])
+            local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))
 
 
 Recipe = tuple[type[torch.optim.Optimizer], list[Any], dict[str, Any]]
@@ -191,18 +191,6 @@ def _whole_shapes(
             state = _fused_state(like, like.device)
         shapes[name] = {key: tuple(value.shape) for key, value in state.items()}
     return shapes
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
-
-
-def _set(tensor: Tensor, whole: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        part = distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements)
-        tensor.to_local().copy_(part.to_local())
-    else:
-        tensor.copy_(whole)
 
 
 def _gathered(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.dist.dtensor import local_shard
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -29,7 +31,7 @@ def clip_gradients(
         The norm before clipping, a scalar; it is finite only if every gradient is.
     """
     # of a sharded gradient, the part that this process holds
-    gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients)

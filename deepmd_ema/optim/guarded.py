@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+
+from deepmd_ema.dist.dtensor import local_shard
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
@@ -56,7 +57,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 for name, value in self.change(p, group, state).items():
-                    target = local(state[name] if name else p)
+                    target = local_shard(state[name] if name else p)
                     target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
 
 
@@ -82,49 +83,13 @@ def adam_change(
         eps: keeps the denominator from zero.
         decay: decoupled weight decay.
     """
-    gradient = local(p.grad).to(torch.float32)
+    assert p.grad is not None
+    gradient = local_shard(p.grad).to(torch.float32)
     step = state["step"] + 1
-    mean = local(state["exp_avg"]).lerp(gradient, 1 - betas[0])
-    square = local(state["exp_avg_sq"]).lerp(gradient.square(), 1 - betas[1])
+    mean = local_shard(state["exp_avg"]).lerp(gradient, 1 - betas[0])
+    square = local_shard(state["exp_avg_sq"]).lerp(gradient.square(), 1 - betas[1])
     wide = step.to(torch.float64)
     rate = lr / (1 - betas[0] ** wide)
     direction = mean / ((square / (1 - betas[1] ** wide)).sqrt() + eps)
-    new = local(p) * (1 - lr * decay) - rate * direction
+    new = local_shard(p) * (1 - lr * decay) - rate * direction
     return {"": new, "step": step, "exp_avg": mean, "exp_avg_sq": square}
-
-
-def local(tensor: Tensor | None) -> Tensor:
-    """Return the part of a tensor that this rank has, sharing memory; all of it when it is not sharded."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def gathered(part: Tensor, like: Tensor) -> Tensor:
-    """Return the whole tensor of parts that are cut as ``like`` is. Every rank must call this."""
-    if not isinstance(like, DTensor):
-        return part
-    return _sharded(part, like).full_tensor()
-
-
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that every rank has whole, cut as ``like`` is; nothing is sent."""
-    if not isinstance(like, DTensor):
-        return whole
-    mesh = like.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, like.placements).to_local()
-
-
-def whole_norm(part: Tensor, like: Tensor) -> Tensor:
-    """Return the L2 norm over all parts of a tensor that is cut as ``like`` is. Every rank must call this."""
-    if not isinstance(like, DTensor):
-        return torch.linalg.vector_norm(part)
-    norm = torch.linalg.vector_norm(_sharded(part, like))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _sharded(part: Tensor, like: DTensor) -> DTensor:
-    # shape and stride are told: guessed from one part they are wrong where parts differ in size
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

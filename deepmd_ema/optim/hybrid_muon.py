@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state, gathered, local, own_part
+from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state
 from deepmd_ema.optim.muon import adam_rate, matrix_scale
 from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
 
@@ -97,9 +98,10 @@ class HybridMuon(GuardedOptimizer):
         if group["route"] != "muon":
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
             return adam_change(p, state, adam_rate(lr, group["lr_adjust"]), group["betas"], ADAM_EPS, decay)
-        momentum = local(state["momentum"]).lerp(local(p.grad), 1 - group["momentum"])
+        assert p.grad is not None
+        momentum = local_shard(state["momentum"]).lerp(local_shard(p.grad), 1 - group["momentum"])
         shape = view_shape(tuple(p.shape), group["mode"])
-        gradients, means = (gathered(t, p).reshape(shape) for t in (local(p.grad), momentum))
+        gradients, means = (full_tensor(from_local(t, p)).reshape(shape) for t in (local_shard(p.grad), momentum))
         direction = _orthogonal(gradients.lerp(means, group["momentum"]), group["gram"], p.dtype)
         direction = direction * matrix_scale(shape[1], shape[2], group["lr_adjust"], group["lr_adjust_coeff"])
         new_state = {"momentum": momentum}
@@ -107,8 +109,8 @@ class HybridMuon(GuardedOptimizer):
             score = new_state["score"] = magma_score(means, gradients, state["score"])
             damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
             direction = direction * damping.to(direction.dtype)[:, None, None]
-        part = own_part(direction.reshape(p.shape), p)
-        new = (local(p) * (1 - lr * group["weight_decay"])).add_(part.to(p.dtype), alpha=-lr)
+        part = shard_like(direction.reshape(p.shape), p)
+        new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(part.to(p.dtype), alpha=-lr)
         return {"": new, **new_state}
 
 

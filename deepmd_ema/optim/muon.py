@@ -9,15 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.optim.guarded import (
-    GuardedOptimizer,
-    adam_change,
-    adam_state,
-    gathered,
-    local,
-    own_part,
-    whole_norm,
-)
+from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state
 from deepmd_ema.optim.orthogonal import newton_schulz
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
@@ -82,18 +75,19 @@ class AdaMuon(GuardedOptimizer):
         if p.ndim < 2:
             return adam_change(p, state, adam_rate(lr, group["lr_adjust"]), group["betas"], EPS)
         beta = group["momentum"]
-        gradient = local(p.grad)
-        momentum = local(state["momentum"]).lerp(gradient, 1 - beta)
-        sign = gathered(gradient.lerp(momentum, beta).sign().to(torch.bfloat16), p)
+        assert p.grad is not None
+        gradient = local_shard(p.grad)
+        momentum = local_shard(state["momentum"]).lerp(gradient, 1 - beta)
+        sign = full_tensor(from_local(gradient.lerp(momentum, beta).sign().to(torch.bfloat16), p))
         rows, columns = p.shape[0], p.numel() // max(1, p.shape[0])
         direction = newton_schulz(sign.reshape(1, rows, columns)).to(torch.float32).reshape(p.shape)
-        direction = own_part(direction, p)
-        second = (local(state["second_moment"]) * beta).addcmul_(direction, direction, value=1 - beta)
+        direction = shard_like(direction, p)
+        second = (local_shard(state["second_moment"]) * beta).addcmul_(direction, direction, value=1 - beta)
         scaled = direction / (second.sqrt() + EPS)
         size = RMS * math.sqrt(rows * columns)
-        scaled = scaled / (whole_norm(scaled, p) + EPS) * size
+        scaled = scaled / (full_tensor(torch.linalg.vector_norm(from_local(scaled, p))) + EPS) * size
         scaled *= matrix_scale(rows, columns, group["lr_adjust"], group["lr_adjust_coeff"])
-        new = (local(p) * (1 - lr * group["weight_decay"])).add_(scaled, alpha=-lr)
+        new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(scaled, alpha=-lr)
         return {"": new, "momentum": momentum, "second_moment": second}
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from deepmd_ema.averaging import AverageBank, note_unused
 from deepmd_ema.config import config_warnings, ignored_options, launch_problems, load_config
-from deepmd_ema.dist.device import keep_freed_memory
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
@@ -62,8 +61,6 @@ def run_training(
     """
     launch = find_launch()
     with open_world(device, launch) as world:
-        if world.device.type == "cpu":
-            keep_freed_memory()
         with world.all_ranks_ok():
             config = load_config(input_file)
             if problems := launch_problems(config, world.size, launch.launched):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 
 if TYPE_CHECKING:
     from deepmd_ema.dist.world import World
@@ -52,9 +53,9 @@ def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = full_tensor(value)
         if keep:
-            state[name] = whole.cpu() if isinstance(value, DTensor) else whole
+            state[name] = whole.cpu() if is_sharded(value) else whole
     return state
 
 

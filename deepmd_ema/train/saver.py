@@ -64,7 +64,7 @@ class Payloads:
         content = self.weights(name, step, "snapshot")
         if not self.writes:
             return content
-        averaged = self.bank.averaged_names(name)
+        averaged = self.bank[name].tensor_names
         buffers = {n for n, _ in self.model.named_buffers()}
         narrow = {n: content["model"][n].to(torch.float32) for n in averaged if n not in buffers}
         return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}

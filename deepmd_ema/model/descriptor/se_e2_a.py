@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.batch import Batch, NeighborLayout, both_orders
 from deepmd_ema.model.kernels.env_mat import Environment
-from deepmd_ema.model.kernels.moments import Moments
+from deepmd_ema.model.kernels.moments import Moments, moments_kernel
 from deepmd_ema.model.nn.layers import Network, freeze
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -41,7 +41,7 @@ class SeE2ADescriptor(nn.Module):
         self.num_types, self.num_channels = num_types, config.neuron[-1]
         self.num_axis = config.axis_neuron
         self.dtype = precision(config.precision)
-        self.excluded = _both_ways(config.exclude_types)
+        self.excluded = both_orders(config.exclude_types)
         start = seed if config.seed is None else config.seed
         self.embeddings = nn.ModuleList(
             Network(
@@ -54,6 +54,7 @@ class SeE2ADescriptor(nn.Module):
             for index in range(num_types if self.one_side else num_types**2)
         )
         freeze(self.embeddings, config.trainable)
+        self._moments = moments_kernel(self.networks)
         self.mean: Tensor
         self.stddev: Tensor
         self.register_buffer("mean", torch.zeros(num_types, sum(self.sel), 4, dtype=self.dtype))
@@ -76,26 +77,23 @@ class SeE2ADescriptor(nn.Module):
         """Return how this descriptor wants its neighbors."""
         return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, SeE2APull]:
-        """Return the features (A, M X) and what turns their gradient into that of ``batch.vector``."""
+    def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
+        """Return the features (A, M X) and their vector-Jacobian product."""
         assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
         env = self._environment(batch)
-        sections = _slices(batch.slots)
+        # split, not sliced: a slice compares its ends with the size, which a compiled graph would be asked about
+        centres = [env.rows] if self.one_side else env.rows.split(batch.type_counts)
         groups = [
-            (atoms, [Moments(env.rows[atoms, slots], net) for slots, net in zip(sections, nets, strict=True)])
-            for atoms, nets in zip(self._centres(batch), self._nets_of_centres(), strict=True)
+            [self._moments(rows, net) for rows, net in zip(part.split(batch.slots, 1), nets, strict=True)]
+            for part, nets in zip(centres, self._nets_of_centres(), strict=True)
         ]
-        summed = [reduce(torch.add, [m.value for m in group]) for _, group in groups]
+        summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (_cat(summed) + self._trimmed_moments(batch)) / sum(self.sel)
         features = torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
-        return features, SeE2APull(env, groups, moments, self.num_axis, sum(self.sel))
-
-    def _centres(self, batch: Batch) -> list[slice]:
-        """Return the slices of atoms that share their nets: all of them, or those of each type."""
-        return [slice(0, len(batch.atom_type))] if self.one_side else _slices(batch.type_counts)
+        return features, SeE2AVjp(env, groups, moments, self.num_axis, sum(self.sel))
 
     def _nets_of_centres(self) -> list[list[Network]]:
-        """Return for each slice of ``_centres`` the net of each neighbor type."""
+        """Return for all atoms, or for those of each type, the net of each neighbor type."""
         types = range(self.num_types)
         if self.one_side:
             return [self.networks]
@@ -128,26 +126,27 @@ class SeE2ADescriptor(nn.Module):
         They are normalised like all slots, so each holds the row ``-mean / stddev`` of its type of centre: a constant
         per type, whose embedding is evaluated once.
         """
-        padding = -(self.mean.double() / self.stddev.double()).to(self.dtype)
-        total = padding.new_zeros(self.num_types, 4, self.num_channels)
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
+        total = rows.new_zeros(self.num_types, 4, self.num_channels)
         nets = self._nets_of_centres()
         for j, (end, sel, used) in enumerate(zip(accumulate(self.sel), self.sel, batch.slots)):
-            if used == sel:
-                continue
-            rows = padding[:, end - sel + used : end]
-            parts = rows.split(self.num_types if self.one_side else 1)
-            embedded = _cat([group[j](part[..., 0].reshape(-1, 1)) for group, part in zip(nets, parts, strict=True)])
-            total = total + torch.bmm(rows.transpose(1, 2), embedded.view(*rows.shape[:2], -1))
+            padding = rows[:, end - sel : end]
+            parts = padding.split(self.num_types if self.one_side else 1)
+            embedded = _cat([group[j](part[..., :1].reshape(-1, 1)) for group, part in zip(nets, parts, strict=True)])
+            # by a weight of 0, not by a shorter slice: whether it is empty would be asked of every compiled graph
+            beyond = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)
+            weighted = padding * beyond[:, None]
+            total = total + torch.bmm(weighted.transpose(1, 2), embedded.view(self.num_types, sel, self.num_channels))
         return torch.cat([total[t : t + 1].expand(n, -1, -1) for t, n in enumerate(batch.type_counts)])
 
 
-class SeE2APull:
-    """The way back from the gradient of the features to that of the vectors of a batch."""
+class SeE2AVjp:
+    """Vector-Jacobian product: from the gradient of the features to that of the vectors of a batch."""
 
     def __init__(
         self,
         env: Environment,
-        groups: list[tuple[slice, list[Moments]]],
+        groups: list[list[Moments]],
         moments: Tensor,
         num_axis: int,
         num_slots: int,
@@ -162,17 +161,10 @@ class SeE2APull:
         whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
         first = whole[..., :axis] + torch.bmm(moments, grad)
         grad_moments = torch.cat([first, whole[..., axis:]], -1) / self._num_slots
-        rows = _cat([_cat([m.pull(grad_moments[atoms]) for m in group], 1) for atoms, group in self._groups])
-        return self._env.pull(rows)
-
-
-def _slices(counts: tuple[int, ...]) -> list[slice]:
-    return [slice(end - n, end) for end, n in zip(accumulate(counts), counts)]
+        parts = grad_moments.split([len(group[0].rows) for group in self._groups])
+        rows = _cat([_cat([m.vjp(part) for m in group], 1) for part, group in zip(parts, self._groups, strict=True)])
+        return self._env.vjp(rows)
 
 
 def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-
-def _both_ways(pairs: Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:
-    return frozenset((i, j) for a, b in pairs for i, j in ((a, b), (b, a)))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.nn.layers import Network, freeze
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -59,7 +60,7 @@ class EnergyFitting(nn.Module):
         freeze(self.nets, config.trainable)
         self.bias_atom_e: Tensor
         self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=self.dtype))
-        for name, count in (("fparam", self.num_fparam), ("aparam", self.num_aparam)):
+        for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
                 self.register_buffer(f"{name}_inv_std", torch.ones(count, dtype=self.dtype))
@@ -93,16 +94,16 @@ class EnergyFitting(nn.Module):
     def _parameters_of(self, batch: Batch) -> list[Tensor]:
         out = []
         if self.num_fparam:
-            fparam = batch.fparam
+            fparam = batch.conditions.get(FPARAM)
             if fparam is None:
                 if self._default_fparam is None:
                     raise DataError(f"this model needs fparam: {self.num_fparam} numbers for each frame.")
                 fparam = self._default_fparam.expand(batch.num_frames, -1)
-            out.append(self._normalised("fparam", fparam)[batch.atom_frame])
+            out.append(self._normalised(FPARAM, fparam)[batch.atom_frame])
         if self.num_aparam:
-            if batch.aparam is None:
+            if APARAM not in batch.conditions:
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
-            out.append(self._normalised("aparam", batch.aparam))
+            out.append(self._normalised(APARAM, batch.conditions[APARAM]))
         return out
 
     def _normalised(self, name: str, values: Tensor) -> Tensor:

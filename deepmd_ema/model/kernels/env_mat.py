@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepmd_ema.model.kernels.switch import switch_and_derivative
+from deepmd_ema.model.kernels.twin import Kernel
+
 # A atoms, K neighbor slots, S slots up to sel, T types
 
 
@@ -28,10 +31,8 @@ class RadialParts:
 
 def radial_parts(distance: Tensor, rcut: float, rcut_smth: float, protection: float) -> RadialParts:
     """Return the radial parts; all are zero beyond ``rcut``, so empty slots have no gradient."""
-    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0, 1)
-    weight = u**3 * (-6 * u * u + 15 * u - 10) + 1
-    dweight = (u * (1 - u)).square_() * (-30 / (rcut - rcut_smth))
-    inverse = (distance + protection).reciprocal_()
+    weight, dweight = switch_and_derivative(distance, rcut, rcut_smth)
+    inverse = (distance + protection).reciprocal()
     s = weight * inverse
     c = s * inverse
     ds = (dweight - s) * inverse
@@ -40,7 +41,7 @@ def radial_parts(distance: Tensor, rcut: float, rcut_smth: float, protection: fl
 
 
 class Environment:
-    """Normalised environment matrix of a batch and the way back from its gradient to that of the vectors.
+    """Normalised environment matrix of a batch and its vector-Jacobian product.
 
     Args:
         vector: (A, K, 3) float64, angstrom.
@@ -80,28 +81,35 @@ class Environment:
             self._scale = self._scale * keep
         self.rows = rows.to(dtype)
 
-    def pull(self, grad_rows: Tensor) -> Tensor:
+    def vjp(self, grad_rows: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
         parts = self._parts
-        return _PullRows.apply(
-            grad_rows.double() * self._scale, self._vector, parts.c, parts.ds_over_r, parts.dc_over_r
-        )
+        return _rows_vjp(grad_rows.double() * self._scale, self._vector, parts.c, parts.ds_over_r, parts.dc_over_r)
 
 
-class _PullRows(torch.autograd.Function):
+def _plain_vjp(grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:
+    angular = grad[..., 1:]
+    along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
+    return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
+
+
+class _RowsVjp(torch.autograd.Function):
+    """``_plain_vjp``, differentiable by ``grad`` alone, with a backward pass that writes its four columns once."""
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:
         ctx.save_for_backward(vector, c, ds_over_r, dc_over_r)
-        angular = grad[..., 1:]
-        along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
-        return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
+        return _plain_vjp(grad, vector, c, ds_over_r, dc_over_r)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_vector: Tensor) -> tuple[Tensor, None, None, None, None]:
         vector, c, ds_over_r, dc_over_r = ctx.saved_tensors
         along = (vector * grad_vector).sum(-1)
-        out = torch.empty_like(vector[..., :1].expand(*c.shape, 4))
+        out = vector.new_empty(*c.shape, 4)
         out[..., 0] = ds_over_r * along
         torch.addcmul(c.unsqueeze(-1) * grad_vector, (dc_over_r * along).unsqueeze(-1), vector, out=out[..., 1:])
         return out, None, None, None, None
+
+
+_rows_vjp = Kernel("environment_vjp", _RowsVjp.apply, _plain_vjp)

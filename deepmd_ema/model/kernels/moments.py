@@ -11,12 +11,15 @@ parameters and training differentiates it once; the derivative with respect to p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
@@ -25,39 +28,46 @@ from deepmd_ema.model.nn.layers import Network
 ROWS_IN_CACHE = 1200  # pairs handled at once on a CPU: 1200 x 2 x 100 numbers stay in the cache of a core
 
 
+@dataclass(frozen=True)
 class Moments:
-    """The moments of one section of neighbors, and the way back from their gradient to that of the rows.
-
-    Args:
-        rows: (A, K, 4) normalised environment matrix in the precision of the net, a constant.
-        net: embedding net with one input.
+    """The moments of one section of neighbors, and their vector-Jacobian product.
 
     Attributes:
-        value: (A, 4, M), a function of the parameters of ``net``.
+        rows: (A, K, 4) normalised environment matrix in the precision of the net, a constant.
+        value: (A, 4, M), a function of the parameters of the net.
+        jet: (A, 2, K, M) of the net at ``rows[..., 0]``, a function of its parameters.
     """
 
-    def __init__(self, rows: Tensor, net: Network) -> None:
-        self._rows = rows
-        if _is_tanh_net(net):
-            flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
-            copies = tuple(layer.copies for layer in net.stack)
-            if torch.is_grad_enabled():
-                self.value, self._jet = _TanhMoments.apply(rows, copies, *flat)
-            else:
-                self._jet = _tanh_jets(rows[..., 0], copies, flat, keep=False)[-1]
-                self.value = torch.bmm(rows.transpose(1, 2), self._jet[:, 0])
-        else:
-            num_atoms, num_slots = rows.shape[:2]
-            value, slope = net.value_and_derivative(rows[..., :1].reshape(-1, 1))
-            self._jet = torch.stack([t.view(num_atoms, num_slots, -1) for t in (value, slope)], 1)
-            self.value = torch.bmm(rows.transpose(1, 2), self._jet[:, 0])
+    rows: Tensor
+    value: Tensor
+    jet: Tensor
 
-    def pull(self, grad_moments: Tensor) -> Tensor:
+    def vjp(self, grad_moments: Tensor) -> Tensor:
         """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
-        return _PullMoments.apply(grad_moments, self._jet, self._rows)
+        return _moments_vjp(grad_moments, self.jet, self.rows)
 
 
-class _PullMoments(torch.autograd.Function):
+def moments_kernel(nets: Iterable[Network]) -> Callable[[Tensor, Network], Moments]:
+    """Return the fastest function ``(rows, net) -> Moments`` that serves all ``nets``; asked once, at construction."""
+    return _tanh_moments if all(_is_tanh_net(net) for net in nets) else plain_moments
+
+
+def plain_moments(rows: Tensor, net: Network) -> Moments:
+    """Return the moments of any net, by operations that autograd, ``torch.func`` and ``torch.compile`` know."""
+    num_atoms, num_slots = rows.shape[:2]
+    parts = net.value_and_derivative(rows[..., :1].reshape(-1, 1))
+    # the last size is named: it cannot be inferred when there are no neighbors
+    jet = torch.stack([part.view(num_atoms, num_slots, part.shape[-1]) for part in parts], 1)
+    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
+
+
+def _plain_vjp(grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
+    both = torch.bmm(jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(*jet.shape[:3], 4)
+    through_s = (both[:, 1] * rows).sum(-1, keepdim=True)
+    return torch.cat([both[:, 0, :, :1] + through_s, both[:, 0, :, 1:]], -1)
+
+
+class _MomentsVjp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(grad_moments, jet, rows)
@@ -74,8 +84,23 @@ class _PullMoments(torch.autograd.Function):
         return torch.bmm(both.transpose(1, 2), jet.flatten(1, 2)), torch.bmm(both, grad_moments).view_as(jet), None
 
 
+_moments_vjp = Kernel("moments_vjp", _MomentsVjp.apply, _plain_vjp)
+
+
+def _moments_in_portions(rows: Tensor, net: Network) -> Moments:
+    flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
+    copies = tuple(layer.copies for layer in net.stack)
+    if torch.is_grad_enabled():
+        return Moments(rows, *_TanhMoments.apply(rows, copies, *flat))
+    jet = _tanh_jets(rows[..., 0], copies, flat, keep=False)[-1]
+    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
+
+
+_tanh_moments = Kernel("tanh_moments", _moments_in_portions, plain_moments)
+
+
 class _TanhMoments(torch.autograd.Function):
-    """Moments and jet of a net of plain tanh layers, worked off in portions that stay in the cache."""
+    """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in the cache."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: tuple[int, ...], *flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,9 +177,9 @@ def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copie
         assert before is not None
         width = before.shape[-1]
         jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(jet.shape)
-    value, slope = jet[:, 0], jet[:, 1]
+    value, derivative = jet[:, 0], jet[:, 1]
     grad_z = grad * value.square().neg_().add_(1).unsqueeze(1)
-    grad_z[:, 0].addcmul_(value * slope, grad[:, 1], value=-2)
+    grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)
     return grad_z
 
 

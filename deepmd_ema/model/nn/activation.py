@@ -1,4 +1,4 @@
-"""Activation functions with their slopes, by the names that a config uses."""
+"""Activation functions with their derivatives, by the names that a config uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from deepmd_ema.errors import ConfigError, did_you_mean
 
-SILUT_THRESHOLD = 3.0  # of a plain "silut", as DeePMD-kit has it
+SILUT_THRESHOLD = 3.0  # of a "silut" without a number, as in DeePMD-kit
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Activation:
     Attributes:
         name: as the config says it.
         value: y(z).
-        slope: dy/dz as a function of (z, y).
+        derivative: dy/dz as a function of (z, y).
     """
 
     name: str
     value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]
+    derivative: Callable[[Tensor, Tensor], Tensor]
 
 
 @cache
@@ -39,9 +39,9 @@ def activation(name: str) -> Activation:
         ConfigError: if the name is unknown.
     """
     kind, _, threshold = name.lower().partition(":")
-    if kind in ("silut", "custom_silu"):
+    if kind == "silut":
         bend = float(threshold) if threshold else SILUT_THRESHOLD
-        return Activation(name, partial(_silut, bend=bend), partial(_silut_slope, bend=bend))
+        return Activation(name, partial(_silut, bend=bend), partial(_silut_derivative, bend=bend))
     if kind not in _KNOWN or threshold:
         raise ConfigError(f'activation_function "{name}" is unknown. {did_you_mean(name, (*_KNOWN, "silut"))}')
     return Activation(name, *_KNOWN[kind])
@@ -55,23 +55,23 @@ def _one(z: Tensor, _: Tensor) -> Tensor:
     return torch.ones_like(z)
 
 
-def _tanh_slope(_: Tensor, y: Tensor) -> Tensor:
+def _tanh_derivative(_: Tensor, y: Tensor) -> Tensor:
     return 1 - y * y
 
 
-def _relu_slope(z: Tensor, _: Tensor) -> Tensor:
+def _relu_derivative(z: Tensor, _: Tensor) -> Tensor:
     return (z > 0).to(z.dtype)
 
 
-def _relu6_slope(z: Tensor, _: Tensor) -> Tensor:
+def _relu6_derivative(z: Tensor, _: Tensor) -> Tensor:
     return ((z > 0) & (z < 6)).to(z.dtype)
 
 
-def _softplus_slope(z: Tensor, _: Tensor) -> Tensor:
+def _softplus_derivative(z: Tensor, _: Tensor) -> Tensor:
     return torch.sigmoid(z)
 
 
-def _sigmoid_slope(_: Tensor, y: Tensor) -> Tensor:
+def _sigmoid_derivative(_: Tensor, y: Tensor) -> Tensor:
     return y * (1 - y)
 
 
@@ -79,13 +79,13 @@ def _gelu(z: Tensor) -> Tensor:
     return functional.gelu(z, approximate="tanh")
 
 
-def _gelu_slope(z: Tensor, _: Tensor) -> Tensor:
+def _gelu_derivative(z: Tensor, _: Tensor) -> Tensor:
     scale, cubic = math.sqrt(2 / math.pi), 0.044715  # the tanh form of gelu
     t = torch.tanh(scale * (z + cubic * z**3))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * scale * (1 + 3 * cubic * z * z)
 
 
-def _silu_slope(z: Tensor, _: Tensor) -> Tensor:
+def _silu_derivative(z: Tensor, _: Tensor) -> Tensor:
     s = torch.sigmoid(z)
     return s * (1 + z * (1 - s))
 
@@ -95,10 +95,10 @@ def _silut(z: Tensor, bend: float) -> Tensor:
     return torch.where(z < bend, functional.silu(z), torch.tanh(slope * (z - bend)) + value)
 
 
-def _silut_slope(z: Tensor, y: Tensor, bend: float) -> Tensor:
+def _silut_derivative(z: Tensor, y: Tensor, bend: float) -> Tensor:
     _, slope = _silu_at(bend)
     t = torch.tanh(slope * (z - bend))
-    return torch.where(z < bend, _silu_slope(z, y), slope * (1 - t * t))
+    return torch.where(z < bend, _silu_derivative(z, y), slope * (1 - t * t))
 
 
 def _silu_at(z: float) -> tuple[float, float]:
@@ -107,14 +107,14 @@ def _silu_at(z: float) -> tuple[float, float]:
 
 
 _KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "tanh": (torch.tanh, _tanh_slope),
-    "relu": (functional.relu, _relu_slope),
-    "relu6": (functional.relu6, _relu6_slope),
-    "softplus": (functional.softplus, _softplus_slope),
-    "sigmoid": (torch.sigmoid, _sigmoid_slope),
-    "gelu": (_gelu, _gelu_slope),
-    "gelu_tf": (_gelu, _gelu_slope),
-    "silu": (functional.silu, _silu_slope),
+    "tanh": (torch.tanh, _tanh_derivative),
+    "relu": (functional.relu, _relu_derivative),
+    "relu6": (functional.relu6, _relu6_derivative),
+    "softplus": (functional.softplus, _softplus_derivative),
+    "sigmoid": (torch.sigmoid, _sigmoid_derivative),
+    "gelu": (_gelu, _gelu_derivative),
+    "gelu_tf": (_gelu, _gelu_derivative),
+    "silu": (functional.silu, _silu_derivative),
     "none": (_same, _one),
     "linear": (_same, _one),
 }

@@ -56,22 +56,22 @@ class Layer(nn.Module):
         y = self.activation.value(torch.addmm(self.bias, x, self.weight))
         return self._add_skip(y if self.idt is None else y * self.idt, x)
 
-    def with_slope(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return y (B, M) and the slope d(y - skip)/d(x W + b), (B, M)."""
+    def with_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y (B, M) and the derivative d(y - skip)/d(x W + b), (B, M)."""
         z = torch.addmm(self.bias, x, self.weight)
         y = self.activation.value(z)
-        slope = self.activation.slope(z, y)
+        derivative = self.activation.derivative(z, y)
         if self.idt is not None:
-            y, slope = y * self.idt, slope * self.idt
-        return self._add_skip(y, x), slope
+            y, derivative = y * self.idt, derivative * self.idt
+        return self._add_skip(y, x), derivative
 
-    def push(self, dx: Tensor, slope: Tensor) -> Tensor:
+    def jvp(self, dx: Tensor, derivative: Tensor) -> Tensor:
         """Return the change of y (B, M) for a change of x (B, N)."""
-        return self._add_skip(slope * (dx @ self.weight), dx)
+        return self._add_skip(derivative * (dx @ self.weight), dx)
 
-    def pull(self, grad: Tensor, slope: Tensor) -> Tensor:
+    def vjp(self, grad: Tensor, derivative: Tensor) -> Tensor:
         """Return the gradient with respect to x (B, N) from that with respect to y (B, M)."""
-        back = (grad * slope) @ self.weight.T
+        back = (grad * derivative) @ self.weight.T
         if self.copies:
             back = back + grad.unflatten(1, (self.copies, -1)).sum(1)
         return back
@@ -132,21 +132,21 @@ class Network(nn.Module):
 
         Both are ordinary functions of the parameters: a loss of the gradient needs one backward pass, not two.
         """
-        slopes = []
+        derivatives = []
         for layer in self.stack:
-            x, slope = layer.with_slope(x)
-            slopes.append(slope)
+            x, derivative = layer.with_derivative(x)
+            derivatives.append(derivative)
         grad = torch.ones_like(x)
-        for layer, slope in zip(reversed(self.stack), reversed(slopes)):
-            grad = layer.pull(grad, slope)
+        for layer, derivative in zip(reversed(self.stack), reversed(derivatives)):
+            grad = layer.vjp(grad, derivative)
         return x.sum(1), grad
 
     def value_and_derivative(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output (B, M) of a network of one input and its derivative (B, M)."""
         x, dx = s, torch.ones_like(s)
         for layer in self.stack:
-            x, slope = layer.with_slope(x)
-            dx = layer.push(dx, slope)
+            x, derivative = layer.with_derivative(x)
+            dx = layer.jvp(dx, derivative)
         return x, dx
 
 

@@ -1,0 +1,61 @@
+"""Names of model files: numbered checkpoints, links to the newest, best files; made and read back here only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_NUMBERED = re.compile(r"(.+)-(\d+)\.pt")
+
+
+def link_name(series: str) -> str:
+    """Return the name of the link to the newest file of a series."""
+    return f"{series}.pt"
+
+
+def numbered_name(series: str, step: int) -> str:
+    """Return the name of the file of ``step``."""
+    return f"{series}-{step}.pt"
+
+
+def numbered_pattern(series: str) -> str:
+    """Return a regular expression of all names of :func:`numbered_name`; its first group is the step."""
+    return rf"{re.escape(series)}-(\d+)\.pt"
+
+
+def best_name(prefix: str, step: int, rank: int) -> str:
+    """Return the name of a best file; rank 1 is the best."""
+    return f"{prefix}.ckpt-{step}.t-{rank}.pt"
+
+
+def best_pattern(prefix: str) -> str:
+    """Return a regular expression of all names of :func:`best_name`; its groups are the step and the rank."""
+    return rf"{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+)\.pt"
+
+
+def series_and_step(file: str) -> tuple[str, int] | None:
+    """Return what :func:`numbered_name` made a name of, or None."""
+    match = _NUMBERED.fullmatch(file)
+    return (match[1], int(match[2])) if match is not None else None
+
+
+def training_series(file: str, weights: str) -> str:
+    """Return the series of training checkpoints of the run that wrote ``file``, a file of the weights ``weights``."""
+    found = series_and_step(file)
+    series = (found[0] if found is not None else file).replace(f"_{weights}.", ".", 1)
+    return f"model.{series.removeprefix('best.').split('-')[0]}" if series.startswith("best.") else series
+
+
+def files_by_step(folder: Path, pattern: str) -> dict[int, list[Path]]:
+    """Return the files in ``folder`` whose whole name matches ``pattern``, by its first group."""
+    found: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = re.fullmatch(pattern, path.name)
+        if match is not None:
+            found.setdefault(int(match[1]), []).append(path)
+    return found
+
+
+def numbered(folder: Path, series: str) -> dict[int, Path]:
+    """Return the numbered files of a series in ``folder`` by their step."""
+    return {step: paths[0] for step, paths in files_by_step(folder, numbered_pattern(series)).items()}

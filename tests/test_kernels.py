@@ -1,0 +1,183 @@
+"""Kernels one by one: by hand against plain, gathers against loops, views of a neighborhood against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from toy_models import TRICLINIC, toy_atoms
+
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.model.kernels import env_mat, moments  # noqa: F401  (they register their kernels)
+from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
+from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
+from deepmd_ema.model.nn.layers import Network
+
+RCUT = 4.0
+LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)
+CELLS = {"triclinic": TRICLINIC, "open": None, "tiny": np.diag([3.4, 3.5, 3.6])}
+
+
+def batch_by_distance(*cells, natoms=9):
+    frames = []
+    for seed, cell in enumerate(cells):
+        coord, types = toy_atoms(seed, natoms - seed)
+        frames.append(Frame(coord, types, CELLS[cell]))
+    return collate(frames, LAYOUT)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def arguments(name):
+    """Return small arguments for each registered kernel; those that it differentiates require a gradient."""
+    hood = batch_by_distance("triclinic", "open").within(3.0)
+    num_atoms, num_slots = hood.neighbor.shape
+    constant = [draw(num_atoms, num_slots, seed=k).detach() for k in range(3)]
+    net = Network([1, 4, 8], "tanh", timestep=False, dtype=torch.float64, seed=1)
+    rows = draw(num_atoms, num_slots, 4).detach()
+    return {
+        "gather_neighbors": (draw(num_atoms, 5), hood.neighbor, hood.reverse),
+        "sum_over_reverse": (draw(num_atoms, num_slots, 5), hood.neighbor, hood.reverse),
+        "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
+        "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
+        "tanh_moments": (rows, net),
+    }[name]
+
+
+def tensors_of(found):
+    return [found] if isinstance(found, torch.Tensor) else [found.value, found.jet]
+
+
+def leaves_of(args):
+    return [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else [a])
+            if leaf.requires_grad]  # fmt: skip
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_every_kernel_by_hand_has_the_values_and_gradients_of_its_plain_twin(name):
+    args = arguments(name)
+    results = []
+    for call in (KERNELS[name].by_hand, KERNELS[name].plain):
+        found = tensors_of(call(*args))
+        loss = sum((part * draw(*part.shape, seed=k).detach()).sum() for k, part in enumerate(found))
+        results.append([*found, *torch.autograd.grad(loss, leaves_of(args))])
+    for by_hand, plain in zip(*results, strict=True):
+        close(by_hand, plain)
+    with torch.no_grad():
+        for by_hand, part in zip(tensors_of(KERNELS[name].by_hand(*args)), results[0]):
+            close(by_hand, part.detach())
+
+
+def test_kernels_are_plain_only_within_the_context():
+    args = arguments("gather_neighbors")
+    names = [type(gather_neighbors(*args).grad_fn).__name__]
+    with plain_kernels():
+        names.append(type(gather_neighbors(*args).grad_fn).__name__)
+    names.append(type(gather_neighbors(*args).grad_fn).__name__)
+    assert names == ["_GatherBackward", "ViewBackward0", "_GatherBackward"]
+
+
+def test_gather_and_sum_do_what_loops_do():
+    hood = batch_by_distance("tiny", "open").within(3.2, 12)
+    num_atoms, num_slots = hood.neighbor.shape
+    node, pair = draw(num_atoms, 2).detach(), draw(num_atoms, num_slots, 2).detach()
+    gathered, summed = torch.zeros_like(pair), torch.zeros_like(node)
+    for i in range(num_atoms):
+        for k in range(num_slots):
+            if hood.mask[i, k]:
+                gathered[i, k] = node[hood.neighbor[i, k]]
+                summed[hood.neighbor[i, k]] += pair[i, k]
+    assert not hood.mask.all()
+    close(gather_neighbors(node, hood.neighbor, hood.reverse), gathered)
+    close(sum_over_reverse(pair, hood.neighbor, hood.reverse), summed)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_gather_and_sum_can_be_differentiated_twice(plain):
+    hood = batch_by_distance("open", natoms=4).within(2.5)
+
+    def messages(node, weight):
+        pair = gather_neighbors(node, hood.neighbor, hood.reverse) * weight
+        return torch.tanh(sum_over_reverse(torch.tanh(pair), hood.neighbor, hood.reverse) + pair.sum(1))
+
+    args = draw(4, 2), draw(*hood.neighbor.shape, 2, seed=1)
+    if plain:
+        with plain_kernels():
+            assert torch.autograd.gradgradcheck(messages, args)
+    else:
+        assert torch.autograd.gradcheck(messages, args)
+        assert torch.autograd.gradgradcheck(messages, args)
+
+
+def test_two_layers_of_messages_go_through_torch_func():
+    """The gradient of the forces by a weight: twice through each gather, and the second time through ``torch.func``."""
+    hood = batch_by_distance("triclinic", "open").within(3.5)
+    weight = draw(2, 2)
+
+    def features(vector):
+        u = (vector.square().sum(-1, keepdim=True) / RCUT**2).clamp(max=1) - 1
+        node = (u * vector).sum(1)[:, :2]
+        for _ in range(2):
+            node = torch.tanh(node + (gather_neighbors(node, hood.neighbor, hood.reverse) * u).sum(1) @ weight)
+        return node
+
+    def by_function(vector):
+        out, vjp = torch.func.vjp(features, vector)
+        return vjp(torch.ones_like(out))[0]
+
+    vector = hood.vector.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(features(vector).sum(), vector, create_graph=True)
+    results = [expected, by_function(hood.vector)]
+    with plain_kernels():
+        results.append(by_function(hood.vector))
+    gradients = [torch.autograd.grad(r.square().sum(), weight)[0] for r in results]
+    for result, gradient in zip(results[1:], gradients[1:]):
+        close(result, expected)
+        close(gradient, gradients[0])
+
+
+@pytest.mark.parametrize("cells", [["triclinic"], ["tiny", "open"], ["open"]])
+@pytest.mark.parametrize(("rcut", "most"), [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)])
+def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most):
+    batch = batch_by_distance(*cells)
+    hood = batch.within(rcut, most)
+    num_atoms, total = batch.neighbor.shape
+    width = total if most is None else min(most, total)
+    assert hood.neighbor.shape == (num_atoms, width)
+    torch.testing.assert_close(hood.vector, batch.vector[:, :width], rtol=0, atol=0)
+    distance = torch.linalg.vector_norm(batch.vector, dim=-1)
+    uses = [[] for _ in range(num_atoms)]
+    for i in range(num_atoms):
+        wanted = [k for k in range(total) if distance[i, k] < rcut][:most]
+        assert torch.nonzero(hood.mask[i]).ravel().tolist() == wanted == list(range(len(wanted)))
+        assert hood.neighbor[i, hood.mask[i]].tolist() == batch.neighbor[i, wanted].tolist()
+        for k in wanted:
+            uses[int(batch.neighbor[i, k])].append(i * width + k)
+    assert (hood.neighbor[~hood.mask] == num_atoms).all()
+    for j, slots in enumerate(uses):
+        assert [r for r in hood.reverse[j].tolist() if r != num_atoms * width] == slots
+
+
+def test_a_view_needs_one_section_of_neighbors():
+    coord, types = toy_atoms()
+    batch = collate([Frame(coord, types, TRICLINIC)], NeighborLayout(RCUT, (20, 20, 20), 3))
+    with pytest.raises(AssertionError, match="needs one section"):
+        batch.within(3.0)
+
+
+def test_the_switch_goes_from_one_to_zero_and_its_derivative_is_right():
+    r = torch.linspace(0.5, 6.5, 61, dtype=torch.float64).requires_grad_()
+    value, derivative = switch_and_derivative(r, 6.0, 1.0)
+    assert (value[r <= 1.0] == 1).all()
+    assert (value[r >= 6.0] == 0).all()
+    close(switch(r, 6.0, 1.0), value)
+    close(derivative, torch.autograd.grad(value.sum(), r)[0])
