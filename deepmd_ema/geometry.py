@@ -16,7 +16,6 @@ from vesin import NeighborList
 Array: TypeAlias = np.ndarray
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 
-SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
 
 
@@ -117,11 +116,6 @@ def neighbor_statistics(
         frame_min=np.array(frame_min, np.float64),
         frame_pair=np.array(frame_pair, np.int64).reshape(-1, 2),
     )
-
-
-def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> tuple[int, ...]:
-    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four."""
-    return tuple(SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors)
 
 
 def stable_argsort(keys: Array, bound: int) -> Array:

@@ -116,7 +116,7 @@ def test_a_fit_of_total_energies_would_leave_a_mean_per_atom():
 def test_set_is_what_the_statistics_of_a_new_model_find():
     config, frames = tiny_config(), shifted_frames()
     model = random_model(config)
-    statistics = collect_statistics(config.model, batches_of(frames, model))
+    statistics = collect_statistics(model, config.model, batches_of(frames, model))
     found = set_bias(energies_of(model, config.model, batches_of(frames, model)))
     np.testing.assert_array_equal(found.bias, statistics.bias)
     np.testing.assert_array_equal(found.std, statistics.bias_std)

@@ -21,7 +21,7 @@ from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interchange.files import VARIABLES, read_tree, write_tree
+from deepmd_ema.interchange.dp.files import VARIABLES, read_tree, write_tree
 from deepmd_ema.labels import ENERGY
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
@@ -315,7 +315,7 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deepmd_ema.interchange.files._write_hdf5", full)
+    monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
     with pytest.raises(CheckpointError, match=r"m.dp: cannot be written"):
         write_changed(frozen, Asked(values=[1, 2]), frozen)
     assert frozen.read_bytes() == old

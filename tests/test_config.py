@@ -15,7 +15,7 @@ from deepmd_ema.config import (
     AdaMuonConfig,
     AdamWConfig,
     EnerLossConfig,
-    SeE2A,
+    SeE2AConfig,
     config_from_dict,
     config_summary,
     config_warnings,
@@ -265,7 +265,7 @@ def test_aliases_stand_for_the_canonical_keys():
         "loss.type": "ener_hess",
     }
     config = config_from_dict(spoiled(changes))
-    assert isinstance(config.model.descriptor, SeE2A)
+    assert isinstance(config.model.descriptor, SeE2AConfig)
     assert (config.model.descriptor.axis_neuron, config.model.fitting_net.neuron) == (8, [5])
     assert config.training.numb_steps == 7
     assert config.training.training_data.sys_probs == [1.0]

@@ -124,6 +124,7 @@ BAD = [
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
     ({"model.use_srtab": "table.txt"}, "model.use_srtab", [NOT_YET]),
     ({"model.fitting_net.dim_case_embd": 2}, "model.fitting_net.dim_case_embd = 2", [NOT_YET]),
+    ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision", [NOT_YET, "float32"]),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),
     ({"training.training_data.batch_size": "mixed:4"}, 'training.training_data.batch_size = "mixed:4"', [NOT_YET]),
@@ -141,8 +142,8 @@ def test_a_mistake_gets_one_message_with_its_place(changes, place, phrases):
         assert phrase in found[0]
 
 
-# name of a rule -> changes that break it, where the message stands, what it says
-BROKEN_RULES = {
+# what does not fit together in the section `model` -> changes, where the message stands, what it says
+BROKEN_MODELS = {
     "elements_stand_once": ({"model.type_map": ["H", "H"]}, "model.type_map", "H stands more than once"),
     "smoothing_begins_inside_cutoff": (
         {"model.descriptor.rcut_smth": 6},
@@ -185,6 +186,39 @@ BROKEN_RULES = {
         {"model.fitting_net.trainable": [True]},
         "model.fitting_net.trainable",
         "length 1, expected 3",
+    ),
+    "every_type_is_excluded": (
+        {"model.atom_exclude_types": [0, 1]},
+        "model.atom_exclude_types = [0, 1]",
+        "every type is excluded",
+    ),
+    "a_preset_bias_is_a_number": (
+        {"model.preset_out_bias": {"energy": [1.0, "x"]}},
+        "model.preset_out_bias",
+        'energy has "x": expected a number, or null',
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "place", "phrase"), BROKEN_MODELS.values(), ids=BROKEN_MODELS)
+def test_what_does_not_fit_together_in_a_model_is_told(changes, place, phrase):
+    (found,) = problems_of(spoiled(changes))
+    assert found.startswith(f"input.json: {place}")
+    assert phrase in found
+
+
+# name of a rule -> changes that break it, where the message stands, what it says
+BROKEN_RULES = {
+    "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H stands more than once"),
+    "descriptor_fits_together": (
+        {"model.descriptor.axis_neuron": 41},
+        "model.descriptor.axis_neuron = 41",
+        "at most 40",
+    ),
+    "fitting_net_fits_together": (
+        {"model.fitting_net.atom_ener": [1.0]},
+        "model.fitting_net.atom_ener = [1.0]",
+        "length 1, expected 2",
     ),
     "one_end_of_learning_rate": (
         {"learning_rate.stop_lr_ratio": 0.1},

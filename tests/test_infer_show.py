@@ -39,8 +39,10 @@ def test_a_training_checkpoint_is_described(run):
     assert row(text, "weights") == "live, step 7"
     assert row(text, "average ") == "ema: decay 0.99, 7 updates, mean age 4.5 steps (freeze it with --use-ema)"
     assert row(text, "elements") == "O H"
-    assert row(text, "descriptor") == "se_e2_a, rcut 4.0, rcut_smth 1.0, sel [24, 24], neuron [4, 8], axis_neuron 4"
-    assert row(text, "fitting") == "ener, neuron [8, 8]"
+    assert row(text, "descriptor") == (
+        "se_e2_a, rcut 4 angstrom (smooth from 1), sel 24 24, neuron 4-8, axis_neuron 4, float64"
+    )
+    assert row(text, "fitting") == "ener, neuron 8-8, float64"
     assert "float64" in row(text, "sizes")
     assert row(text, "nearest") == "pair   0.9000 angstrom in the training data"
     assert row(text, "best") == "live E:MAE 12.3 meV/atom at step 5"

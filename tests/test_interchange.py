@@ -17,6 +17,8 @@ from toy_models import TRICLINIC, TYPES, evaluate, toy_atoms, toy_model
 
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interchange import read_dp, write_dp
+from deepmd_ema.interchange.dp.model import DESCRIPTOR_TREES, config_from_tree, model_from_tree, model_tree
+from deepmd_ema.model.build import DESCRIPTORS
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
@@ -64,6 +66,20 @@ def test_a_model_comes_back_to_the_bit(variant, suffix, tmp_path):
     assert info["dp_ema"] == {"weights": "live", "step": 12}
     assert info["software"] == "dp-ema"
     assert not loaded.training
+
+
+@pytest.mark.parametrize("descriptor", sorted(DESCRIPTOR_TREES))
+def test_a_tree_that_is_read_and_written_is_the_same_tree(descriptor):
+    config, model = toy_model(descriptor)
+    tree = model_tree(model, config)
+    section = config_from_tree({"model": tree})
+    again = model_from_tree(section, tree)
+    same_bits(again, model)
+    assert missing_or_other(tree, model_tree(again, section)) == []
+
+
+def test_every_tree_is_of_a_descriptor_that_is_built():
+    assert set(DESCRIPTOR_TREES) <= set(DESCRIPTORS)
 
 
 def test_the_section_may_be_a_dictionary_and_equal_models_give_equal_files(tmp_path):
@@ -190,7 +206,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deepmd_ema.interchange.files._write_hdf5", full)
+    monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
     with pytest.raises(CheckpointError, match=r"model.dp: cannot be written \(No space left on device\)"):
         write_dp(path, model, config)
     assert path.read_bytes() == old

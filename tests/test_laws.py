@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from toy_models import SECTIONS, TRICLINIC, batch_of, evaluate, toy_atoms, toy_model
+from toy_models import MORE_NEIGHBORS, SECTIONS, TRICLINIC, batch_of, evaluate, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.labels import LABELS
@@ -75,7 +75,7 @@ def test_the_order_of_atoms_does_not_matter(descriptor):
 
 @every_descriptor
 def test_two_copies_of_a_cell_have_twice_the_energy(descriptor):
-    _, model = toy_model(descriptor, {"sel": [40, 40, 40]})
+    _, model = toy_model(descriptor, MORE_NEIGHBORS.get(descriptor))
     coord, types, box = frame()
     double = box.copy()
     double[1] *= 2

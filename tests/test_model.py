@@ -245,12 +245,6 @@ def test_seeds_of_the_parts_come_before_the_seed_of_the_run():
     assert not torch.equal(nets[0], nets[1])
 
 
-def test_masks_of_atoms_are_refused():
-    config = model_config_from_dict(model_section())
-    with pytest.raises(ConfigError, match="use_aparam_as_mask = true: masks of atoms are not available"):
-        build_model(replace(config, fitting_net=replace(config.fitting_net, use_aparam_as_mask=True)))
-
-
 def test_a_state_goes_from_one_model_to_another():
     _, model = toy_model()
     _, other = toy_model(seed=9)

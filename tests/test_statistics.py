@@ -57,12 +57,34 @@ def case(name, folders, frames_per_batch=3):
     """Return the config of a case and its statistics."""
     systems, *changes = CASES[name]
     config = model_config_from_dict(section(*changes))
-    layout = build_model(config).layout
+    model = build_model(config)
     batches = []
     for system in systems:
         frames = list(frames_of(folders[system]))
-        batches += [collate(frames[k : k + frames_per_batch], layout) for k in range(0, len(frames), frames_per_batch)]
-    return config, collect_statistics(config, batches)
+        starts = range(0, len(frames), frames_per_batch)
+        batches += [collate(frames[k : k + frames_per_batch], model.layout) for k in starts]
+    return config, collect_statistics(model, config, batches)
+
+
+def collected(config, frames, **options):
+    """Return the statistics of frames in one batch."""
+    model = build_model(config)
+    return collect_statistics(model, config, [collate(list(frames), model.layout, **options)])
+
+
+def environment(config, found):
+    """Return mean and spread (T, 4) of the columns of the environment matrix that statistics give a model."""
+    model = build_model(config)
+    model.apply_statistics(found)
+    return model.descriptor.mean[:, 0].numpy(), model.descriptor.stddev[:, 0].numpy()
+
+
+def read(path, config):
+    return read_stat_file(path, config, build_model(config).descriptor)
+
+
+def write(path, config, found):
+    write_stat_file(path, config, build_model(config).descriptor, found)
 
 
 def close(found, expected):
@@ -73,21 +95,22 @@ def close(found, expected):
 def test_statistics_are_those_of_deepmd_kit(name, folders, golden):
     config, found = case(name, folders)
     for t in range(len(config.type_map)):
-        close(found.radial[t], golden[f"{name}/r_{t}"])
-        close(found.angular[t], golden[f"{name}/a_{t}"])
+        close(found.measured[f"r_{t}"], golden[f"{name}/r_{t}"])
+        close(found.measured[f"a_{t}"], golden[f"{name}/a_{t}"])
     close(found.bias, golden[f"{name}/bias_atom_energy"].ravel())
     close(found.bias_std, golden[f"{name}/std_atom_energy"].ravel())
     for kind in ("fparam", "aparam"):
         if f"{name}/{kind}" in golden:
-            close(getattr(found, kind), golden[f"{name}/{kind}"])
+            close(found.conditions[kind], golden[f"{name}/{kind}"])
     assert found.observed == ("H", "O")
 
 
 def test_statistics_do_not_depend_on_how_frames_are_batched(folders):
     one, many = case("plain", folders, 1)[1], case("plain", folders, 100)[1]
-    for name, value in vars(one).items():
-        if isinstance(value, np.ndarray):
-            close(getattr(many, name), value)
+    for name in ("bias", "bias_std"):
+        close(getattr(many, name), getattr(one, name))
+    for name, value in one.measured.items():
+        close(many.measured[name], value)
 
 
 def test_means_spreads_and_biases_reach_the_buffers(folders):
@@ -96,22 +119,21 @@ def test_means_spreads_and_biases_reach_the_buffers(folders):
     model.apply_statistics(found)
     mean, spread = model.descriptor.mean, model.descriptor.stddev
     for t in range(2):
-        count, total, squares = found.radial[t]
+        count, total, squares = found.measured[f"r_{t}"]
         close(mean[t, :, 0].numpy(), total / count)
         close(spread[t, :, 0].numpy(), np.sqrt(squares / count - (total / count) ** 2))
-        count, total, squares = found.angular[t]
+        count, total, squares = found.measured[f"a_{t}"]
         close(spread[t, :, 1:].numpy(), np.sqrt(squares / count - (total / count) ** 2))
     assert mean[..., 1:].abs().max() == 0
     close(model.out_bias.numpy().ravel(), found.bias)
-    count, total, squares = found.fparam.T
+    count, total, squares = found.conditions["fparam"].T
     close(model.fitting.fparam_avg.numpy(), total / count)
     close(model.fitting.fparam_inv_std.numpy(), 1 / np.sqrt(squares / count - (total / count) ** 2))
 
 
 def test_set_davg_zero_keeps_the_mean_at_zero_and_the_spread(folders):
-    _, found = case("preset", folders)
-    mean, spread = found.environment()
-    plain_mean, plain_spread = case("plain", folders)[1].environment()
+    mean, spread = environment(*case("preset", folders))
+    plain_mean, plain_spread = environment(*case("plain", folders))
     assert abs(mean).max() == 0
     assert plain_mean[:, 0].min() > 0.01
     close(spread, plain_spread)
@@ -119,9 +141,8 @@ def test_set_davg_zero_keeps_the_mean_at_zero_and_the_spread(folders):
 
 def test_a_type_that_the_data_do_not_hold_gets_a_neutral_environment(folders):
     config = model_config_from_dict(section({"type_map": ["O", "H", "Na"]}, {"sel": [20, 18, 4]}, {}))
-    layout = build_model(config).layout
-    found = collect_statistics(config, [collate(list(frames_of(folders["a"])), layout)])
-    mean, spread = found.environment()
+    found = collected(config, frames_of(folders["a"]))
+    mean, spread = environment(config, found)
     assert mean[2].tolist() == [0] * 4
     assert spread[2].tolist() == [0.1] * 4
     assert found.bias[2] == 0
@@ -133,14 +154,13 @@ def test_labels_of_atomic_energies_give_the_bias_where_there_are_any(folders):
     frames = list(frames_of(folders["a"]))
     energies = np.where(frames[0].atom_type == 0, -3.0, -8.0)
     labelled = [replace(f, labels={**f.labels, ATOM_ENERGY: energies}) for f in frames[:2]]
-    batch = collate([*labelled, *frames[2:]], build_model(config).layout)
-    close(collect_statistics(config, [batch]).bias, [-3.0, -8.0])
+    close(collected(config, [*labelled, *frames[2:]]).bias, [-3.0, -8.0])
 
 
 def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
     config = model_config_from_dict(section({}, {"set_davg_zero": True}, {"atom_ener": [-3.2, None]}))
     frames = list(frames_of(folders["a"]))
-    found = collect_statistics(config, [collate(frames, build_model(config).layout)])
+    found = collected(config, frames)
     assert found.bias[0] == -3.2
     left = np.mean([f.labels[ENERGY] + 3.2 * (f.atom_type == 0).sum() for f in frames])
     close(found.bias[1], left / (frames[0].atom_type == 1).sum())
@@ -159,7 +179,7 @@ def test_elements_that_the_compositions_do_not_tell_apart_are_named(folders):
 def test_frames_without_energies_leave_the_bias_at_zero(folders):
     config = model_config_from_dict(section({}, {}, {}))
     frames = [replace(f, labels={}) for f in frames_of(folders["a"])]
-    found = collect_statistics(config, [collate(frames, build_model(config).layout, labels=[ENERGY])])
+    found = collected(config, frames, labels=[ENERGY])
     assert found.bias.tolist() == [0, 0]
     assert found.rmse_per_atom is None
 
@@ -168,18 +188,20 @@ def test_frames_without_energies_leave_the_bias_at_zero(folders):
 @pytest.mark.parametrize("name", ["plain", "parameters"])
 def test_a_stat_file_gives_back_what_was_written(name, file, folders, tmp_path):
     config, found = case(name, folders)
-    assert read_stat_file(tmp_path / file, config) is None
-    write_stat_file(tmp_path / file, config, found)
-    write_stat_file(tmp_path / file, config, found)  # over an older one
-    back = read_stat_file(tmp_path / file, config)
-    for key, value in found.buffers().items():
-        np.testing.assert_array_equal(back.buffers()[key], value)
+    assert read(tmp_path / file, config) is None
+    write(tmp_path / file, config, found)
+    write(tmp_path / file, config, found)  # over an older one
+    back = read(tmp_path / file, config)
+    one, other = build_model(config), build_model(config)
+    one.apply_statistics(found)
+    other.apply_statistics(back)
+    assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
     assert back.observed == found.observed
 
 
 def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
     config, found = case("plain", folders)
-    write_stat_file(tmp_path / "stat", config, found)
+    write(tmp_path / "stat", config, found)
     root = tmp_path / "stat" / "O H"
     (environment,) = (path for path in root.iterdir() if path.is_dir())
     assert environment.name == "60e96730d1720ee920fe21fdfbe81bbea79dc3aa"  # of DeePMD-kit for these options
@@ -194,24 +216,24 @@ def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
 
 def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
     config, found = case("plain", folders)
-    write_stat_file(tmp_path / "stat", config, found)
+    write(tmp_path / "stat", config, found)
     longer = replace(config, descriptor=replace(config.descriptor, rcut=4.5))
     excluded = replace(config, descriptor=replace(config.descriptor, exclude_types=[[0, 1]]))
     with_fparam = replace(config, fitting_net=replace(config.fitting_net, numb_fparam=1))
     for other in (longer, excluded, with_fparam):
-        assert read_stat_file(tmp_path / "stat", other) is None
-    assert read_stat_file(tmp_path / "stat", config) is not None
+        assert read(tmp_path / "stat", other) is None
+    assert read(tmp_path / "stat", config) is not None
 
 
 def test_a_damaged_stat_file_is_named(folders, tmp_path):
     config, found = case("plain", folders)
     for name in ("stat", "stat.h5"):
-        write_stat_file(tmp_path / name, config, found)
+        write(tmp_path / name, config, found)
     (tmp_path / "stat" / "O H" / "bias_atom_energy").write_bytes(b"\x93NUMPY")
     (tmp_path / "stat.h5").write_bytes(b"not HDF5")
     for name in ("stat", "stat.h5"):
         with pytest.raises(DataError, match=rf"{name}: statistics that cannot be read .* Remove it"):
-            read_stat_file(tmp_path / name, config)
+            read(tmp_path / name, config)
 
 
 def test_statistics_in_float32_models_keep_their_precision(folders):

@@ -17,6 +17,7 @@ SECTIONS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
                 "axis_neuron": 4},
 }  # fmt: skip
+MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}}  # for cells with more neighbors than the small section keeps
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):

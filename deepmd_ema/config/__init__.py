@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from deepmd_ema.config.argcheck import run_arguments
+from deepmd_ema.config.descriptor import DESCRIPTORS, DescriptorConfig, SeE2AConfig
 from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.rules import launch_problems
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
-from deepmd_ema.config.schema.model import EnerFitting, ModelConfig, SeE2A
+from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig
 from deepmd_ema.config.schema.optim import (
     AdamConfig,
     AdaMuonConfig,
@@ -23,13 +24,15 @@ from deepmd_ema.config.schema.run import RunConfig, TaskConfig, to_dict
 from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
 
 __all__ = [
+    "DESCRIPTORS",
     "AdaMuonConfig",
     "AdamConfig",
     "AdamWConfig",
     "AverageConfig",
     "CosineScheduleConfig",
+    "DescriptorConfig",
     "EmaAverageConfig",
-    "EnerFitting",
+    "EnerFittingConfig",
     "EnerLossConfig",
     "ExpScheduleConfig",
     "HybridMuonConfig",
@@ -37,7 +40,7 @@ __all__ = [
     "ModelConfig",
     "PowerAverageConfig",
     "RunConfig",
-    "SeE2A",
+    "SeE2AConfig",
     "SwaAverageConfig",
     "TaskConfig",
     "TrainingConfig",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.config.descriptor import DESCRIPTORS
 from deepmd_ema.config.fields import Option, input_options, plain, wants
 from deepmd_ema.config.schema.run import RunConfig
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 LARGEST_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 
 
-@cache
 def run_arguments() -> Argument:
     """Return the declaration of a whole input as a ``dargs.Argument``.
 
@@ -26,12 +26,17 @@ def run_arguments() -> Argument:
     ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
     places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
     """
+    return _run_arguments(tuple(DESCRIPTORS))
+
+
+@cache
+def _run_arguments(descriptors: tuple[str, ...]) -> Argument:
+    """Return the declaration for the registered ``descriptors``; the registry may grow between calls."""
     from dargs import Argument  # a third of the time that `--help` may take
 
     return Argument("input", dict, arguments(RunConfig), doc=RunConfig.__doc__ or "")
 
 
-@cache
 def arguments(section: type) -> tuple[Argument, ...]:
     """Return the declarations of the options of a section, nested sections included."""
     return tuple(_argument(o) for o in input_options(section))
@@ -95,7 +100,6 @@ def leaves(value: Any) -> Iterator[Any]:
         yield from leaves(item)
 
 
-@cache
 def option_argument(section: type, name: str) -> Argument:
     """Return the declaration of one plain option of ``section``."""
     return next(a for a in arguments(section) if a.name == name)

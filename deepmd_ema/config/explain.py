@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, has_stray_bool, is_bounded, leaves, option_argument
@@ -187,14 +186,12 @@ def _name(path: Path) -> str:
     return dotted(path) if path else ""
 
 
-@cache
 def _places(key: str) -> tuple[str, ...]:
     """Return where ``key`` is an option, anywhere in the input, when that is one or two places."""
     found = tuple(dict.fromkeys(_find(RunConfig, key, "")))
     return found if len(found) <= 2 else ()
 
 
-@cache
 def _other_types(kind: type, key: str) -> tuple[type, ...]:
     """Return the other types of a section that has several, of which ``key`` is an option."""
     several = next((o.sections for o in _all_options(RunConfig) if kind in o.sections), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,7 +28,7 @@ class Option:
     Attributes:
         name: canonical key.
         types: types of a plain value in the file, without None (``float`` also takes whole numbers).
-        sections: dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``.
+        classes: dataclasses of a nested section, as the annotation names them.
         many: whether the value is a list of such sections.
         nullable: whether null is a value.
         default: default value, or ``dataclasses.MISSING`` for a required option.
@@ -39,11 +39,12 @@ class Option:
         choices: the values of a text option; a ``check`` beside them lets other texts pass.
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
+        registry: the classes of a nested section that is open to more of them, by ``type``; replaces ``classes``.
     """
 
     name: str
     types: tuple[Any, ...]
-    sections: tuple[type, ...]
+    classes: tuple[type, ...]
     many: bool
     nullable: bool
     default: Any
@@ -54,6 +55,12 @@ class Option:
     choices: tuple[str, ...] = ()
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
+    registry: Mapping[str, type] | None = None
+
+    @property
+    def sections(self) -> tuple[type, ...]:
+        """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
+        return self.classes if self.registry is None else tuple(self.registry.values())
 
     @property
     def required(self) -> bool:
@@ -72,7 +79,7 @@ class Option:
 
 
 def option(default: Any = _MISSING, *, doc: str, **about: Any) -> Any:
-    """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, check, choices, ...
+    """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
 
     ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
     list, a dict or a section is copied for each owner.
@@ -145,13 +152,15 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
     default, about = field.default, dict(field.metadata)
     if field.default_factory is not _MISSING:
         default = field.default_factory()
+    if "registry" in about:  # its annotation is a protocol
+        parts = tuple(p for p in parts if p is type(None))
     return Option(
         name=field.name,
         types=(
             *(_in_file(p) for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)),
             *about.pop("also", ()),
         ),
-        sections=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
+        classes=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
         many=many,
         nullable=type(None) in parts,
         default=default,

@@ -54,14 +54,11 @@ def config_warnings(
 def config_summary(config: RunConfig) -> list[str]:
     """Return what the input asks for in a few short lines, for the banner and for ``dp-ema check``."""
     model, training = config.model, config.training
-    d, net = model.descriptor, model.fitting_net
     length = f"{training.numb_steps} steps" if training.numb_steps else f"{training.numb_epoch:g} epochs"
-    sel = d.sel if isinstance(d.sel, str) else " ".join(map(str, d.sel))
     return [
         f"elements       {' '.join(model.type_map)}",
-        f"descriptor     {d.type}, rcut {d.rcut:g} angstrom (smooth from {d.rcut_smth:g}), sel {sel}, "
-        f"neuron {_dashes(d.neuron)}, axis_neuron {d.axis_neuron}, {_dtype(d.precision)}",
-        f"fitting        {net.type}, neuron {_dashes(net.neuron)}, {_dtype(net.precision)}",
+        f"descriptor     {model.descriptor.summary()}",
+        f"fitting        {model.fitting_net.summary()}",
         f"learning rate  {_schedule_words(config)}",
         f"optimizer      {config.optimizer.type}" + _decay_words(getattr(config.optimizer, "weight_decay", 0.0)),
         f"loss           {_loss_words(config)}",
@@ -174,16 +171,8 @@ def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterat
         )
 
 
-def _vacuum_energies_need_zero_mean(config: RunConfig, num_steps: int | None) -> Iterator[str]:
-    model = config.model
-    if model.descriptor.set_davg_zero:
-        return
-    for path, given in (
-        ("model.fitting_net.atom_ener", model.fitting_net.atom_ener),
-        ("model.preset_out_bias", model.preset_out_bias),
-    ):
-        if given:
-            yield f"{path} is given: an isolated atom has this energy only with model.descriptor.set_davg_zero = true."
+def _of_the_model(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+    yield from config.model.warnings()
 
 
 def _validates_on_training_data(config: RunConfig, num_steps: int | None) -> Iterator[str]:
@@ -195,7 +184,7 @@ def _validates_on_training_data(config: RunConfig, num_steps: int | None) -> Ite
 
 _WARNINGS: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
     _decay_steps_against_run,
-    _vacuum_energies_need_zero_mean,
+    _of_the_model,
     _validates_on_training_data,
 )
 
@@ -243,11 +232,3 @@ def _validation_words(config: RunConfig) -> str:
     *others, last = which
     weights = f"{', '.join(others)} and {last}" if others else last
     return f"{shown}; all data every {v.validation_freq} steps ({weights} weights, best by {v.validation_metric})"
-
-
-def _dashes(numbers: list[int]) -> str:
-    return "-".join(map(str, numbers))
-
-
-def _dtype(precision: str) -> str:
-    return "float64" if precision == "default" else precision

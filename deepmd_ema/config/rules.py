@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -124,131 +123,24 @@ def _violations(about: str, path: str, subject: Any, source: Source) -> list[Pro
 
 
 @rule("model")
-def elements_stand_once(model: ModelConfig) -> Violations:
-    """No element stands twice in ``type_map``."""
-    names = model.type_map
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        yield "type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+def model_fits_together(model: ModelConfig) -> Violations:
+    """Elements, excluded types and preset biases fit together."""
+    yield from model.problems()
 
 
 @rule("model")
-def smoothing_begins_inside_cutoff(model: ModelConfig) -> Violations:
-    """``rcut_smth`` is smaller than ``rcut``."""
-    d = model.descriptor
-    if d.rcut_smth >= d.rcut:
-        yield (
-            "descriptor.rcut_smth",
-            f" = {d.rcut_smth:g}: expected less than rcut = {d.rcut:g} (angstrom). Try rcut_smth = {0.1 * d.rcut:.2g}.",
-        )
+def descriptor_fits_together(model: ModelConfig) -> Violations:
+    """The options of the descriptor fit together and to the elements."""
+    yield from ((f"descriptor.{option}", text) for option, text in model.descriptor.problems(model.type_map))
 
 
 @rule("model")
-def axis_fits_embedding(model: ModelConfig) -> Violations:
-    """``axis_neuron`` is at most the width of the last embedding layer."""
-    d = model.descriptor
-    if d.axis_neuron > d.neuron[-1]:
-        yield (
-            "descriptor.axis_neuron",
-            f" = {d.axis_neuron}: expected at most {d.neuron[-1]}, the last number of neuron = {show(d.neuron)}.",
-        )
+def fitting_net_fits_together(model: ModelConfig) -> Violations:
+    """The options of the fitting network fit together and to the elements."""
+    yield from ((f"fitting_net.{option}", text) for option, text in model.fitting_net.problems(model.type_map))
 
 
-@rule("model")
-def one_sel_per_element(model: ModelConfig) -> Violations:
-    """A list ``sel`` has one number for each element."""
-    yield from _one_per_element(model, "descriptor.sel", model.descriptor.sel)
-
-
-@rule("model")
-def one_atom_ener_per_element(model: ModelConfig) -> Violations:
-    """A list ``atom_ener`` is empty or has one entry for each element."""
-    if model.fitting_net.atom_ener:
-        yield from _one_per_element(model, "fitting_net.atom_ener", model.fitting_net.atom_ener)
-
-
-@rule("model")
-def one_preset_bias_per_element(model: ModelConfig) -> Violations:
-    """``preset_out_bias`` has one number, list of one number, or null for each element."""
-    path = "preset_out_bias"
-    for name, values in (model.preset_out_bias or {}).items():
-        wrong = [v for v in values if not _is_bias(v)]
-        if wrong:
-            yield path, f": {name} has {show(wrong[0])}: expected a number, or null for a bias that is fitted."
-        yield from _one_per_element(model, path, values)
-
-
-def _is_bias(value: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) == 1 and _is_bias(value[0])
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
-
-
-def _one_per_element(model: ModelConfig, path: str, values: Sequence[Any] | str) -> Violations:
-    names = model.type_map
-    if isinstance(values, list) and len(values) != len(names):
-        yield (
-            path,
-            f" = {show(values)}: has length {len(values)}, expected {len(names)}, "
-            f"one for each of type_map = {show(names)}.",
-        )
-
-
-@rule("model")
-def excluded_pairs_exist(model: ModelConfig) -> Violations:
-    """``pair_exclude_types`` names types that exist."""
-    pairs = model.pair_exclude_types
-    yield from _types_exist(model, "pair_exclude_types", [t for pair in pairs for t in pair])
-
-
-@rule("model")
-def descriptor_excluded_pairs_exist(model: ModelConfig) -> Violations:
-    """``descriptor.exclude_types`` names types that exist."""
-    pairs = model.descriptor.exclude_types
-    yield from _types_exist(model, "descriptor.exclude_types", [t for pair in pairs for t in pair])
-
-
-@rule("model")
-def excluded_types_exist(model: ModelConfig) -> Violations:
-    """``atom_exclude_types`` names types that exist, and leaves one."""
-    excluded, names = model.atom_exclude_types, model.type_map
-    yield from _types_exist(model, "atom_exclude_types", excluded)
-    if set(excluded) >= set(range(len(names))):
-        yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
-
-
-def _types_exist(model: ModelConfig, path: str, types: Sequence[int]) -> Violations:
-    names = model.type_map
-    bad = sorted({t for t in types if t >= len(names)})
-    if bad:
-        yield (
-            path,
-            f": type {bad[0]} does not exist, expected 0 to {len(names) - 1}, places in type_map = {show(names)}.",
-        )
-
-
-@rule("model")
-def default_fparam_has_all_parameters(model: ModelConfig) -> Violations:
-    """``default_fparam`` has ``numb_fparam`` numbers."""
-    net = model.fitting_net
-    if net.default_fparam is not None and len(net.default_fparam) != net.numb_fparam:
-        yield (
-            "fitting_net.default_fparam",
-            f" = {show(net.default_fparam)}: has length {len(net.default_fparam)}, "
-            f"expected numb_fparam = {net.numb_fparam}.",
-        )
-
-
-@rule("model")
-def trainable_names_all_layers(model: ModelConfig) -> Violations:
-    """A list ``trainable`` has one entry for each layer, the output included."""
-    net = model.fitting_net
-    if isinstance(net.trainable, list) and len(net.trainable) != len(net.neuron) + 1:
-        yield (
-            "fitting_net.trainable",
-            f" = {show(net.trainable)}: has length {len(net.trainable)}, expected {len(net.neuron) + 1}: "
-            "one for each layer of neuron and one for the output.",
-        )
+# ---- learning_rate
 
 
 @rule("learning_rate")

@@ -8,7 +8,6 @@ from deepmd_ema.data.check import DataReport, check_systems
 from deepmd_ema.data.npy import System, open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError, UserError
-from deepmd_ema.geometry import auto_sel
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
@@ -41,10 +40,10 @@ def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System
         train,
         valid,
         config.model.type_map,
-        config.model.descriptor.rcut,
+        config.model.descriptor.cutoff,
         labels=config.loss.labels,
         min_distance=bound if bound > 0 else None,
-        sel=config.model.descriptor.sel_numbers,
+        sel=config.model.descriptor.neighbors,
     )
     drawn = _draw_problems(training.training_data, train, "training_data")
     drawn += _draw_problems(training.validation_data, valid, "validation_data")
@@ -54,7 +53,7 @@ def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System
 
 def length_lines(config: RunConfig, train: Sequence[System], report: DataReport) -> list[str]:
     """Return how long the run is and about how much memory it wants, one line each."""
-    data, model = config.training.training_data, config.model
+    data = config.training.training_data
     if _draw_problems(data, train, ""):
         return []
     sampler = _sampler(data, train)
@@ -62,12 +61,11 @@ def length_lines(config: RunConfig, train: Sequence[System], report: DataReport)
     epochs = steps / sampler.batches_per_epoch
     lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
     if report.neighbors is not None:
-        sel = model.descriptor.sel_numbers or auto_sel(report.neighbors.max_neighbors, model.descriptor.sel_margin)
+        descriptor = config.model.descriptor.with_neighbors(report.neighbors)
+        neighbors = list(descriptor.neighbors or ())
         atoms = max(size * system.natoms for size, system in zip(sampler.batch_size, train))
-        # of each pair: the embedding's layers, forward and backward, and a few vectors
-        per_pair = 3 * sum(model.descriptor.neuron) + 30
-        wanted = 8 * atoms * sum(sel) * per_pair
-        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {list(sel)})")
+        wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
+        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {neighbors})")
     return lines
 
 

@@ -186,7 +186,7 @@ def measure(
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
-    _refuse_non_finite(report, loaded.config.descriptor.rcut)
+    _refuse_non_finite(report, loaded.config.descriptor.cutoff)
     return report
 
 

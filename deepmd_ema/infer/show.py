@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict, config_summary
+from deepmd_ema.config import config_from_dict, config_summary, model_config_from_dict
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LIVE, facts_of_average, load_model
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
+
+    from deepmd_ema.config import ModelConfig
 
 KINDS = {
     "training": "training checkpoint",
@@ -42,7 +44,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     if whole_config:
         return json.dumps(about["config"], indent=4)
     lines = [f"{about['path']}: {KINDS[about['kind']]} of {about['version']}, {_size(Path(about['path']))}"]
-    rows = [*about["rows"], *_model_rows(about["config"]["model"], about["tensors"]), *about["more"]]
+    rows = [*about["rows"], *about["parts"], *_sizes(about["tensors"]), *about["more"]]
     rows += [*_run_rows(about["config"]), ("config", "--config prints all of it")]
     return "\n".join([*lines, *(f"  {name:<14s} {text}" for name, text in rows if text)])
 
@@ -56,6 +58,7 @@ def _checkpoint(path: Path, payload: Mapping[str, Any]) -> dict[str, Any]:
         "kind": payload["kind"],
         "version": f"dp-ema {payload['version']}",
         "config": payload["config"],
+        "parts": _parts_of(payload["config"]["model"]),
         "tensors": payload["model"],
         "rows": [
             ("weights", f"{own}, step {payload['step']:,}"),
@@ -80,17 +83,29 @@ def _frozen(path: Path) -> dict[str, Any]:
         "kind": info.kind,
         "version": info.version,
         "config": info.config,
+        "parts": _parts(loaded.config),
         "tensors": loaded.model.state_dict(),
         "rows": [("weights", info.in_words()), *_bias(info.bias)],
         "more": _distance(info.min_nbor_dist),
     }
 
 
-def _model_rows(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    descriptor, fitting = model.get("descriptor", {}), model.get("fitting_net", {})
-    yield "elements", " ".join(model.get("type_map", []))
-    yield "descriptor", _options(descriptor, "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "type_one_side")
-    yield "fitting", _options({"type": "ener", **fitting}, "neuron", "numb_fparam", "numb_aparam")
+def _parts(model: ModelConfig) -> list[tuple[str, str]]:
+    return [
+        ("elements", " ".join(model.type_map)),
+        ("descriptor", model.descriptor.summary()),
+        ("fitting", model.fitting_net.summary()),
+    ]
+
+
+def _parts_of(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    try:
+        return _parts(model_config_from_dict(model))
+    except ConfigError:  # of another version: at least the elements
+        return [("elements", " ".join(model.get("type_map", [])))]
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
     numbers = sum(t.numel() for t in tensors.values())
     size = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -107,11 +122,6 @@ def _run_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     rows = [line.split("  ", 1) for line in lines]
     return [(name, text.strip()) for name, text in rows if name not in _IN_MODEL_ROWS]
-
-
-def _options(section: Mapping[str, Any], *names: str) -> str:
-    known = [f"{n} {section[n]}" for n in names if section.get(n) not in (None, 0, False)]
-    return ", ".join([str(section.get("type", "")), *known])
 
 
 def _option(name: str, profiles: Mapping[str, Any]) -> str:

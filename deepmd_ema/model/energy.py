@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.kernels.gather import sum_over_reverse
-from deepmd_ema.model.statistics import Statistics
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.interface import Block, Descriptor, Fitting
+    from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
-
-
-class VectorVjp(Protocol):
-    """Vector-Jacobian product of a descriptor: from the gradient of its features to that of ``batch.vector``."""
-
-    def __call__(self, grad_features: Tensor) -> Tensor:
-        """Return (A, K, 3) float64 from (A, D), differentiable with respect to the parameters."""
 
 
 class EnergyModel(nn.Module):
@@ -45,16 +41,17 @@ class EnergyModel(nn.Module):
 
     def __init__(
         self,
-        descriptor: nn.Module,
-        fitting: nn.Module,
+        descriptor: Descriptor,
+        fitting: Fitting,
         type_map: list[str],
         excluded_pairs: frozenset[tuple[int, int]],
         excluded_types: tuple[int, ...],
     ) -> None:
         super().__init__()
-        self.descriptor, self.fitting = descriptor, fitting
+        self.descriptor: Descriptor = descriptor
+        self.fitting: Fitting = fitting
         self.type_map = list(type_map)
-        self.layout: NeighborLayout = descriptor.layout(excluded_pairs)  # type: ignore[operator]
+        self.layout = descriptor.layout(excluded_pairs)
         self.excluded_types = frozenset(excluded_types)
         self.min_nbor_dist: float | None = None
         self.out_bias: Tensor
@@ -68,7 +65,7 @@ class EnergyModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Precision of the parameters of the descriptor."""
-        return self.descriptor.dtype  # type: ignore[return-value]
+        return self.descriptor.dtype
 
     def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
         """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64.
@@ -95,20 +92,20 @@ class EnergyModel(nn.Module):
                 out[VIRIAL] = -(frames_FA @ per_atom)
             return out
 
-    def shard_units(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
-        """Return modules whose parameters may be gathered one by one, and the methods beside ``forward`` that use them.
+    def blocks(self) -> list[Block]:
+        """Return modules whose parameters may be sharded and gathered on their own."""
+        return [*self.descriptor.blocks(), *self.fitting.blocks()]
 
-        From now on every rank evaluates all of them, whatever elements its frames have.
-        """
-        self.fitting.skips_absent = False  # type: ignore[assignment]
-        return [(net, ("value_and_gradient",)) for net in self.fitting.nets]  # type: ignore[union-attr]
+    def evaluate_all_blocks(self) -> None:
+        """From now on evaluate all blocks, whatever elements a batch has; needed where they are sharded."""
+        self.fitting.skips_absent = False
 
     def apply_statistics(self, statistics: Statistics) -> None:
         """Write means, spreads and biases into the buffers."""
-        for name, values in statistics.buffers().items():
-            owner_name, _, leaf = name.rpartition(".")
-            buffer = getattr(self.get_submodule(owner_name), leaf)
-            buffer.copy_(torch.as_tensor(values))
+        self.descriptor.apply_statistics(statistics.measured)
+        self.fitting.apply_statistics(statistics.conditions, statistics.protect)
+        self.out_bias.copy_(torch.as_tensor(statistics.bias[None, :, None]))
+        self.out_std.copy_(torch.as_tensor(statistics.bias_std[None, :, None]))
 
 
 def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from deepmd_ema.model.statistics import Statistics
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.model.interface import Descriptor
 
 Array: TypeAlias = np.ndarray
 
@@ -24,24 +25,20 @@ SETTINGS = "dp_ema_settings"  # what DeePMD-kit's hash leaves out; it does not r
 BIAS, BIAS_STD, OBSERVED = "bias_atom_energy", "std_atom_energy", "observed_type"
 
 
-def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistics) -> None:
+def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor, statistics: Statistics) -> None:
     """Write statistics to a folder, or to an HDF5 file if ``path`` ends in ``.h5`` or ``.hdf5``.
 
-    Statistics of other type maps or cutoffs that are already there stay.
+    Statistics of other type maps or descriptors that are already there stay.
     """
     path = Path(path)
-    environment = _hash(config)
     items: dict[str, Array] = {
         BIAS: statistics.bias[:, None],
         BIAS_STD: statistics.bias_std[:, None],
         OBSERVED: np.array(statistics.observed, dtype=bytes),
-        SETTINGS: np.array([_settings(config).encode()]),
+        SETTINGS: np.array([_settings(config, descriptor).encode()]),
+        **{f"{_hash(descriptor)}/{name}": sums for name, sums in statistics.measured.items()},
+        **statistics.conditions,
     }
-    for t, (radial, angular) in enumerate(zip(statistics.radial, statistics.angular)):
-        items |= {f"{environment}/r_{t}": radial, f"{environment}/a_{t}": angular}
-    for name, sums in (("fparam", statistics.fparam), ("aparam", statistics.aparam)):
-        if sums is not None:
-            items[name] = sums
     items = {f"{' '.join(config.type_map)}/{name}": value for name, value in items.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_hdf5(path):
@@ -50,7 +47,7 @@ def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistic
         _write_folder(path, items)
 
 
-def read_stat_file(path: str | Path, config: ModelConfig) -> Statistics | None:
+def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor) -> Statistics | None:
     """Return the statistics of this model in a stat file, or None if the file does not hold all of them.
 
     Raises:
@@ -59,11 +56,10 @@ def read_stat_file(path: str | Path, config: ModelConfig) -> Statistics | None:
     path = Path(path)
     if not path.exists():
         return None
-    num_types, fitting = len(config.type_map), config.fitting_net
-    environment = _hash(config)
-    wanted = [BIAS, BIAS_STD, OBSERVED]
-    wanted += [f"{environment}/{kind}_{t}" for t in range(num_types) for kind in "ra"]
-    wanted += [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
+    fitting = config.fitting_net
+    measured = {name: f"{_hash(descriptor)}/{name}" for name in descriptor.sum_names}
+    conditions = [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
+    wanted = [BIAS, BIAS_STD, OBSERVED, *measured.values(), *conditions]
     root = " ".join(config.type_map)
     try:
         found = (_read_hdf5 if _is_hdf5(path) else _read_folder)(path, root, [*wanted, SETTINGS])
@@ -71,57 +67,37 @@ def read_stat_file(path: str | Path, config: ModelConfig) -> Statistics | None:
         raise DataError(f"{path}: statistics that cannot be read ({error}). Remove it to make it anew.") from error
     settings = found.pop(SETTINGS, None)
     if any(name not in found for name in wanted) or (
-        settings is not None and np.ravel(settings)[0] != _settings(config).encode()
+        settings is not None and np.ravel(settings)[0] != _settings(config, descriptor).encode()
     ):
         return None
     return Statistics(
         type_map=tuple(config.type_map),
-        radial=np.stack([found[f"{environment}/r_{t}"] for t in range(num_types)]),
-        angular=np.stack([found[f"{environment}/a_{t}"] for t in range(num_types)]),
-        bias=found[BIAS].reshape(num_types),
-        bias_std=found[BIAS_STD].reshape(num_types),
-        fparam=found.get("fparam"),
-        aparam=found.get("aparam"),
+        measured={name: found[entry] for name, entry in measured.items()},
+        conditions={name: found[name] for name in conditions},
+        bias=found[BIAS].reshape(len(config.type_map)),
+        bias_std=found[BIAS_STD].reshape(len(config.type_map)),
         observed=tuple(name.decode() for name in found[OBSERVED].ravel()),
-        set_davg_zero=config.descriptor.set_davg_zero,
         protect=config.data_stat_protect,
     )
 
 
-def _hash(config: ModelConfig) -> str:
-    descriptor = config.descriptor
-    about = {
-        "type": "se_a",
-        "ntypes": len(config.type_map),
-        "rcut": round(descriptor.rcut, 2),
-        "rcut_smth": round(descriptor.rcut_smth, 2),
-        "nsel": sum(_numbers(descriptor.sel)),
-        "sel": _numbers(descriptor.sel),
-        "mixed_types": False,
-    }
-    return hashlib.sha1(json.dumps(about).encode(), usedforsecurity=False).hexdigest()
+def _hash(descriptor: Descriptor) -> str:
+    """Return the name of the folder of the descriptor's sums, as DeePMD-kit computes it."""
+    text = json.dumps(descriptor.stat_identity())
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-def _settings(config: ModelConfig) -> str:
+def _settings(config: ModelConfig, descriptor: Descriptor) -> str:
     """Return what else the statistics depend on; a file of other settings is not taken."""
-    descriptor, fitting = config.descriptor, config.fitting_net
     about: Mapping[str, Any] = {
-        "rcut": descriptor.rcut,
-        "rcut_smth": descriptor.rcut_smth,
-        "exclude_types": sorted(sorted(pair) for pair in descriptor.exclude_types),
-        "env_protection": descriptor.env_protection,
+        **descriptor.stat_settings(),
         "pair_exclude_types": sorted(sorted(pair) for pair in config.pair_exclude_types),
         "atom_exclude_types": sorted(config.atom_exclude_types),
         "preset_out_bias": config.preset_out_bias,
-        "atom_ener": fitting.atom_ener or None,
-        "rcond": fitting.rcond,
+        "atom_ener": config.fitting_net.atom_ener or None,
+        "rcond": config.fitting_net.rcond,
     }
     return json.dumps(about, sort_keys=True)
-
-
-def _numbers(sel: list[int] | str) -> list[int]:
-    assert not isinstance(sel, str), "sel must be resolved to numbers"
-    return list(sel)
 
 
 def _is_hdf5(path: Path) -> bool:

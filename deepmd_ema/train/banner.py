@@ -30,14 +30,13 @@ def start_lines(plan: Plan, sampler: Sampler) -> list[str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     frames = sum(system.num_frames for system in plan.prepared.train)
-    descriptor = config.model.descriptor
     epochs = plan.num_steps / sampler.batches_per_epoch
     several = world.size > 1 or config.training.zero_stage > 0
     return [
         f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"device      {_device(world.device)}",
         *(_ranks(world.size, config.training.zero_stage) if several else []),
-        f"model       {descriptor.type}, cutoff {descriptor.rcut:g} angstrom, sel {descriptor.sel}, "
+        f"model       {config.model.descriptor.summary()}; "
         f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {model.dtype}".replace(
             "torch.", ""
         ),

@@ -61,7 +61,8 @@ def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
 
 def _shard(model: EnergyModel, world: World, reshard: bool) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for block, methods in model.shard_units():
+    model.evaluate_all_blocks()
+    for block, methods in model.blocks():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         for method in methods:
             register_fsdp_forward_method(block, method)

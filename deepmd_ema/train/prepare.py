@@ -13,7 +13,6 @@ from deepmd_ema.data.loader import PairCache
 from deepmd_ema.data.run import check_run, open_run
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import auto_sel
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics
@@ -102,11 +101,10 @@ def _look(
     neighbors = report.neighbors
     assert neighbors is not None, "data without problems have neighbors"
     descriptor = config.model.descriptor
-    if isinstance(descriptor.sel, str):
+    if descriptor.neighbors is None:
         if skip_neighbor_stat:
-            raise DataError(f'--skip-neighbor-stat: model.descriptor.sel = "{descriptor.sel}" needs it. Give numbers.')
-        sel = list(auto_sel(neighbors.max_neighbors, descriptor.sel_margin))
-        config = replace(config, model=replace(config.model, descriptor=replace(descriptor, sel=sel)))
+            raise DataError(f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers.")
+        config = replace(config, model=replace(config.model, descriptor=descriptor.with_neighbors(neighbors)))
     nearest = origin.min_nbor_dist if origin.path is not None else neighbors.min_distance
     checked = time.perf_counter()
     model = build_model(config.model, seed_for("weights", seed))
@@ -115,7 +113,7 @@ def _look(
     if origin.path is not None:
         load_weights(model, origin)
     else:
-        statistics = _statistics(config, train, cache, seed, num_ranks)
+        statistics = _statistics(config, model, train, cache, seed, num_ranks)
         model.apply_statistics(statistics)
         for line in statistics.lines():
             logger.info("%s", line)
@@ -124,12 +122,12 @@ def _look(
 
 
 def _statistics(
-    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
+    config: RunConfig, model: EnergyModel, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
 ) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
     path = config.training.stat_file
     if path is not None:
-        stored = read_stat_file(path, config.model)
+        stored = read_stat_file(path, config.model, model.descriptor)
         if stored is not None:
             logger.info("statistics are those of %s", path)
             return stored
@@ -138,10 +136,10 @@ def _statistics(
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
                 '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
             )
-    found = collect_statistics(config.model, _statistics_batches(config, systems, cache, seed, num_ranks))
+    found = collect_statistics(model, config.model, _statistics_batches(config, systems, cache, seed, num_ranks))
     if path is not None:
         try:
-            write_stat_file(path, config.model, found)
+            write_stat_file(path, config.model, model.descriptor, found)
         except OSError as error:
             raise DataError(
                 f"training.stat_file: {path}: cannot be written ({error.strerror or error}). Remove what stands there, "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import config_from_dict, to_dict
+from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.tensors import check_weights
 
@@ -92,11 +92,11 @@ def adopt_model(config: RunConfig, origin: Origin) -> RunConfig:
     if origin.kind == "restart" and config.training.seed is None:
         seed = origin.payload["config"]["training"]["seed"]
         config = replace(config, training=replace(config.training, seed=seed))
-    descriptor = config.model.descriptor
-    if isinstance(descriptor.sel, str) and "sel" in saved["descriptor"]:
-        descriptor = replace(descriptor, sel=list(saved["descriptor"]["sel"]))
-        return replace(config, model=replace(config.model, descriptor=descriptor))
-    return config
+    if config.model.descriptor.neighbors is not None:
+        return config
+    section = model_config_from_dict(saved, str(origin.path)).descriptor
+    descriptor = config.model.descriptor.with_neighbors_of(section)
+    return replace(config, model=replace(config.model, descriptor=descriptor))
 
 
 def check_continuity(config: RunConfig, origin: Origin, allow_change: bool) -> None:

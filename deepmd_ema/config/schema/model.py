@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from deepmd_ema.config.descriptor import DESCRIPTORS, DescriptorConfig
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int
-
-ACTIVATIONS = (
-    "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
-)  # fmt: skip
-PRECISIONS = ("default", "float64", "float32")
-
-_bent = Check(lambda v: re.fullmatch(r"silut:\d+(\.\d*)?", v) is not None, "silut:T with a number T, e.g. silut:3")
-_layers = Check(lambda v: len(v) > 0 and all(n > 0 for n in v), "a list of at least one whole number > 0")
-_pairs = Check(
-    lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v),
-    "a list of pairs of type numbers, e.g. [[0, 1]]",
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.shared import (
+    ACTIVATIONS,
+    PRECISIONS,
+    bent_silu,
+    dashes,
+    dtype_name,
+    layer_widths,
+    not_one_per_element,
+    type_pairs,
+    unknown_types,
 )
+
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
-
-
-def _is_sel(value: Any) -> bool:
-    if isinstance(value, str):
-        found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-        return found is not None and (found[1] is None or float(found[1]) >= 1)
-    return len(value) > 0 and min(value) >= 0 and sum(value) > 0
-
-
-_sel = Check(_is_sel, 'a list with one whole number per element of type_map, e.g. [46, 92], or "auto" or "auto:1.2"')
 _type_map = Check(
     lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v),
     'a list of element names, e.g. ["O", "H"]',
@@ -37,75 +30,7 @@ _type_map = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE2A:
-    """Smooth descriptor of two-body radial and angular information (DeepPot-SE)."""
-
-    type: ClassVar[str] = "se_e2_a"
-    aliases: ClassVar[tuple[str, ...]] = ("se_a",)
-
-    sel: list[int] | str = option(
-        "auto",
-        check=_sel,
-        doc="Most neighbors kept of each element, the nearest first. `auto` counts the neighbors in the training data "
-        "and takes 1.1 times the largest number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
-    )
-    rcut: float = option(6.0, unit="angstrom", check=positive, doc="Cutoff radius.")
-    rcut_smth: float = option(
-        0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
-    )
-    neuron: list[int] = option(
-        [10, 20, 40],
-        check=_layers,
-        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
-        "wide, has a skip connection.",
-    )
-    axis_neuron: int = option(
-        4,
-        alias=("n_axis_neuron",),
-        check=positive_int,
-        doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
-    )
-    activation_function: str = option(
-        "tanh",
-        choices=ACTIVATIONS,
-        check=_bent,
-        doc="Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
-        "bends into a tanh above; T of `silut` is 3.",
-    )
-    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
-    type_one_side: bool = option(
-        False,
-        doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
-        "for each pair of elements. True is faster, about equally accurate.",
-    )
-    precision: str = option("default", choices=PRECISIONS, doc="Precision of the parameters; `default` is float64.")
-    trainable: bool = option(True, doc="Whether the parameters are trained.")
-    seed: int | None = option(
-        None, check=not_negative_int, doc="Seed of the initial parameters; null takes it from `training.seed`."
-    )
-    exclude_types: list[list[int]] = option(
-        [], check=_pairs, doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]]."
-    )
-    env_protection: float = option(
-        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
-    )
-    set_davg_zero: bool = option(
-        False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
-    )
-
-    @property
-    def sel_numbers(self) -> list[int] | None:
-        """``sel`` as numbers, or None while it is left to the data."""
-        return None if isinstance(self.sel, str) else list(self.sel)
-
-    @property
-    def sel_margin(self) -> float:
-        """How many slots more than the neighbors found ``auto`` takes, as a factor: ``auto:1.2``; ``auto`` is 1.1."""
-        return float(str(self.sel).partition(":")[2] or 1.1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnerFitting:
+class EnerFittingConfig:
     """Network from the descriptor of an atom to its energy."""
 
     type: ClassVar[str] = "ener"
@@ -125,13 +50,13 @@ class EnerFitting:
     neuron: list[int] = option(
         [120, 120, 120],
         alias=("n_neuron",),
-        check=_layers,
+        check=layer_widths,
         doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
     )
     activation_function: str = option(
         "tanh",
         choices=ACTIVATIONS,
-        check=_bent,
+        check=bent_silu,
         doc="Activation function of the hidden layers; the same names as in the descriptor.",
     )
     precision: str = option("default", choices=PRECISIONS, doc="Precision of the parameters; `default` is float64.")
@@ -160,6 +85,28 @@ class EnerFitting:
         doc="Whether atom parameters mark real atoms instead of entering the network. Only false here.",
     )
 
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the option and the rest of the message of what does not fit together."""
+        if self.atom_ener:
+            yield from (("atom_ener", text) for text in not_one_per_element(self.atom_ener, type_map))
+        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
+            yield (
+                "default_fparam",
+                f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}, "
+                f"expected numb_fparam = {self.numb_fparam}.",
+            )
+        if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
+            yield (
+                "trainable",
+                f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {len(self.neuron) + 1}: "
+                "one for each layer of neuron and one for the output.",
+            )
+
+    def summary(self) -> str:
+        """Return the main options in words."""
+        conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
+        return ", ".join([f"ener, neuron {dashes(self.neuron)}", *conditions, dtype_name(self.precision)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -170,8 +117,8 @@ class ModelConfig:
     type_map: list[str] = option(
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
     )
-    descriptor: SeE2A = option(doc="How the surroundings of an atom are described.")
-    fitting_net: EnerFitting = option(default_type="ener", doc="How the energy follows from the descriptor.")
+    descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
+    fitting_net: EnerFittingConfig = option(default_type="ener", doc="How the energy follows from the descriptor.")
     data_stat_nbatch: int = option(
         10, check=positive_int, doc="Number of batches of each system that the statistics are taken from."
     )
@@ -180,7 +127,7 @@ class ModelConfig:
     )
     data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
     pair_exclude_types: list[list[int]] = option(
-        [], check=_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
+        [], check=type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
     )
     atom_exclude_types: list[int] = option(
         [], check=_types, doc="Types whose atoms contribute no energy of their own, e.g. [0]."
@@ -190,3 +137,38 @@ class ModelConfig:
         check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
         doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
     )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the option and the rest of the message of what does not fit together in the section itself."""
+        names = self.type_map
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            yield "type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+        for values in (self.preset_out_bias or {}).values():
+            wrong = [v for v in values if not _is_bias(v)]
+            if wrong:
+                expected = "expected a number, or null for a bias that is fitted"
+                yield "preset_out_bias", f": energy has {show(wrong[0])}: {expected}."
+            yield from (("preset_out_bias", text) for text in not_one_per_element(values, names))
+        paired = [t for pair in self.pair_exclude_types for t in pair]
+        yield from (("pair_exclude_types", text) for text in unknown_types(paired, names))
+        excluded = self.atom_exclude_types
+        yield from (("atom_exclude_types", text) for text in unknown_types(excluded, names))
+        if set(excluded) >= set(range(len(names))):
+            yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is allowed but likely not meant."""
+        if self.descriptor.vacuum_needs:
+            given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
+            for name in (n for n, value in given.items() if value):
+                yield (
+                    f"model.{name} is given: an isolated atom has this energy only with "
+                    f"model.descriptor.{self.descriptor.vacuum_needs}."
+                )
+
+
+def _is_bias(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) == 1 and _is_bias(value[0])
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout, both_orders
 from deepmd_ema.model.kernels.env_mat import Environment
 from deepmd_ema.model.kernels.moments import Moments, moments_kernel
+from deepmd_ema.model.kernels.switch import switch
 from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.statistics import mean_and_spread, sum_by_type
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.model import SeE2A
+    from deepmd_ema.config.descriptor import SeE2AConfig
+    from deepmd_ema.model.interface import Block
+
+SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
+SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, X axis channels
 
@@ -32,9 +39,10 @@ class SeE2ADescriptor(nn.Module):
         seed: of the initial parameters when the section has none.
     """
 
-    def __init__(self, config: SeE2A, num_types: int, seed: int) -> None:
+    def __init__(self, config: SeE2AConfig, num_types: int, seed: int) -> None:
         super().__init__()
         assert not isinstance(config.sel, str), "sel must be resolved to numbers"
+        self.section = config
         self.rcut, self.rcut_smth, self.protection = config.rcut, config.rcut_smth, config.env_protection
         self.sel = tuple(config.sel)
         self.one_side = config.type_one_side
@@ -76,6 +84,72 @@ class SeE2ADescriptor(nn.Module):
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return how this descriptor wants its neighbors."""
         return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Radial and angular sums by type of centre, as DeePMD-kit names them in a stat file."""
+        return tuple(f"{kind}_{t}" for kind in "ra" for t in range(self.num_types))
+
+    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return count, sum and sum of squares (3,) of the radial column of the environment matrix, ``r_<type>``, and
+        of its three angular columns together, ``a_<type>``, by type of centre.
+
+        All ``sel`` slots are counted; empty ones are zeros.
+        """  # noqa: D205
+        section, vector = self.section, batch.vector
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        inverse = (distance + section.env_protection).reciprocal_()
+        radial = switch(distance, section.rcut, section.rcut_smth).mul_(inverse)
+        atoms, slots = batch.atoms_by_type, batch.sections
+        for first, second in self.excluded:
+            radial[atoms[first], slots[second]] = 0
+        angular = inverse.mul_(radial)
+        along = torch.bmm(angular[:, None], vector).sum((1, 2))
+        square = angular.mul_(distance).square_().sum(1)
+        count = torch.full_like(along, sum(self.sel))
+        by_type = sum_by_type(
+            torch.stack([count, radial.sum(1), (radial * radial).sum(1), 3 * count, along, square], 1), batch
+        )
+        return dict(zip(self.sum_names, [*by_type[:, :3], *by_type[:, 3:]], strict=True))
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
+        radial, angular = np.split(np.stack([sums[name] for name in self.sum_names]), 2)
+        radial_mean, radial_spread = mean_and_spread(radial, SMALLEST_SPREAD)
+        _, angular_spread = mean_and_spread(angular, SMALLEST_SPREAD)
+        unseen = radial[:, 0] == 0
+        spread = np.stack([radial_spread, angular_spread, angular_spread, angular_spread], 1)
+        mean = np.zeros_like(spread)
+        if not self.section.set_davg_zero:
+            mean[:, 0] = np.where(unseen, 0.0, radial_mean)
+        spread[unseen] = SPREAD_UNSEEN
+        self.mean.copy_(torch.as_tensor(mean[:, None]))
+        self.stddev.copy_(torch.as_tensor(spread[:, None]))
+
+    def stat_identity(self) -> dict[str, Any]:
+        """Return what DeePMD-kit hashes for the name of the folder."""
+        return {
+            "type": "se_a",
+            "ntypes": self.num_types,
+            "rcut": round(self.section.rcut, 2),
+            "rcut_smth": round(self.section.rcut_smth, 2),
+            "nsel": sum(self.sel),
+            "sel": list(self.sel),
+            "mixed_types": False,
+        }
+
+    def stat_settings(self) -> dict[str, Any]:
+        """Return what DeePMD-kit's hash rounds or leaves out."""
+        return {
+            "rcut": self.section.rcut,
+            "rcut_smth": self.section.rcut_smth,
+            "exclude_types": sorted(sorted(pair) for pair in self.section.exclude_types),
+            "env_protection": self.section.env_protection,
+        }
+
+    def blocks(self) -> list[Block]:
+        """Return none: the embedding nets are small, and all of them are used in every step."""
+        return []
 
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.errors import DataError
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.statistics import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.model import EnerFitting
+    from deepmd_ema.config.schema.model import EnerFittingConfig
+    from deepmd_ema.model.interface import Block
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
@@ -32,13 +36,9 @@ class EnergyFitting(nn.Module):
     """
 
     def __init__(
-        self, config: EnerFitting, dim_in: int, num_types: int, excluded_types: tuple[int, ...], seed: int
+        self, config: EnerFittingConfig, dim_in: int, num_types: int, excluded_types: tuple[int, ...], seed: int
     ) -> None:
         super().__init__()
-        if config.use_aparam_as_mask:
-            raise ConfigError(
-                "model.fitting_net.use_aparam_as_mask = true: masks of atoms are not available here. Remove the option."
-            )
         self.dtype = precision(config.precision)
         self.dim_in, self.num_fparam, self.num_aparam = dim_in, config.numb_fparam, config.numb_aparam
         self.excluded_types = frozenset(excluded_types)
@@ -72,6 +72,17 @@ class EnergyFitting(nn.Module):
     def networks(self) -> list[Network]:
         """The networks, one per type."""
         return cast("list[Network]", list(self.nets))
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray], protect: float) -> None:
+        """Set mean and inverse spread of the frame and atom parameters that the data have."""
+        for name, values in sums.items():
+            mean, spread = mean_and_spread(values, protect)
+            getattr(self, f"{name}_avg").copy_(torch.as_tensor(mean))
+            getattr(self, f"{name}_inv_std").copy_(torch.as_tensor(1 / spread))
+
+    def blocks(self) -> list[Block]:
+        """Return the networks, each of which is used as a whole, once per batch."""
+        return [(net, ("value_and_gradient",)) for net in self.nets]
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""

@@ -1,0 +1,66 @@
+"""Sections ``model.descriptor``: what every one of them can tell, and the registry of them.
+
+A new descriptor is one section here, one module in ``model/descriptor`` and one tree in ``interchange/dp``; no other
+room knows its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from deepmd_ema.config.descriptor.se_e2_a import SeE2AConfig
+
+if TYPE_CHECKING:
+    from deepmd_ema.geometry import NeighborStatistics
+
+__all__ = ["DESCRIPTORS", "DescriptorConfig", "SeE2AConfig"]
+
+
+class DescriptorConfig(Protocol):
+    """A section ``model.descriptor``: a frozen dataclass of options that answers these questions.
+
+    Attributes:
+        type: its canonical name, by which section, module and tree are registered.
+        aliases: other values of ``type`` in the input.
+        precision: of the parameters: ``default``, ``float64`` or ``float32``.
+    """
+
+    type: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]]
+
+    @property
+    def precision(self) -> str:
+        """Return the precision of the parameters; ``default`` is float64."""
+
+    @property
+    def cutoff(self) -> float:
+        """Return the largest distance of two atoms that see each other, angstrom."""
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return the most neighbors kept, per element or one number for all; None while this is left to the data."""
+
+    def with_neighbors(self, found: NeighborStatistics) -> DescriptorConfig:
+        """Return the section with the number of neighbors chosen from data; one that has numbers stays as it is."""
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> DescriptorConfig:
+        """Return the section with the number of neighbors of ``saved``, if it leaves it to the data."""
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the option and the rest of the message of what does not fit together; each value is right in itself."""
+
+    def summary(self) -> str:
+        """Return the type and the main options in words, for one line."""
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return about how many numbers a training step holds for each pair of neighbors, to estimate memory."""
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return the setting that makes the features of an isolated atom zero, ``name = true``; empty if they are."""
+
+
+# by ``type``; the option ``model.descriptor`` accepts what stands here
+DESCRIPTORS: dict[str, type[DescriptorConfig]] = {SeE2AConfig.type: SeE2AConfig}

@@ -1,0 +1,161 @@
+"""The section of the descriptor se_e2_a."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.shared import (
+    ACTIVATIONS,
+    PRECISIONS,
+    bent_silu,
+    dashes,
+    dtype_name,
+    layer_widths,
+    not_one_per_element,
+    type_pairs,
+    unknown_types,
+)
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.descriptor import DescriptorConfig
+    from deepmd_ema.geometry import NeighborStatistics
+
+SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
+
+
+def _is_sel(value: Any) -> bool:
+    if isinstance(value, str):
+        found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
+        return found is not None and (found[1] is None or float(found[1]) >= 1)
+    return len(value) > 0 and min(value) >= 0 and sum(value) > 0
+
+
+_sel = Check(_is_sel, 'a list with one whole number per element of type_map, e.g. [46, 92], or "auto" or "auto:1.2"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeE2AConfig:
+    """Smooth descriptor of two-body radial and angular information (DeepPot-SE)."""
+
+    type: ClassVar[str] = "se_e2_a"
+    aliases: ClassVar[tuple[str, ...]] = ("se_a",)
+
+    sel: list[int] | str = option(
+        "auto",
+        check=_sel,
+        doc="Most neighbors kept of each element, the nearest first. `auto` counts the neighbors in the training data "
+        "and takes 1.1 times the largest number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
+    )
+    rcut: float = option(6.0, unit="angstrom", check=positive, doc="Cutoff radius.")
+    rcut_smth: float = option(
+        0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
+    )
+    neuron: list[int] = option(
+        [10, 20, 40],
+        check=layer_widths,
+        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
+        "wide, has a skip connection.",
+    )
+    axis_neuron: int = option(
+        4,
+        alias=("n_axis_neuron",),
+        check=positive_int,
+        doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
+    )
+    activation_function: str = option(
+        "tanh",
+        choices=ACTIVATIONS,
+        check=bent_silu,
+        doc="Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
+        "bends into a tanh above; T of `silut` is 3.",
+    )
+    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
+    type_one_side: bool = option(
+        False,
+        doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
+        "for each pair of elements. True is faster, about equally accurate.",
+    )
+    precision: str = option("default", choices=PRECISIONS, doc="Precision of the parameters; `default` is float64.")
+    trainable: bool = option(True, doc="Whether the parameters are trained.")
+    seed: int | None = option(
+        None, check=not_negative_int, doc="Seed of the initial parameters; null takes it from `training.seed`."
+    )
+    exclude_types: list[list[int]] = option(
+        [], check=type_pairs, doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]]."
+    )
+    env_protection: float = option(
+        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
+    )
+    set_davg_zero: bool = option(
+        False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
+    )
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``rcut``."""
+        return self.rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as numbers, or None while it is ``auto``."""
+        return None if isinstance(self.sel, str) else tuple(self.sel)
+
+    def with_neighbors(self, found: NeighborStatistics) -> SeE2AConfig:
+        """Return the section with ``sel: auto`` as numbers."""
+        if not isinstance(self.sel, str):
+            return self
+        return replace(self, sel=auto_sel(found.max_neighbors, float(self.sel.partition(":")[2] or 1.1)))
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> SeE2AConfig:
+        """Return the section with ``sel: auto`` as in ``saved``."""
+        if isinstance(saved, SeE2AConfig) and isinstance(self.sel, str):
+            return replace(self, sel=saved.sel)
+        return self
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together."""
+        if self.rcut_smth >= self.rcut:
+            yield (
+                "rcut_smth",
+                f" = {self.rcut_smth:g}: expected less than rcut = {self.rcut:g} (angstrom). "
+                f"Try rcut_smth = {0.1 * self.rcut:.2g}.",
+            )
+        if self.axis_neuron > self.neuron[-1]:
+            yield (
+                "axis_neuron",
+                f" = {self.axis_neuron}: expected at most {self.neuron[-1]}, the last number of "
+                f"neuron = {show(self.neuron)}.",
+            )
+        if not isinstance(self.sel, str):
+            yield from (("sel", text) for text in not_one_per_element(self.sel, type_map))
+        excluded = [t for pair in self.exclude_types for t in pair]
+        yield from (("exclude_types", text) for text in unknown_types(excluded, type_map))
+
+    def summary(self) -> str:
+        """Return the main options in words."""
+        sel = self.sel if isinstance(self.sel, str) else " ".join(map(str, self.sel))
+        return (
+            f"se_e2_a, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), sel {sel}, "
+            f"neuron {dashes(self.neuron)}, axis_neuron {self.axis_neuron}, {dtype_name(self.precision)}"
+        )
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of the embedding's layers, forward and backward, and of a few vectors."""
+        return 3 * sum(self.neuron) + 30
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
+        return "" if self.set_davg_zero else "set_davg_zero = true"
+
+
+def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
+    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four."""
+    return [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]

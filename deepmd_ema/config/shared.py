@@ -1,0 +1,50 @@
+"""Choices, tests and rules that several sections of a model share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from deepmd_ema.config.fields import Check
+from deepmd_ema.config.messages import show
+
+ACTIVATIONS = (
+    "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
+)  # fmt: skip
+PRECISIONS = ("default", "float64", "float32")
+
+bent_silu = Check(lambda v: re.fullmatch(r"silut:\d+(\.\d*)?", v) is not None, "silut:T with a number T, e.g. silut:3")
+layer_widths = Check(lambda v: len(v) > 0 and all(n > 0 for n in v), "a list of at least one whole number > 0")
+type_pairs = Check(
+    lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v),
+    "a list of pairs of type numbers, e.g. [[0, 1]]",
+)
+
+
+def not_one_per_element(values: Sequence[Any], type_map: Sequence[str]) -> Iterator[str]:
+    """Yield the rest of a message if ``values`` has not one entry for each element."""
+    if len(values) != len(type_map):
+        yield (
+            f" = {show(values)}: has length {len(values)}, expected {len(type_map)}, "
+            f"one for each of type_map = {show(type_map)}."
+        )
+
+
+def unknown_types(types: Iterable[int], type_map: Sequence[str]) -> Iterator[str]:
+    """Yield the rest of a message if one of ``types`` is no place in ``type_map``."""
+    bad = sorted({t for t in types if t >= len(type_map)})
+    if bad:
+        yield (
+            f": type {bad[0]} does not exist, expected 0 to {len(type_map) - 1}, places in type_map = {show(type_map)}."
+        )
+
+
+def dashes(numbers: Iterable[int]) -> str:
+    """Return widths of layers in words: ``120-120-120``."""
+    return "-".join(map(str, numbers))
+
+
+def dtype_name(precision: str) -> str:
+    """Return the name of the numbers that an option ``precision`` stands for."""
+    return "float64" if precision == "default" else precision

@@ -1,0 +1,82 @@
+"""Networks of dense layers and plain arrays in DeePMD-kit's trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.nn.layers import Network
+
+
+def layer_trees(net: Network, precision: str, *, hidden_only: bool) -> list[Tree]:
+    """Return the layers of a network; unless ``hidden_only``, the last one is the linear output."""
+    last = None if hidden_only else net.stack[-1]
+    return [
+        {
+            "@class": "Layer",
+            "@version": 2,
+            "bias": True,
+            "use_timestep": layer.idt is not None,
+            "activation_function": layer.activation.name,
+            "resnet": layer is not last,
+            "precision": precision,
+            "trainable": layer.weight.requires_grad,
+            VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
+        }
+        for layer in net.stack
+    ]
+
+
+def fill_networks(name: str, nets: list[Network], trees: list[Tree]) -> None:
+    """Write the layers of ``trees`` into networks; ``name`` is for messages.
+
+    Raises:
+        ValueError: if a shape or the number of networks or layers differs.
+    """
+    if len(nets) != len(trees):
+        raise ValueError(f"{name}: {len(trees)} networks, expected {len(nets)}")
+    for index, (net, tree) in enumerate(zip(nets, trees)):
+        if len(net.stack) != len(tree["layers"]):
+            raise ValueError(f"{name}[{index}]: {len(tree['layers'])} layers, expected {len(net.stack)}")
+        for number, (layer, values) in enumerate(zip(net.stack, tree["layers"])):
+            where, stored = f"{name}[{index}].layers[{number}]", values[VARIABLES]
+            for parameter, theirs in ((layer.weight, "w"), (layer.bias, "b"), (layer.idt, "idt")):
+                fill(f"{where}: {theirs}", parameter, stored.get(theirs))
+
+
+def fill(name: str, target: torch.Tensor | None, value: Any) -> None:
+    """Write an array into a parameter or buffer; both may be missing, but not one of them.
+
+    Raises:
+        ValueError: if one is missing, or the shapes differ.
+    """
+    if target is None or value is None:
+        if target is not None or value is not None:
+            raise ValueError(f"{name} is {'given' if target is None else 'missing'}")
+        return
+    found = np.asarray(value)
+    if found.shape != tuple(target.shape):
+        raise ValueError(f"{name}: shape {found.shape}, expected {tuple(target.shape)}")
+    with torch.no_grad():
+        target.copy_(torch.from_numpy(np.ascontiguousarray(found)))
+
+
+def array(tensor: torch.Tensor | None) -> np.ndarray | None:
+    """Return a copy on the CPU, or None."""
+    return None if tensor is None else tensor.detach().cpu().numpy()
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return the name of a precision as trees have it: ``float64``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def chosen(tree: Mapping[str, Any], names: tuple[str, ...]) -> Tree:
+    """Return those entries of a tree that are options of a section."""
+    return {name: tree[name] for name in names if name in tree}

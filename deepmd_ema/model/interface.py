@@ -1,0 +1,101 @@
+"""What a descriptor and a fitting must offer to stand in an ``EnergyModel``, be trained, averaged, sharded and saved.
+
+Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and averages hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, NeighborLayout
+
+# A atoms, K neighbor slots, D features
+Sums: TypeAlias = Mapping[str, np.ndarray]
+"""Named sums over data that add up over batches: those of two batches are the sums of each."""
+
+Block: TypeAlias = tuple[nn.Module, tuple[str, ...]]
+"""A module whose parameters may be gathered on their own, and the methods beside ``forward`` that use them."""
+
+
+class Vjp(Protocol):
+    """Turns the gradient of an energy with respect to features into that with respect to ``batch.vector``."""
+
+    def __call__(self, grad_features: Tensor) -> Tensor:
+        """Return (A, K, 3) float64 from (A, D), differentiable with respect to the parameters."""
+
+
+class Descriptor(Protocol):
+    """Features of each atom, which do not change under rotation, translation and exchange of atoms.
+
+    Attributes:
+        dtype: precision of the parameters and of the features.
+    """
+
+    dtype: torch.dtype
+
+    @property
+    def dim_out(self) -> int:
+        """Return D, the number of features of an atom."""
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return which neighbors a batch must hold, and in which order.
+
+        Args:
+            excluded_pairs: pairs of types, in both orders, that do not see each other at all.
+        """
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, D) and what turns their gradient into that of ``batch.vector``.
+
+        A hand-written vjp and that of ``torch.func.vjp`` both fit. Features must go to those of an atom without this
+        neighbor, with two derivatives, where the vector of a neighbor reaches the cutoff.
+        """
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Return the names of what ``measure`` returns, which are also the entries of a stat file."""
+
+    def measure(self, batch: Batch) -> Sums:
+        """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers; may be empty."""
+
+    def apply_statistics(self, sums: Sums) -> None:
+        """Set means and spreads from the sums over all data."""
+
+    def stat_identity(self) -> Mapping[str, Any]:
+        """Return what tells these sums from those of other options in a stat file, as DeePMD-kit spells it."""
+
+    def stat_settings(self) -> Mapping[str, Any]:
+        """Return what else the sums depend on; a stat file of other settings is not taken."""
+
+    def blocks(self) -> list[Block]:
+        """Return modules whose parameters may be sharded and gathered on their own; all others are gathered at once."""
+
+
+class Fitting(Protocol):
+    """Energy of each atom from its features.
+
+    Attributes:
+        skips_absent: whether nets of elements that a batch does not have are left out in evaluation. False where
+            parameters are sharded: to gather a net is a collective, so every rank must evaluate all of them.
+    """
+
+    skips_absent: bool
+
+    def __call__(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the energies (A,) float64, eV, and their gradient with respect to the features (A, D)."""
+
+    def apply_statistics(self, sums: Sums, protect: float) -> None:
+        """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.
+
+        Args:
+            sums: count, sum and sum of squares of each number.
+            protect: smallest spread.
+        """
+
+    def blocks(self) -> list[Block]:
+        """Return modules whose parameters may be sharded and gathered on their own."""

@@ -1,0 +1,198 @@
+"""A new descriptor is a section, a module and a tree: a made-up one without `sel` and `neuron` goes the whole way."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import test_laws
+import torch
+from fake_descriptor import FakeConfig, register, train_fake_here
+from helpers import assert_same, tiny_input
+from parallel_runs import run_ranks
+from toy_models import SECTIONS
+
+import deepmd_ema
+from deepmd_ema import cli
+from deepmd_ema.config import DescriptorConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config.fields import arguments
+from deepmd_ema.config.manual import json_schema, manual
+from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)
+
+FAKE = {"type": "fake", "rcut": 4.0, "width": 6}
+RUN = {
+    "model__descriptor": FAKE,
+    "training__enable_ema": True,
+    "training__ema_decay": 0.5,
+    "training__save_freq": 1,
+    "training__disp_freq": 1,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 1,
+    "validating__full_val_start": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """The descriptor is registered for one test, and has a small section for the laws."""
+    register(monkeypatch.setitem)
+    monkeypatch.setitem(SECTIONS, "fake", {**FAKE, "most": 60})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, water_like, water_like_valid):
+    """A folder with an input of three steps."""
+    config = tiny_input([water_like], [water_like_valid], num_steps=3, **RUN)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, *words, code=0):
+    """Run a command and return what it printed and logged."""
+    found = cli.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out + err
+
+
+def test_the_whole_way_from_check_to_test(folder, capsys, water_like_valid):
+    assert "fake, rcut 4 angstrom, most auto, width 6" in run(capsys, "check", "input.json")
+    run(capsys, "train", "input.json", "--device", "cpu")
+    saved = torch.load("model.ckpt-3.pt", weights_only=True)
+    assert saved["config"]["model"]["descriptor"]["most"] > 10  # counted in the data
+    assert saved["model"]["descriptor.share"] < 0.2  # measured in the data
+    for log in ("val.log", "val_ema.log"):
+        assert [line.split()[0] for line in Path(log).read_text().splitlines() if line[0] != "#"] == ["1", "2", "3"]
+    assert "fake, rcut 4 angstrom" in run(capsys, "show", "model.ckpt-3.pt")
+    assert "Force" in run(capsys, "test", "-m", "model.ckpt-3.pt", "-s", water_like_valid, "--use-ema")
+
+
+def test_a_restart_goes_on_bitwise(folder, capsys):
+    run(capsys, "train", "input.json", "--device", "cpu")
+    whole = {name: torch.load(name, weights_only=True) for name in ("model.ckpt-3.pt", "model_ema.ckpt-3.pt")}
+    for name in whole:
+        Path(name).unlink()
+    run(capsys, "train", "input.json", "--restart", "model.ckpt-1.pt", "--device", "cpu")
+    for name, payload in whole.items():
+        assert_same(torch.load(name, weights_only=True), payload)
+
+
+def test_statistics_come_from_a_file(folder, capsys):
+    values = json.loads(Path("input.json").read_text())
+    values["training"]["stat_file"] = "stat.h5"
+    Path("input.json").write_text(json.dumps(values))
+    run(capsys, "train", "input.json", "--device", "cpu")
+    first = torch.load("model.ckpt-3.pt", weights_only=True)["model"]
+    assert "statistics are those of stat.h5" in run(capsys, "train", "input.json", "--device", "cpu")
+    assert_same(torch.load("model.ckpt-3.pt", weights_only=True)["model"], first)
+
+
+def test_freeze_refuses_it_by_name(folder, capsys):
+    run(capsys, "train", "input.json", "--device", "cpu")
+    text = run(capsys, "freeze", "-c", "model.ckpt-3.pt", code=2)
+    assert 'model.descriptor.type = "fake": cannot be written in the format of DeePMD-kit' in text
+    assert "Known: se_e2_a." in text
+    assert not Path("frozen_model.dp").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"widht": 4}, r"model\.descriptor\.widht: unknown key\. Did you mean width\?"),
+        ({"sel": [9, 9]}, r"model\.descriptor\.sel: unknown key here\. It belongs to type se_e2_a"),
+        ({"width": 1}, r"model\.descriptor\.width = 1: expected at least 2, one for each element"),
+        ({"type": "fakee"}, r'model\.descriptor\.type = "fakee": unknown\. Did you mean fake\? Known: se_e2_a, fake'),
+        ({"rcut": "four"}, r'model\.descriptor\.rcut = "four": expected a number > 0'),
+    ],
+)
+def test_mistakes_in_its_section_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(tiny_input(["train"], model__descriptor={**FAKE, **changes}))
+
+
+def test_the_manual_the_schema_and_dargs_know_its_options():
+    from dargs import Argument
+
+    assert "model.descriptor[fake].width" in manual("model.descriptor")
+    schema = json_schema()["properties"]["model"]["properties"]["descriptor"]
+    assert [s["properties"]["type"]["enum"] for s in schema["oneOf"]] == [["se_e2_a", "se_a"], ["fake", "make_believe"]]
+    values = tiny_input(["train"], model__descriptor={"type": "make_believe", "width": 3})
+    whole = Argument("input", dict, arguments(RunConfig))
+    normal = whole.normalize_value(values)
+    assert normal["model"]["descriptor"]["rcut"] == 4.0
+    whole.check_value(normal, strict=True)
+    model = config_from_dict(values).model
+    assert isinstance(model.descriptor, FakeConfig)
+    assert model_config_from_dict(to_dict(model)) == model
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_it_trains_on_two_ranks_as_on_one(stage, folder):
+    values = json.loads(Path("input.json").read_text())
+    for name, ranks, batch, zero_stage in (("alone", 1, 4, 0), ("shared", 2, 2, stage)):
+        values["training"]["training_data"]["batch_size"] = batch
+        values["training"]["zero_stage"] = zero_stage
+        (folder / name).mkdir()
+        (folder / name / "input.json").write_text(json.dumps(values))
+        run_ranks(ranks, train_fake_here, str(folder / name), {}, limit=300)
+    for file in ("model.ckpt-3.pt", "model_ema.ckpt-3.pt"):
+        one, two = (torch.load(folder / name / file, weights_only=True)["model"] for name in ("alone", "shared"))
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, rtol=0, atol=1e-10)
+
+
+# ---- the laws of every descriptor
+
+
+def laws():
+    """Yield every law with the cases that are not about options of one descriptor."""
+    for name, law in vars(test_laws).items():
+        names = inspect.signature(law).parameters if name.startswith("test_") else ()
+        if "descriptor" not in names:
+            continue
+        marks = [m.args for m in law.pytestmark if m.name == "parametrize" and m.args[0] != "descriptor"]
+        choices = [[(key, value) for value in values if value != {} or key == "changes"] for key, values in marks]
+        for case in itertools.product(*choices):
+            arguments_of = dict(case)
+            if not arguments_of.get("changes"):
+                yield pytest.param(law, arguments_of, id="-".join([name, *(str(v) for v in arguments_of.values())]))
+
+
+@pytest.mark.parametrize(("law", "case"), list(laws()))
+def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
+    law(descriptor="fake", **case)
+
+
+# ---- the rooms
+
+
+def test_no_room_reads_an_option_of_a_descriptor():
+    """Outside of a descriptor's own section, module and tree, its section is asked what every section can answer."""
+    answers = {name for name in vars(DescriptorConfig) if not name.startswith("_")} | {"type", "aliases", "precision"}
+    package = Path(deepmd_ema.__file__).parent
+    own = {"config/descriptor", "model/descriptor", "interchange/dp"}
+    module = {"layout", "measure", "apply_statistics", "sum_names", "stat_identity", "stat_settings", "blocks",
+              "dim_out", "dtype"}  # fmt: skip
+    files = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parent.as_posix() not in own]
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and _is_descriptor(node.value) and node.attr not in answers | module
+    ]
+    assert not found
+
+
+def _is_descriptor(node):
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name == "descriptor"
