@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.build import InvalidOptionError
 from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, render, show
+from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
-from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.averaging import AverageConfig
@@ -314,23 +314,9 @@ def metric_is_trained(run: RunConfig) -> Violations:
 @rule("run")
 def rows_have_files_of_their_own(run: RunConfig) -> Violations:
     """No two of learning curves and logs of full validation are written to one file."""
-    written: dict[str, str] = {}
-    for path, about, file in _row_files(run):
-        if file in written:
-            yield path, f": {about} would be written to {file}, as {written[file]} is. Choose another name."
-        written.setdefault(file, about)
-
-
-def _row_files(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the option that names a file of rows, what is in it, and the file."""
-    training = run.training
-    if training.disp_training:
-        for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
-            yield "training.disp_file", f"the learning curve of {name}", _file_of(training.disp_file, name)
-    for name in run.fully_validated:
-        yield "validating.full_val_file", f"validation of {name}", _file_of(run.validating.full_val_file, name)
-
-
-def _file_of(file: str, name: str) -> str:
-    stem, suffix = os.path.splitext(os.path.normpath(file))
-    return f"{stem}{suffix}" if name == LIVE else f"{stem}_{name}{suffix}"
+    for output, first in Outputs(run).shared_rows():
+        yield (
+            output.option,
+            f": {output.content} would be written to {os.path.normpath(output.path)}, as {first.content} is. "
+            "Choose another name.",
+        )

@@ -14,7 +14,7 @@ from deepmd_ema.errors import ConfigError
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.config import AverageConfig, RunConfig
-    from deepmd_ema.data.sampler import Sampler
+    from deepmd_ema.train.task import TaskMixture
 
 Hook = Callable[[int, float], bool]
 
@@ -43,7 +43,9 @@ class Tracked:
         return self.profile.name
 
 
-def tracked_averages(config: RunConfig, sampler: Sampler, should_update: Mapping[str, Hook] | None) -> list[Tracked]:
+def tracked_averages(
+    config: RunConfig, sampler: TaskMixture, should_update: Mapping[str, Hook] | None
+) -> list[Tracked]:
     """Return the averages of the list ``training.averaging``.
 
     Args:
@@ -95,7 +97,7 @@ def averages_in_words(bank: AverageBank) -> str:
     )
 
 
-def _profile(section: AverageConfig, sampler: Sampler, hook: Hook | None) -> Profile:
+def _profile(section: AverageConfig, sampler: TaskMixture, hook: Hook | None) -> Profile:
     """Return the profile of one average, with every length in optimizer steps."""
     settings = vars(section) | {"should_update": hook}
     epoch = float(sampler.batches_per_epoch)
