@@ -25,13 +25,8 @@ NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]
 
 
 def build_optimizer(
-<<<<<<< HEAD
     config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
-    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-=======
-    config: sections.Adam | sections.AdamW | sections.AdaMuon | sections.HybridMuon,
     named_parameters: NamedParameters,
->>>>>>> grow
     device: torch.device,
     shared: bool = False,
 ) -> torch.optim.Optimizer:
@@ -139,54 +134,8 @@ def load_optimizer_state_by_name(
             local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))
 
 
-<<<<<<< HEAD
-Recipe = tuple[type[torch.optim.Optimizer], list[Any], dict[str, Any]]
-"""Class of an optimizer, its parameters or groups of them, and its options."""
-
-
-def _fused(config: sections.AdamConfig | sections.AdamWConfig, trained: Mapping[str, nn.Parameter]) -> Recipe:
-    settings = {
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": EPS,
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
-    return getattr(torch.optim, config.type), list(trained.values()), settings
-
-
-def _adamuon(config: sections.AdaMuonConfig, trained: Mapping[str, nn.Parameter]) -> Recipe:
-    return AdaMuon, list(trained.values()), _muon_settings(config)
-
-
-def _hybrid_muon(config: sections.HybridMuonConfig, trained: Mapping[str, nn.Parameter]) -> Recipe:
-    more = {"mode": config.muon_mode, "gram": config.enable_gram, "magma": config.magma_muon}
-    return HybridMuon, routed(trained, config.muon_mode), {**_muon_settings(config), **more}
-
-
-def _muon_settings(config: sections.AdaMuonConfig | sections.HybridMuonConfig) -> dict[str, Any]:
-    return {
-        "momentum": config.momentum,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "weight_decay": config.weight_decay,
-        "lr_adjust": config.lr_adjust,
-        "lr_adjust_coeff": config.lr_adjust_coeff,
-    }
-
-
-KINDS: dict[str, Callable[..., Recipe]] = {
-    "Adam": _fused,
-    "AdamW": _fused,
-    "AdaMuon": _adamuon,
-    "HybridMuon": _hybrid_muon,
-}
-
-
-def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer of what this rank updates itself."""
-=======
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank updates itself."""
->>>>>>> grow
     return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
 
 

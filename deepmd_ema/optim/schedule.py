@@ -62,13 +62,8 @@ def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdSchedul
     return Schedule(start, stop, num_steps, warmup, config.warmup_start_factor, decay)
 
 
-<<<<<<< HEAD
 def _exp(config: ExpScheduleConfig, length: int, _: int) -> Callable[[int], float]:
-    every, rate = config.decay_steps, config.decay_rate
-=======
-def _exp(config: ExpSchedule, length: int, _: int) -> Callable[[int], float]:
     start, stop, every, rate = config.start_lr, config.end_lr, config.decay_steps, config.decay_rate
->>>>>>> grow
     if rate is None:
         if every >= length:
             # one decay per run would be none: the peer's rule for short runs
@@ -78,27 +73,14 @@ def _exp(config: ExpSchedule, length: int, _: int) -> Callable[[int], float]:
     return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)
 
 
-<<<<<<< HEAD
 def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Callable[[int], float]:
-    return partial(_cosine_value, start=config.start_lr, stop=config.end_lr, length=length)
-
-
-def _cosine_value(step: int, *, start: float, stop: float, length: int) -> float:
-    return stop + (start - stop) * _half_cosine(step / length) if step < length else stop
-
-
-def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Callable[[int], float]:
-    if config.decay_type == "inverse_linear" and config.end_lr == 0:
-=======
-def _cosine(config: CosineSchedule, length: int, _: int) -> Callable[[int], float]:
     start, stop = config.start_lr, config.end_lr
     return lambda step: _fall("cosine", step / length, start, stop) if step < length else stop
 
 
-def _wsd(config: WsdSchedule, length: int, num_steps: int) -> Callable[[int], float]:
+def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Callable[[int], float]:
     start, stop, kind = config.start_lr, config.end_lr, config.decay_type
     if kind == "inverse_linear" and stop == 0:
->>>>>>> grow
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."
         )
