@@ -302,7 +302,7 @@ class Share:
 
 def _share_of_step(averages: int, args: argparse.Namespace) -> Share:
     """Train the input for some steps and return what an update and what a step took; the first steps do not count."""
-    from deepmd_ema.train.assemble import run_training
+    from deepmd_ema.train.run import run_training
 
     config = common.bare(common.read_input(args.input, args.data))
     training = config["training"]

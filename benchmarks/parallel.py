@@ -142,12 +142,12 @@ def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.train.assemble import assemble
     from deepmd_ema.train.prepare import prepare
-    from deepmd_ema.train.resume import find_origin
+    from deepmd_ema.train.start import find_start
 
     device = select_device(args.device)
-    config, origin = load_config("input.json"), find_origin(None, None)
+    config, start = load_config("input.json"), find_start(None, None)
     with open_world(device, find_launch()) as world:
-        trainer = assemble(prepare(config, origin, world), origin, world)
+        trainer = assemble(prepare(config, start, world), start, world)
         found = {"memory": _bytes_of, "speed": _times_of}[args.what](trainer, args)
         trainer.tasks.close()
     (args.rank_of / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
@@ -156,10 +156,10 @@ def _be_a_rank(args: argparse.Namespace) -> None:
 def _bytes_of(trainer, args: argparse.Namespace) -> dict:
     """Return the bytes of what this rank holds after two steps."""
     for _ in range(2):
-        trainer._advance()
+        trainer.advance()
     (task,) = trainer.tasks
     step = trainer.take_step
-    trained = [p for p in task.model.parameters() if p.requires_grad]
+    trained = [p for p in task.models.parameters() if p.requires_grad]
     own = getattr(step._optimizer, "optim", step._optimizer)
     moments = [t for state in own.state.values() for t in state.values() if t.dim()]
     whole = sum(p.numel() * p.element_size() for p in trained)
@@ -187,16 +187,16 @@ def _times_of(trainer, args: argparse.Namespace) -> dict:
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(10):
-        trainer._advance()
+        trainer.advance()
     seconds = []
     for _ in range(args.steps):
         began = time.perf_counter()
-        trainer._advance()
+        trainer.advance()
         seconds.append(time.perf_counter() - began)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         began = time.perf_counter()
         for _ in range(10):
-            trainer._advance()
+            trainer.advance()
         whole = time.perf_counter() - began
     waiting = sum(e.cpu_time_total for e in profiled.key_averages() if e.key.startswith(("gloo:", "nccl:"))) / 1e6
     return {"seconds": statistics.median(seconds), "exchange": min(1.0, waiting / whole)}

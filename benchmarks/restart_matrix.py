@@ -99,14 +99,24 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
 
     A process of the place runs this.
     """
-    from unittest import mock
-
     import torch
 
-    from deepmd_ema.train import trainer
-    from deepmd_ema.train.assemble import run_training
+    from deepmd_ema.train.run import run_training
+    from deepmd_ema.train.trainer import Callback
 
-    answers, run = [], trainer.Trainer.run
+    class Compare(Callback):
+        """Compares what a restart would save before its first step with what it was made of."""
+
+        def __init__(self, origin: Place | None) -> None:
+            self.origin, self.resaved = origin, []
+
+        def on_start(self, trainer) -> None:
+            content = trainer.saver.builder.training(trainer.step, trainer.state_dict())
+            if self.origin is not None and trainer.world.is_main:
+                source = torch.load(checkpoint_of(Path(work), self.origin, HALF), weights_only=True)
+                self.resaved += differing(source, content)
+
+    answers = []
     folder = folder_of(Path(work), place)
     for number, origin in enumerate(origins):
         where = folder
@@ -114,25 +124,16 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
             where = Path(work) / f"stage{place[0]}on{place[1]}-{number}"
         agree_on_port(folder / f"port-{number}-of-{len(origins)}", where, folder / "input.json")
         os.chdir(where)
-        resaved: list[str] = []
-
-        def save_and_run(self, resaved=resaved, origin=origin) -> None:
-            content = self.saver.payloads.training(self.step, self.state_dict())
-            if origin is not None and self.world.is_main:
-                source = torch.load(checkpoint_of(Path(work), origin, HALF), weights_only=True)
-                resaved += differing(source, content)
-            run(self)
-
         how: dict = {}
         if origin is not None:
             how = {"restart": str(checkpoint_of(Path(work), origin, HALF)), "allow_config_change": True}
-        with mock.patch.object(trainer.Trainer, "run", save_and_run):
-            run_training("input.json", device="cpu", **how)
+        compare = Compare(origin)
+        run_training("input.json", device="cpu", callback=compare, **how)
         if os.environ["RANK"] == "0" and origin is not None:
             ends = [
                 torch.load(f, weights_only=True) for f in (f"model.ckpt-{STEPS}.pt", checkpoint_of(Path(work), place))
             ]
-            answers.append({"resaved": resaved, "end": max(largest_differences(*ends).values())})
+            answers.append({"resaved": compare.resaved, "end": max(largest_differences(*ends).values())})
     return answers
 
 

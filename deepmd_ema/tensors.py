@@ -51,6 +51,11 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
     raise CheckpointError("\n".join(lines))
 
 
+def prefix_of(task: str) -> str:
+    """Return what stands before the names of a task's tensors; a task without a name has nothing there."""
+    return f"{task}." if task else ""
+
+
 def cpu_copy(tree: Any) -> Any:
     """Return a copy of nested dictionaries, lists and tuples with every tensor cloned to the CPU.
 

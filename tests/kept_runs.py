@@ -13,7 +13,7 @@ from infer_models import random_model
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.config import config_from_dict, to_dict
-from deepmd_ema.train.saver import Payloads
+from deepmd_ema.train.saver import StateBuilder
 
 AVERAGING = [
     {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True},
@@ -45,7 +45,7 @@ def write_kept_run(
     (folder / "input.json").write_text(json.dumps(values))
     model, generator = random_model(config, seed), torch.Generator().manual_seed(seed)
     bank = AverageBank(model, profiles(**common))
-    payloads = Payloads(model, bank, to_dict(config), 0.9, run)
+    payloads = StateBuilder(model, bank, to_dict(config), 0.9, run)
     for step in range(1, steps + 1):
         with torch.no_grad():
             for tensor in model.parameters():

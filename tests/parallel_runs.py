@@ -14,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 # what training imports, and the part of torch that it imports late
-PRELOADED = ["torch._dynamo", "torch.distributed.optim", "h5py", "vesin", "deepmd_ema.train.assemble"]
+PRELOADED = ["torch._dynamo", "torch.distributed.optim", "h5py", "vesin", "deepmd_ema.train.run"]
 LIMIT_S = 60
 PATIENCE_S = 20  # with the others, once one has failed
 
@@ -81,31 +80,28 @@ def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, **how):
 
 def train_here(folder, how):
     """Train in ``folder`` as one rank; return what it held at the end (digests, sizes) and what it took part in."""
-    from deepmd_ema.train import assemble, saver, trainer, validate
+    from deepmd_ema.train import saver
+    from deepmd_ema.train.run import run_training
+    from deepmd_ema.train.trainer import Callback
 
     report: dict[str, Any] = {}
     counts = Counter()
     os.chdir(folder)
+    make = saver.StateBuilder.weights
 
-    def counted(owner, name):
-        original = getattr(owner, name)
+    def make_and_count(self, weights, *given, **how):
+        counts["written", weights] += 1
+        return make(self, weights, *given, **how)
 
-        def call(self, weights, *rest):
-            counts[name, weights] += 1
-            return original(self, weights, *rest)
+    class Look(Callback):
+        def in_validation(self, trainer, weights):
+            counts["validated", weights] += 1
 
-        return mock.patch.object(owner, name, call)
+        def on_end(self, trainer):
+            report.update(_holdings(trainer))
 
-    def run_and_look(self):
-        run(self)
-        report.update(_holdings(self))
-
-    run = trainer.Trainer.run
-    with ExitStack() as stack:
-        stack.enter_context(counted(validate.FullValidation, "_errors"))
-        stack.enter_context(counted(saver.Payloads, "weights"))
-        stack.enter_context(mock.patch.object(trainer.Trainer, "run", run_and_look))
-        assemble.run_training("input.json", device="cpu", **how)
+    with mock.patch.object(saver.StateBuilder, "weights", make_and_count):
+        run_training("input.json", device="cpu", **{"callback": Look(), **how})
     return {**report, "counts": dict(counts)}
 
 
@@ -134,7 +130,7 @@ def _holdings(trainer):
 
     bank = trainer.bank
     names = bank.names if bank is not None else ()
-    held = {"live": [local_shard(p) for p in trainer.saver.payloads.model.parameters()]}
+    held = {"live": [local_shard(p) for p in trainer.saver.builder.models.parameters()]}
     held |= {name: bank[name].storage.tensors for name in names}
     return {
         "digests": {name: _digest(tensors) for name, tensors in held.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -120,13 +121,13 @@ def die_in_validation():
 
 def die_at_start():
     """Be killed while rank 0 looks at the data."""
-    from deepmd_ema.train import assemble
+    from deepmd_ema.train import run
 
     def prepare(*_arguments):
         _note()
         _die()
 
-    assemble.prepare = prepare
+    run.prepare = prepare
 
 
 def ask_to_stop():
@@ -238,36 +239,30 @@ def _without_cache():
 
 
 def _after_step(action):
-    from deepmd_ema.train.trainer import Trainer
-
-    advance = Trainer._advance
-
-    def step(trainer):
-        advance(trainer)
+    def after_step(trainer):
         if trainer.step == AT_STEP:
             _note()
             action()
 
-    Trainer._advance = step
+    _watch("after_step", after_step)
 
 
 def _in_validation(action):
-    from deepmd_ema.train.validate import FullValidation
+    def in_validation(_trainer, _weights):
+        _note()
+        action()
 
-    errors = FullValidation._errors
+    _watch("in_validation", in_validation)
 
-    def validate(validation, weights):
-        plain = validation.batches
 
-        def batches():
-            _note()
-            action()
-            yield from plain()
+def _watch(when, act):
+    """Have the next run call ``act`` where a callback is called."""
+    from deepmd_ema.train import run
+    from deepmd_ema.train.trainer import Callback
 
-        validation.batches = batches
-        return errors(validation, weights)
-
-    FullValidation._errors = validate
+    callback = Callback()
+    setattr(callback, when, act)
+    run.run_training = functools.partial(run.run_training, callback=callback)
 
 
 def _note():

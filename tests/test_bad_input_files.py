@@ -238,6 +238,16 @@ BAD_PLACES = {
         {},
         ["training.save_ckpt: model.ckpt.pt is a folder"],
     ),
+    "a folder in place of the link to an average": (
+        lambda: Path("model_ema.ckpt.pt").mkdir(),
+        {"training__enable_ema": True},
+        ["training.save_ckpt: model_ema.ckpt.pt is a folder, and the run writes a file of that name. Move it away"],
+    ),
+    "a folder in place of the link to an average of the list": (
+        lambda: Path("model_slow.ckpt.pt").mkdir(),
+        {"training__averaging": [{"name": "slow", "decay": 0.9}]},
+        ["training.save_ckpt: model_slow.ckpt.pt is a folder"],
+    ),
     "a folder in place of the normalized input": (
         lambda: Path("out.json").mkdir(),
         {},

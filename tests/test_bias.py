@@ -29,7 +29,7 @@ from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.train import bias as bias_module
 from deepmd_ema.train.bias import refit
 from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.resume import find_origin
+from deepmd_ema.train.start import Start
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
 ZERO = 1e-10  # eV/atom
@@ -333,33 +333,33 @@ def prepared(data, tmp_path, monkeypatch):
         from deepmd_ema.config import config_from_dict
 
         monkeypatch.chdir(tmp_path)
-        return prepare(config_from_dict(tiny_input(systems, **changes)), find_origin(None, None), World())
+        return prepare(config_from_dict(tiny_input(systems, **changes)), Start(), World())
 
     return make
 
 
 def test_refit_changes_nothing_in_model_and_bank(prepared):
     run = prepared()
-    bank = AverageBank(run.model, [EmaProfile("ema", 0.9)])
-    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    bank = AverageBank(run.models.by_task, [EmaProfile("ema", 0.9)])
+    before = {name: tensor.clone() for name, tensor in run.models.state_dict().items()}
     average = bank.weights("ema")
     biases = refit(run, bank)
     assert list(biases) == ["live", "ema"]
-    assert {tuple(bias.shape) for bias in biases.values()} == {(1, 2, 1)}
-    assert_same(before, dict(run.model.state_dict()))
+    assert {tuple(bias["out_bias"].shape) for bias in biases.values()} == {(1, 2, 1)}
+    assert_same(before, dict(run.models.state_dict()))
     assert_same(average, bank.weights("ema"))
     assert list(refit(run, None)) == ["live"]
 
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
     run = prepared()
-    assert bias_module._chosen_frames(run, 24) == [range(6)] * 4
-    chosen = bias_module._chosen_frames(run, 10)
+    assert bias_module.chosen_frames(run.tasks[""], run.seed, 24) == [range(6)] * 4
+    chosen = bias_module.chosen_frames(run.tasks[""], run.seed, 10)
     assert sum(map(len, chosen)) == 10
     assert {len(frames) for frames in chosen} <= {2, 3}
     assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
-    assert chosen == bias_module._chosen_frames(prepared(), 10)
-    assert chosen != bias_module._chosen_frames(replace(run, seed=11), 10)
+    assert chosen == bias_module.chosen_frames(prepared().tasks[""], run.seed, 10)
+    assert chosen != bias_module.chosen_frames(run.tasks[""], 11, 10)
     monkeypatch.setattr(bias_module, "MOST_FRAMES", 10)
     with caplog.at_level(logging.INFO):
         refit(run, None)
@@ -369,7 +369,7 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
 
 def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
     run = prepared(training__training_data__batch_size="filter:12")
-    assert list(map(len, bias_module._chosen_frames(run, 100))) == [6, 6, 6, 0]
+    assert list(map(len, bias_module.chosen_frames(run.tasks[""], run.seed, 100))) == [6, 6, 6, 0]
 
 
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):

@@ -11,25 +11,25 @@ from deepmd_ema.errors import DataError
 def test_problems_of_training_and_validation_data_come_together(tmp_path):
     config = config_from_dict(tiny_input([tmp_path / "nowhere"], [tmp_path / "gone"]))
     with pytest.raises(DataError) as error:
-        open_run(config)
+        open_run(config.tasks[""])
     assert "nowhere" in str(error.value)
     assert "gone" in str(error.value)
 
 
 def test_without_validation_data_there_are_no_validation_systems(water_like):
-    train, valid = open_run(config_from_dict(tiny_input([water_like])))
+    train, valid = open_run(config_from_dict(tiny_input([water_like])).tasks[""])
     assert [system.num_frames for system in train] == [16]
     assert valid == []
 
 
 def test_the_length_of_a_run_is_told_in_steps_and_epochs(water_like):
     config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
-    train, valid = open_run(config)
-    lines = length_lines(config, train, check_run(config, train, valid))
+    train, valid = open_run(config.tasks[""])
+    lines = length_lines(config, train, check_run(config.tasks[""], train, valid))
     assert "24 steps = 3.0 epochs of 8 batches" in lines[0]
     assert "GB" in lines[1]
 
 
 def test_a_bound_for_the_nearest_pair_is_that_of_the_input(water_like):
     config = config_from_dict(tiny_input([water_like], training__training_data__min_pair_dist=2.0))
-    assert check_run(config, *open_run(config)).problems
+    assert check_run(config.tasks[""], *open_run(config.tasks[""])).problems

@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input
-from test_train import WITH_AVERAGES, load, stop_after
+from test_train import WITH_AVERAGES, StopAfter, load
 
 from deepmd_ema.errors import DivergedError, Interrupted
-from deepmd_ema.train.assemble import run_training
+from deepmd_ema.train.run import run_training
+from deepmd_ema.train.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -35,13 +37,11 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
-def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, monkeypatch, precision):
+def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, precision):
     options = {"model__descriptor__precision": precision, "model__fitting_net__precision": precision}
     whole = start("whole", 20, options)
-    undo = stop_after(monkeypatch, 7)
     with pytest.raises(Interrupted, match="SIGTERM"):
-        start("parts", 20, options)
-    undo()
+        start("parts", 20, options, callback=StopAfter(7))
     parts = start("parts", 20, options, restart="model.ckpt.pt")
     assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
     for name in ("lcurve.out", "val.log", "val_ema.log"):
@@ -59,21 +59,19 @@ def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
     assert np.allclose(*rows, rtol=1e-2)
 
 
-def test_a_step_does_not_wait_for_the_gpu(start, monkeypatch):
-    from deepmd_ema.train import trainer
+def test_a_step_does_not_wait_for_the_gpu(start):
+    class Watch(Callback):
+        @contextmanager
+        def during(self, trainer, phase):
+            number = trainer.step + 1
+            due = trainer.reporter.is_due(number) or number % 10 == 0
+            torch.cuda.set_sync_debug_mode("error" if phase == "step" and number > 2 and not due else "default")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    advance = trainer.Trainer._advance
-
-    def watched(self):
-        due = self.display.is_due(self.step + 1) or (self.step + 1) % 10 == 0
-        torch.cuda.set_sync_debug_mode("default" if due or self.step < 2 else "error")
-        try:
-            advance(self)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(trainer.Trainer, "_advance", watched)
-    start("run", 20, {"validating__validation_freq": 10})
+    start("run", 20, {"validating__validation_freq": 10}, callback=Watch())
 
 
 def test_a_non_finite_loss_on_a_gpu_leaves_the_last_good_weights(start):

@@ -9,16 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
+from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.report import tables
-from deepmd_ema.train import trainer
-from deepmd_ema.train.assemble import run_training
+from deepmd_ema.train.run import run_training
+from deepmd_ema.train.trainer import Callback
 
 BEFORE, LAST = 2, 4  # the run stands after BEFORE; all writes of the next step are hit; LAST is its end
 MOST_WRITES = 80  # of one restart and one step
@@ -48,13 +50,6 @@ def stand(tmp_path_factory):
         validating__full_val_start=0,
         validating__validation_metric="F:RMSE",
     )
-    advance = trainer.Trainer._advance
-
-    def advance_and_stop(self):
-        advance(self)
-        if self.step == BEFORE:
-            self.stop._note(signal.SIGTERM, None)
-
     with pytest.MonkeyPatch.context() as patch:
         for name in ("whole", "before"):
             (home / name).mkdir()
@@ -62,9 +57,8 @@ def stand(tmp_path_factory):
             Path("input.json").write_text(json.dumps(config))
             if name == "whole":
                 run_training("input.json", device="cpu")
-        patch.setattr(trainer.Trainer, "_advance", advance_and_stop)
         with pytest.raises(Interrupted):
-            run_training("input.json", device="cpu")
+            run_training("input.json", device="cpu", callback=StopAfter(BEFORE))
     return home
 
 
@@ -88,7 +82,6 @@ class Reaper:
         Path.unlink, Path.symlink_to = self.before(Path.unlink), self.before(Path.symlink_to)
         torch.save = self.within_save(torch.save)
         tables._Table._add = self.within_row(tables._Table._add)
-        trainer.Trainer._advance = self.end_of_step(trainer.Trainer._advance)
 
     def before(self, call):
         def change(*arguments, **options):
@@ -119,13 +112,14 @@ class Reaper:
 
         return half
 
-    def end_of_step(self, advance):
-        def step(run):
-            if run.step > BEFORE:
-                os._exit(0)
-            return advance(run)
 
-        return step
+class EndAfterOneStep(Callback):
+    """Ends the process well before it takes a second step."""
+
+    def during(self, trainer, phase):
+        if phase == "step" and trainer.step > BEFORE:
+            os._exit(0)
+        return nullcontext()
 
 
 def train_and_die(at):
@@ -137,7 +131,7 @@ def train_and_die(at):
         os.dup2(null, 2)
         try:
             Reaper(at).stand_behind()
-            run_training("input.json", restart="model.ckpt.pt", device="cpu")
+            run_training("input.json", restart="model.ckpt.pt", device="cpu", callback=EndAfterOneStep())
         finally:
             os._exit(9)  # neither killed nor at the end of the step: a fault of the run
     _, status = os.waitpid(pid, 0)

@@ -83,7 +83,7 @@ def test_the_filter_solves_a_linear_problem_as_least_squares_does():
     generator = torch.Generator().manual_seed(0)
     inputs, weights = torch.randn(200, 6, generator=generator).double(), torch.randn(6, generator=generator).double()
     p = nn.Parameter(torch.zeros(6, dtype=torch.float64))
-    lkf = LKF([("p", p)])
+    lkf = LKF([("p", p)], BLOCK)
     for x in inputs:
         lkf.update([x], x @ (weights - p.detach()), GOOD)
     assert (p.detach() - weights).abs().max() < 1e-3
@@ -123,7 +123,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(golden):
 
 def test_frozen_parameters_are_left_out():
     free, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)
-    lkf = LKF([("frozen", frozen), ("free", free)])
+    lkf = LKF([("frozen", frozen), ("free", free)], BLOCK)
     lkf.update([torch.ones(3)], torch.tensor(1.0), GOOD)
     assert list(lkf.state_dict()["parameters"]) == ["free"]
     assert torch.equal(frozen, torch.ones(2))

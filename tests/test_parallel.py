@@ -10,7 +10,7 @@ import torch
 from helpers import tiny_input, write_system
 from parallel_runs import train
 
-from deepmd_ema.train.assemble import run_training
+from deepmd_ema.train.run import run_training
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -215,6 +215,6 @@ def test_a_rank_holds_a_part_where_parts_are_promised_and_all_elsewhere(run, sta
 @pytest.mark.parametrize("stage", STAGES)
 def test_B8_every_rank_takes_part_in_validation_and_saving_equally_often(run, stage):
     _, held = run("bank", stage, 3)
-    assert held[0]["counts"]["_errors", "slow"] == STEPS // 10
-    assert held[0]["counts"]["weights", "flat"] == 2
+    assert held[0]["counts"]["validated", "slow"] == STEPS // 10
+    assert held[0]["counts"]["written", "flat"] == 2
     assert all(h["counts"] == held[0]["counts"] for h in held)

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -64,25 +65,25 @@ def test_F3_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, w
 def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
     from deepmd_ema.dist import world
-    from deepmd_ema.train import trainer
+    from deepmd_ema.train.trainer import Callback
 
     growth = {}
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
 
-    def measured(name):
-        original = getattr(trainer.Trainer, name)
-
-        def call(self):
+    class Measure(Callback):
+        @contextmanager
+        def during(self, trainer, phase):
+            if phase == "step":
+                yield
+                return
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
             before = resident("VmRSS")
-            original(self)
-            growth[name, self.step] = resident("VmHWM") - before
+            yield
+            growth[phase, trainer.step] = resident("VmHWM") - before
 
-        return mock.patch.object(trainer.Trainer, name, call)
-
-    with measured("_validate"), measured("_save"), mock.patch.object(world, "keep_freed_memory"):
-        train_here(folder, {})
+    with mock.patch.object(world, "keep_freed_memory"):
+        train_here(folder, {"callback": Measure()})
     return growth
 
 
@@ -100,7 +101,7 @@ def test_F9_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(t
     (tmp_path / "input.json").write_text(json.dumps(config))
     grown = run_ranks(2, most_memory, str(tmp_path))[1].value
     whole = sum(t.nbytes for t in load(tmp_path / "model.ckpt-4.pt")["model"].values())
-    assert grown.keys() == {("_validate", 4), ("_save", 4)}
+    assert grown.keys() == {("validation", 4), ("checkpoint", 4)}
     for growth in grown.values():
         assert whole / 5 < growth < whole  # one of the five nets is gathered at a time
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
 
-from deepmd_ema.averaging import AverageBank
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
-from deepmd_ema.train import trainer as trainer_module
-from deepmd_ema.train.assemble import run_training
+from deepmd_ema.train.run import run_training
+from deepmd_ema.train.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,37 +47,26 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
     return run
 
 
-def stop_after(monkeypatch, step):
-    """Make the next run believe that SIGTERM came while it took ``step``."""
-    advance = trainer_module.Trainer._advance
+class StopAfter(Callback):
+    """Asks the run to stop, as SIGTERM does, while it takes a step."""
 
-    def advance_and_note(self):
-        advance(self)
-        if self.step == step:
-            self.stop._note(signal.SIGTERM, None)
+    def __init__(self, step):
+        self.step = step
 
-    monkeypatch.setattr(trainer_module.Trainer, "_advance", advance_and_note)
-    return lambda: monkeypatch.setattr(trainer_module.Trainer, "_advance", advance)
+    def after_step(self, trainer):
+        if trainer.step == self.step:
+            trainer.stop.request(signal.SIGTERM)
 
 
-def act_in_the_averaged_pass_of_step_8(monkeypatch, act):
-    """Call ``act(trainer)`` there in the next run, when validations are due every 4 steps."""
-    from deepmd_ema.train import validate
+class InAveragedPassOfStep8(Callback):
+    """Calls ``act(trainer)`` there, when validations are due every 4 steps."""
 
-    run, batches, asked, trainers = trainer_module.Trainer.run, validate.FullValidation._until_stopped, [], []
+    def __init__(self, act):
+        self.act = act
 
-    def keep_trainer(self):
-        trainers.append(self)
-        run(self)
-
-    def until_stopped(self):
-        asked.append(self)
-        if len(asked) == 4:  # live and averaged of step 4, live of step 8, averaged of step 8
-            act(trainers[0])
-        return batches(self)
-
-    monkeypatch.setattr(trainer_module.Trainer, "run", keep_trainer)
-    monkeypatch.setattr(validate.FullValidation, "_until_stopped", until_stopped)
+    def in_validation(self, trainer, weights):
+        if trainer.step == 8 and weights != "live":
+            self.act(trainer)
 
 
 def load(path):
@@ -105,12 +93,10 @@ def test_training_lowers_the_force_error(start):
 
 
 @pytest.mark.parametrize("at", [1, 4, 7, 10, 13])
-def test_A1_a_restart_continues_to_the_last_bit(start, monkeypatch, at):
+def test_A1_a_restart_continues_to_the_last_bit(start, at):
     whole = start("whole", 20)
-    undo = stop_after(monkeypatch, at)
     with pytest.raises(Interrupted, match=f"after step {at} of 20"):
-        start("parts", 20)
-    undo()
+        start("parts", 20, callback=StopAfter(at))
     parts = start("parts", 20, restart="model.ckpt.pt")
     assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
     assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
@@ -118,13 +104,11 @@ def test_A1_a_restart_continues_to_the_last_bit(start, monkeypatch, at):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
-def test_A1_a_restart_with_averaged_rows_continues_to_the_last_bit(start, monkeypatch):
+def test_A1_a_restart_with_averaged_rows_continues_to_the_last_bit(start):
     options = {"training__disp_avg": True}
     whole = start("whole", 20, options)
-    undo = stop_after(monkeypatch, 8)
     with pytest.raises(Interrupted):
-        start("parts", 20, options)
-    undo()
+        start("parts", 20, options, callback=StopAfter(8))
     parts = start("parts", 20, options, restart="model.ckpt.pt")
     assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
 
@@ -136,12 +120,10 @@ def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
     assert (folder / "lcurve.out").read_bytes() == before
 
 
-def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start, monkeypatch):
+def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start):
     whole = start("whole", 20)
-    with monkeypatch.context() as patch:
-        act_in_the_averaged_pass_of_step_8(patch, lambda trainer: trainer.stop._note(signal.SIGTERM, None))
-        with pytest.raises(Interrupted, match="after step 8 of 20"):
-            start("parts", 20)
+    with pytest.raises(Interrupted, match="after step 8 of 20"):
+        start("parts", 20, callback=InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM)))
     parts = start("parts", 20, restart="model.ckpt.pt")
     assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
     for name in ("lcurve.out", "val.log", "val_ema.log"):
@@ -179,29 +161,29 @@ def break_off(_trainer):
 
 ENDINGS = {
     "the end": (None, None, {3, 6, 9, 12}),
-    "a signal": (lambda trainer: trainer.stop._note(signal.SIGTERM, None), Interrupted, {3, 6, 8}),
+    "a signal": (lambda trainer: trainer.stop.request(signal.SIGTERM), Interrupted, {3, 6, 8}),
     "an exception": (break_off, ValueError, {3, 6}),
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_A4_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, monkeypatch, ending):
+def test_A4_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, ending):
     """What a run writes, best files too, beside what model and average were after each step; also when a run ends
     while the average stands in the model."""
     act, error, saved = ENDINGS[ending]
-    seen, update = {}, AverageBank.update
+    seen = {}
 
-    def update_and_look(bank, *given, **how):
-        update(bank, *given, **how)
-        raw = {name: tensor.clone() for name, tensor in bank._modules[""].state_dict().items()}
-        seen[len(seen) + 1] = {"live": raw, "ema": bank.weights("ema"), "bank": bank}
+    class Look(InAveragedPassOfStep8):
+        def after_update(self, trainer):
+            seen[trainer.step] = {"live": trainer.bank.weights("live"), "ema": trainer.bank.weights("ema")}
 
-    monkeypatch.setattr(AverageBank, "update", update_and_look)
-    if act is not None:
-        act_in_the_averaged_pass_of_step_8(monkeypatch, act)
+        def on_start(self, trainer):
+            self.trainer = trainer
+
+    look = Look(act or (lambda _: None))
     options = {"training__save_freq": 3, "training__max_ckpt_keep": 0, "validating__max_best_ckpt": 9}
     with pytest.raises(error) if error is not None else nullcontext():
-        start("run", 12, options)
+        start("run", 12, options, callback=look)
     written = {path: load(path) for path in map(str, Path.cwd().glob("*.ckpt-*.pt"))}
     for path, content in written.items():
         assert_same(content["model"], seen[content["step"]][content["weights"]], path)
@@ -214,7 +196,8 @@ def test_A4_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step
         assert any((c["kind"], c["weights"]) == ("best", weights) for c in written.values())
     last = seen[max(seen)]
     assert not torch.equal(flat(last["live"]), flat(last["ema"]))
-    assert_same(dict(last["bank"]._modules[""].state_dict()), last["live"])
+    (task,) = look.trainer.tasks
+    assert_same(task.models.state_dict(), last["live"])
 
 
 def flat(weights):
@@ -265,12 +248,10 @@ def test_A7_averaging_switched_on_at_a_restart_starts_from_the_live_weights(star
         assert torch.allclose(tensor, 0.1 * loaded[name] + 0.9 * live[name], rtol=1e-12, atol=1e-15), name
 
 
-def test_A7_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, monkeypatch, caplog):
+def test_A7_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, caplog):
     whole = start("whole", 20, WITHOUT_AVERAGES)
-    undo = stop_after(monkeypatch, 10)
     with pytest.raises(Interrupted):
-        start("parts", 20)
-    undo()
+        start("parts", 20, callback=StopAfter(10))
     with caplog.at_level("INFO"):
         parts = start("parts", 20, WITHOUT_AVERAGES, restart="model.ckpt.pt")
     assert "averaging is off in this run" in caplog.text
@@ -308,7 +289,7 @@ def test_a_restart_with_another_model_or_other_data_is_refused_by_name(start, mi
     start("run", 20, {"loss__start_pref_e": 0.5}, restart="model.ckpt.pt", allow_config_change=True)
 
 
-def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start, monkeypatch):
+def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start):
     with pytest.raises(DivergedError, match=r"step \d+: .*water_like.* frame \d+"):
         start(
             "run",

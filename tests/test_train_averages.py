@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import assert_same, tiny_input
 from infer_models import random_model, tiny_config
-from test_train import load, stop_after
+from test_train import StopAfter, load
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank, SwaProfile
@@ -22,9 +22,9 @@ from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report import set_up_logging
-from deepmd_ema.train.assemble import run_training
 from deepmd_ema.train.averages import tracked_averages
-from deepmd_ema.train.saver import Payloads
+from deepmd_ema.train.run import run_training
+from deepmd_ema.train.saver import StateBuilder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -104,12 +104,10 @@ def test_an_averaged_learning_curve_has_the_errors_of_the_average_on_the_same_ba
 
 
 @pytest.mark.parametrize("at", [3, 8, 13])
-def test_A1_a_restart_continues_the_whole_bank_to_the_last_bit(start, monkeypatch, at):
+def test_A1_a_restart_continues_the_whole_bank_to_the_last_bit(start, at):
     whole = start("whole", 20)
-    undo = stop_after(monkeypatch, at)
     with pytest.raises(Interrupted):
-        start("parts", 20)
-    undo()
+        start("parts", 20, callback=StopAfter(at))
     parts = start("parts", 20, restart="model.ckpt.pt")
     names = [f for f in files_of(whole) if "ckpt-20" in f or f.startswith(("lcurve", "val", "snapshots", "best"))]
     assert len(names) > 20
@@ -391,7 +389,7 @@ def test_A5_E2_a_file_holds_the_moment_that_it_was_made_of():
     config = tiny_config()
     model = random_model(config)
     bank = AverageBank(model, [SwaProfile("flat")])
-    payloads = Payloads(model, bank, to_dict(config), 0.9, "run")
+    payloads = StateBuilder(model, bank, to_dict(config), 0.9, "run")
 
     def step(bias):
         with torch.no_grad():

@@ -16,9 +16,9 @@ from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.lkf import LKF
-from deepmd_ema.train import kalman
-from deepmd_ema.train.assemble import run_training
-from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
+from deepmd_ema.train.run import run_training
+from deepmd_ema.train.step import kalman
+from deepmd_ema.train.step.kalman import KalmanStep, measure_energy, measure_force
 
 KINDS = {
     "AdaMuon": {"type": "AdaMuon"},
@@ -101,7 +101,8 @@ def measured():
 
 def kalman_step(model, **factors):
     config = LKFConfig(**(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
-    task = SimpleNamespace(model=model, loss=build_loss(EnerLoss(), 1.0), name="")
+    loss = build_loss(EnerLoss(), 1.0)
+    task = SimpleNamespace(models=lambda _, batch, **how: model(batch, **how), loss=loss, name="")
     return task, KalmanStep(model, LKF(model.named_parameters(), 100), lambda _: 1.0, config, 10, 0)
 
 
@@ -185,7 +186,7 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     assert all(torch.equal(p, q) for p, q in zip(stands, model.parameters()))
     frames = SimpleNamespace(position=2, frames_at=lambda _: (("water", 3),))
     tasks = SimpleNamespace(draw=lambda _: task)
-    task.frames, task.batch_at = frames, frames.frames_at
+    task.train_loader, task.batch_at = frames, frames.frames_at
     with pytest.raises(
         DivergedError, match=r"step 1.*water frame 3.*stand as before its first update that was not"
     ) as e:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
-from deepmd_ema.averaging.binding import Binding, canonical, live_state, prefix_of, unwrap
+from deepmd_ema.averaging.binding import Binding, canonical, live_state, unwrap
 from deepmd_ema.averaging.exchange import Exchange, reshard, signals_wait
 from deepmd_ema.averaging.profile import LIVE
 from deepmd_ema.averaging.shards import RangeShard
 from deepmd_ema.averaging.state import full_tensors, load_average
 from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.tensors import check_weights, cpu_copy
+from deepmd_ema.tensors import check_weights, cpu_copy, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -10,6 +10,7 @@ import torch
 
 from deepmd_ema.averaging.shards import Shard
 from deepmd_ema.dist.dtensor import local_shard
+from deepmd_ema.tensors import prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -87,11 +88,6 @@ def unwrap(module: nn.Module) -> nn.Module:
 def canonical(name: str) -> str:
     """Return the name of a tensor without what wrappers inside the module have put into it."""
     return _INNER_WRAPPER.sub("", name)
-
-
-def prefix_of(task: str) -> str:
-    """Return what stands before the names of a task's tensors."""
-    return f"{task}." if task else ""
 
 
 def _find_shards(chosen: Sequence[tuple[str, Tensor]], named: Sequence[tuple[str, Tensor]]) -> list[Shard]:

@@ -6,7 +6,6 @@ Files of kind ``training`` hold everything that a restart needs; the others hold
 from deepmd_ema.checkpoint.best import BestFiles
 from deepmd_ema.checkpoint.files import (
     FORMAT,
-    POINTER,
     ensure_writable,
     load,
     load_facts,
@@ -15,12 +14,11 @@ from deepmd_ema.checkpoint.files import (
     resolve,
     save,
 )
-from deepmd_ema.checkpoint.payload import choose_profile, weights_in
+from deepmd_ema.checkpoint.payload import choose_profile, payload_head, weights_in
 from deepmd_ema.checkpoint.series import CheckpointSeries, keep_count, save_together
 
 __all__ = [
     "FORMAT",
-    "POINTER",
     "BestFiles",
     "CheckpointSeries",
     "choose_profile",
@@ -28,6 +26,7 @@ __all__ = [
     "keep_count",
     "load",
     "load_facts",
+    "payload_head",
     "refuse_to_replace",
     "require_training",
     "resolve",

@@ -6,10 +6,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema import __version__
+from deepmd_ema.checkpoint.files import FORMAT
 from deepmd_ema.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def payload_head(
+    kind: str, weights: str, step: int | None, config: Mapping[str, Any], min_nbor_dist: Any, **more: Any
+) -> dict[str, Any]:
+    """Return how every model file begins: what it is, who wrote it, and of which run and step the weights are.
+
+    Args:
+        kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
+        weights: ``live``, or the name of an average.
+        step: optimizer steps behind the weights.
+        config: normalized config of the run.
+        min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by task if there are
+            several.
+        more: what this kind of file has beside, such as ``run``.
+    """
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "kind": kind,
+        "weights": weights,
+        "step": step,
+        "config": dict(config),
+        "min_nbor_dist": min_nbor_dist,
+        **more,
+    }
 
 
 def weights_in(
@@ -40,7 +68,8 @@ def weights_in(
         raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
     biases = payload.get("refitted_bias", {})
     if name in biases:
-        weights["out_bias"] = biases[name]
+        fitted = biases[name]  # of one model, or by name where there are several
+        weights |= fitted if isinstance(fitted, Mapping) else {"out_bias": fitted}
     return weights, facts
 
 

@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.checkpoint.files import POINTER, save
+from deepmd_ema.checkpoint.files import save
 from deepmd_ema.checkpoint.names import link_name, numbered, numbered_name, numbered_pattern
+from deepmd_ema.config.outputs import POINTER, suffixed
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write, sweep
 
@@ -50,8 +51,7 @@ class CheckpointSeries:
         pointer: str | Path | None = None,
     ) -> None:
         prefix = Path(prefix)
-        stem, dot, ending = prefix.name.rpartition(".")
-        self.name = f"{stem}{suffix}{dot}{ending}" if stem else f"{prefix.name}{suffix}"
+        self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
         self.link = prefix.parent / link_name(self.name)
         self.keep = keep

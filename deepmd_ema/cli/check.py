@@ -31,8 +31,9 @@ def run(args: argparse.Namespace) -> None:
         return
     from deepmd_ema.data.run import check_run, length_lines, open_run
 
-    train, valid = open_run(config)
-    report = check_run(config, train, valid)
-    lines = [*report.lines(), *length_lines(config, train, report)]
-    print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
-    report.raise_problems()
+    for task in config.tasks.values():
+        train, valid = open_run(task)
+        report = check_run(task, train, valid)
+        lines = [*report.lines(), *length_lines(config, train, report)]
+        print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
+        report.raise_problems()

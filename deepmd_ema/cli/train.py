@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     if find_launch().launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from deepmd_ema.train.assemble import run_training
+    from deepmd_ema.train.run import run_training
 
     run_training(
         args.input,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
 from deepmd_ema.config.optim import LKF
+from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.run import RunConfig
 from deepmd_ema.dist.launch import Launch, find_launch
 
@@ -308,23 +308,9 @@ def metric_is_trained(config: RunConfig) -> Found:
 @rule("training.disp_training", "training.disp_file", "training.averaging", "validating")
 def rows_have_files_of_their_own(config: RunConfig) -> Found:
     """No two of learning curves and logs of full validation are written to one file."""
-    written: dict[str, str] = {}
-    for path, about, file in _row_files(config):
-        if file in written:
-            yield path, f": {about} would be written to {file}, as {written[file]} is. Choose another name."
-        written.setdefault(file, about)
-
-
-def _row_files(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the option that names a file of rows, what is in it, and the file."""
-    training = config.training
-    if training.disp_training:
-        for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
-            yield "training.disp_file", f"the learning curve of {name}", _file_of(training.disp_file, name)
-    for name in config.fully_validated:
-        yield "validating.full_val_file", f"validation of {name}", _file_of(config.validating.full_val_file, name)
-
-
-def _file_of(file: str, name: str) -> str:
-    stem, suffix = os.path.splitext(os.path.normpath(file))
-    return f"{stem}{suffix}" if name == LIVE else f"{stem}_{name}{suffix}"
+    for output, first in Outputs(config).shared_rows():
+        yield (
+            output.option,
+            f": {output.content} would be written to {os.path.normpath(output.path)}, as {first.content} is. "
+            "Choose another name.",
+        )

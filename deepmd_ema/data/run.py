@@ -1,4 +1,4 @@
-"""The data of a run, as its config names them: opened, checked, and told about on one screen."""
+"""The data of the tasks of a run, as the config names them: opened, checked and summarised."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepmd_ema.config import RunConfig, TrainingData, ValidationData
+    from deepmd_ema.config import RunConfig, TaskConfig, TrainingData, ValidationData
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
-def open_run(config: RunConfig) -> tuple[list[System], list[System]]:
+def open_run(task: TaskConfig) -> tuple[list[System], list[System]]:
     """Return the training and the validation systems; none of the latter without ``validation_data``.
 
     Raises:
         DataError: with the problems of both at once.
     """
     problems: list[str] = []
-    train = _open(config, config.training.training_data, "training.training_data.systems", problems)
-    valid = _open(config, config.training.validation_data, "training.validation_data.systems", problems)
+    train = _open(task, task.training_data, "training.training_data.systems", problems)
+    valid = _open(task, task.validation_data, "training.validation_data.systems", problems)
     if problems:
         raise DataError(problems)
     return train, valid
 
 
-def check_run(config: RunConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
-    """Return what stands in the data of a run: problems, warnings, a summary."""
-    training = config.training
-    bound = training.training_data.min_pair_dist
+def check_run(task: TaskConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
+    """Return what stands in the data of a task: problems, warnings, a summary."""
+    bound = task.training_data.min_pair_dist
     report = check_systems(
         train,
         valid,
-        config.model.type_map,
-        config.model.descriptor.cutoff,
-        labels=config.loss.labels,
+        task.model.type_map,
+        task.model.descriptor.cutoff,
+        labels=task.loss.labels,
         min_distance=bound if bound > 0 else None,
-        sel=config.model.descriptor.neighbors,
+        sel=task.model.descriptor.neighbors,
     )
-    drawn = _draw_problems(training.training_data, train, "training_data")
-    drawn += _draw_problems(training.validation_data, valid, "validation_data")
+    drawn = _draw_problems(task.training_data, train, "training_data")
+    drawn += _draw_problems(task.validation_data, valid, "validation_data")
     report.problems[:0] = drawn
     return report
 
@@ -86,16 +85,16 @@ def _draw_problems(data: TrainingData | ValidationData | None, systems: Sequence
 
 
 def _open(
-    config: RunConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
+    task: TaskConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
 ) -> list[System]:
     if data is None:
         return []
-    fitting = config.model.fitting_net
+    fitting = task.model.fitting_net
     try:
         return open_systems(
             data.systems,
-            config.model.type_map,
-            tuple(dict.fromkeys((*REPORTED, *config.loss.labels))),
+            task.model.type_map,
+            tuple(dict.fromkeys((*REPORTED, *task.loss.labels))),
             fitting.numb_fparam,
             fitting.numb_aparam,
             data.rglob_patterns,

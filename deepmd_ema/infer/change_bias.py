@@ -18,6 +18,9 @@ from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, change_bias, energies_of, fixed_elements, set_bias
+from deepmd_ema.report.table import Column, Table
+from deepmd_ema.report.text import render
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.model.bias import FrameEnergies
@@ -26,7 +29,6 @@ Array: TypeAlias = np.ndarray
 
 CHANGE, SET, GIVEN = "change", "set", "given"
 WRITTEN_SUFFIXES = (".dp", ".yaml", ".yml")
-_NAMED = 3  # systems named in the record of a file
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,7 @@ class ChangedBias:
         """Return the bias before and after, and what it does to the residuals."""
         info = self.loaded.info
         lines = [f"{info.path}: {info.in_words()}", f"output bias: {record_in_words(self.record)}"]
-        lines.append(f"# {'element':<8s} {'before (eV)':>16s} {'after (eV)':>16s} {'change (eV)':>16s}")
-        for t, name in enumerate(self.loaded.config.type_map):
-            change = round(self.after[t] - self.before[t], 6) + 0.0
-            row = f"# {name:<8s} {self.before[t]:16.6f} {self.after[t]:16.6f} {change:+16.6f}"
-            lines.append(f"{row}  {self._remark(t, name)}".rstrip())
+        lines += render(self.table(), "# ")
         if self.undetermined:
             names, shared = ", ".join(self.undetermined), "them" if self.record["mode"] == SET else "the change"
             lines.append(f"the compositions in the data do not tell the energies of {names} apart: they share {shared}")
@@ -96,6 +94,16 @@ class ChangedBias:
             lines.append("label minus prediction, meV/atom:")
             lines += [f"  {what} {old} before, {new} after" for what, old, new in zip(("mean", "RMSE"), before, after)]
         return "\n".join([*lines, f"wrote {self.path}"])
+
+    def table(self) -> Table:
+        """Return the bias of each element before and after."""
+        rows = [
+            # + 0.0 turns -0.0 into 0.0
+            (name, self.before[t], self.after[t], round(self.after[t] - self.before[t], 6) + 0.0, self._remark(t, name))
+            for t, name in enumerate(self.loaded.config.type_map)
+        ]
+        numbers = (Column("before", "eV", ".6f"), Column("after", "eV", ".6f"), Column("change", "eV", "+.6f"))
+        return Table("", (Column("element"), *numbers, Column()), rows)
 
     def _remark(self, t: int, name: str) -> str:
         if self.frames is None:
@@ -150,7 +158,11 @@ def write_changed(
     if not len(frames):
         raise UserError(f"no frame of {', '.join(map(str, asked.systems))} has an energy to fit the bias to.")
     fit: BiasFit = set_bias(frames) if asked.mode == SET else change_bias(frames, before)
-    record = {"mode": asked.mode, "frames": len(frames), "source": asked.source or _some(asked.systems)}
+    record = {
+        "mode": asked.mode,
+        "frames": len(frames),
+        "source": asked.source or first_few(list(map(str, asked.systems)), 3),
+    }
     done = ChangedBias(path, loaded, record, before, fit.bias, frames, fit.undetermined)
     _write(done, fit.std)
     return done
@@ -216,11 +228,6 @@ def _given(values: Sequence[float], type_map: Sequence[str]) -> Array:
     if bad:
         raise UserError(f"-b: {', '.join(bad)}: expected finite energies in eV.")
     return np.array(values, float)
-
-
-def _some(systems: Sequence[str]) -> str:
-    more = f" and {len(systems) - _NAMED} more" if len(systems) > _NAMED else ""
-    return ", ".join(map(str, systems[:_NAMED])) + more
 
 
 def _milli(energy: float) -> str:

@@ -1,4 +1,4 @@
-"""Errors of a model on labelled frames, measured as full validation does: tables, detail files, pictures."""
+"""Errors of a model on labelled frames, measured as full validation does: tables, detail files, figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from deepmd_ema.data.scan import scan_system
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, METRICS, QUANTITIES, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.report.table import Column, Table
+from deepmd_ema.report.text import render
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,16 +32,6 @@ if TYPE_CHECKING:
 WORST = 10  # frames shown at the end
 _SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 _LINE = "# " + "-" * 47 + " "
-# title, name in Errors.summary(), unit; as DeePMD-kit prints them
-_ROWS = (
-    ("Energy {}", "e", "eV"),
-    ("Energy {}/Natoms", "e_peratom", "eV"),
-    ("Force  {}", "f", "eV/Å"),
-    ("Virial {}", "v", "eV"),
-    ("Virial {}/Natoms", "v_peratom", "eV"),
-    ("Stress {}", "s", "eV/Å³"),
-    ("Atomic ener {}", "ae", "eV"),
-)
 _AXES = [a + b for a in "xyz" for b in "xyz"]
 
 
@@ -75,7 +67,9 @@ class ErrorReport:
             lines += [f"# number of test data : {errors.summary()['num_frames']:.0f} ", *_error_lines(errors), _LINE]
         lines += ["# ----------weighted average of errors----------- ", f"# number of systems : {len(systems)}"]
         lines += [*_error_lines(self.total), _LINE]
-        return "\n".join([*lines, *self._element_lines(), *self._worst_lines()])
+        for table in (self.forces_by_element(), self.worst()):
+            lines += [*render(table, "# "), _LINE] if table.rows else []
+        return "\n".join(lines)
 
     def write_details(self, prefix: str | Path) -> list[Path]:
         """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
@@ -101,7 +95,7 @@ class ErrorReport:
         return written
 
     def plot(self, path: str | Path) -> Path:
-        """Draw predictions against labels and return the picture's path."""
+        """Draw predictions against labels and return the path of the figure."""
         from deepmd_ema.report.plots import plot_parity
 
         def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -124,29 +118,34 @@ class ErrorReport:
             f"{self.info.path.name}: {self.info.in_words()}; {count}",
         )
 
-    def _element_lines(self) -> list[str]:
+    def forces_by_element(self) -> Table:
+        """Return the errors of the forces on the atoms of each element that has some."""
+        unit, factor = METRICS["F"].display_unit, METRICS["F"].display_factor
         rows = [
-            f"# {name:<8s}{errors.summary()['num_atoms']:10.0f}   {1000 * errors.metric('F:MAE'):14.3f}   "
-            f"{1000 * errors.metric('F:RMSE'):15.3f}"
+            (name, errors.summary()["num_atoms"], factor * errors.metric("F:MAE"), factor * errors.metric("F:RMSE"))
             for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map)))
             if errors.summary()["num_atoms"]
         ]
-        head = ["# forces by element", "# element      atoms   F MAE (meV/Å)   F RMSE (meV/Å)"]
-        return [*head, *rows, _LINE] if rows else []
+        columns = (Column("element"), Column("atoms", "", ".0f"), Column("F MAE", unit, ".3f"),
+                   Column("F RMSE", unit, ".3f"))  # fmt: skip
+        return Table("# forces by element", columns, rows)
 
-    def _worst_lines(self) -> list[str]:
-        metric = "F:RMSE" if any(FORCE in frame.label for frame in self.frames) else "E:RMSE"
-        worst = worst_frames(self.frames, metric, WORST)
-        if len(worst) < 2:
-            return []
-        rows = []
-        for frame in worst:
-            force, energy = (1000 * frame.errors.metric(name) for name in ("F:RMSE", "E:RMSE"))
+    def worst(self) -> Table:
+        """Return the frames of largest force error, or energy error without forces, and where they are."""
+        metric, by = ("F:RMSE", "force") if any(FORCE in frame.label for frame in self.frames) else ("E:RMSE", "energy")
+        frames = worst_frames(self.frames, metric, WORST)
+        force, energy = METRICS["F"], METRICS["E"]
+        rows: list[tuple[float, float, str]] = []
+        for frame in frames if len(frames) > 1 else ():
             part, index = self.systems[frame.source[0]].locate(frame.source[1])
-            rows.append(f"# {_number(force)}   {_number(energy)}   {part.name} frame {index}")
-        by = "force" if metric == "F:RMSE" else "energy"
-        return [f"# the {len(worst)} frames of largest {by} error (frames count from 0)",
-                "# F RMSE (meV/Å)   E error (meV/atom)   where", *rows, _LINE]  # fmt: skip
+            errors = [q.display_factor * frame.errors.metric(f"{q.metric}:RMSE") for q in (force, energy)]
+            rows.append((errors[0], errors[1], f"{part.name} frame {index}"))
+        columns = (
+            Column("F RMSE", force.display_unit, ".3f"),
+            Column("E error", energy.display_unit, ".3f"),
+            Column("where"),
+        )
+        return Table(f"# the {len(rows)} frames of largest {by} error (frames count from 0)", columns, rows)
 
 
 def measure(
@@ -244,13 +243,15 @@ def _refuse_non_finite(report: ErrorReport, rcut: float) -> None:
 
 
 def _error_lines(errors: Errors) -> list[str]:
-    summary = errors.summary()
-    return [
-        f"{title.format(kind.upper()):<18s} : {summary[f'{kind}_{name}']:e} {unit}"
-        for title, name, unit in _ROWS
-        for kind in ("mae", "rmse")
-        if not math.isnan(summary[f"{kind}_{name}"])
-    ]
+    """Return every error that was measured in the wording of DeePMD-kit, which scripts read."""
+    summary, lines = errors.summary(), []
+    for quantity in QUANTITIES.values():
+        unit = quantity.unit_symbol.partition("/atom")[0]  # its title says /Natoms
+        for kind in ("mae", "rmse"):
+            value = summary[f"{kind}_{quantity.name}"]
+            title = f"{quantity.title:<6s} {kind.upper()}{'/Natoms' * (quantity.per == 'atom')}"
+            lines += [] if math.isnan(value) else [f"{title:<18s} : {value:e} {unit}"]
+    return lines
 
 
 def _write_table(
@@ -280,7 +281,3 @@ def _write_table(
 def _stress(virial: NDArray[Any], frame: FrameResult) -> NDArray[Any]:
     assert frame.volume is not None
     return -virial / frame.volume
-
-
-def _number(value: float) -> str:
-    return f"{value:14.3f}" if not math.isnan(value) else f"{'-':>14s}"

@@ -11,6 +11,9 @@ from deepmd_ema.config import config_from_dict, config_summary, model_config_fro
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LIVE, facts_of_average, load_model
+from deepmd_ema.labels import METRICS
+from deepmd_ema.report.table import facts
+from deepmd_ema.report.text import render
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -43,10 +46,11 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         about = _checkpoint(real, checkpoint.load(real))
     if whole_config:
         return json.dumps(about["config"], indent=4)
-    lines = [f"{about['path']}: {KINDS[about['kind']]} of {about['version']}, {_size(Path(about['path']))}"]
+    size = Path(about["path"]).stat().st_size / 1e6
+    title = f"{about['path']}: {KINDS[about['kind']]} of {about['version']}, {size:.2f} MB"
     rows = [*about["rows"], *about["parts"], *_sizes(about["tensors"]), *about["more"]]
     rows += [*_run_rows(about["config"]), ("config", "--config prints all of it")]
-    return "\n".join([*lines, *(f"  {name:<14s} {text}" for name, text in rows if text)])
+    return "\n".join(render(facts(title, rows), "  "))
 
 
 def _checkpoint(path: Path, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,8 +142,8 @@ def _average(state: Mapping[str, Any]) -> str:
         "mean_age": "mean age {:.1f} steps",
         "residual": "residual {:.2%}",
     }
-    facts = facts_of_average({**state, "updates": max(0, state["updates"])} if "updates" in state else state)
-    return ", ".join(["equal weights"] * (state.get("type") == "swa") + [words[n].format(v) for n, v in facts.items()])
+    known = facts_of_average({**state, "updates": max(0, state["updates"])} if "updates" in state else state)
+    return ", ".join(["equal weights"] * (state.get("type") == "swa") + [words[n].format(v) for n, v in known.items()])
 
 
 def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
@@ -153,15 +157,11 @@ def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[t
 def _best(best: Mapping[str, Any]) -> Iterator[str]:
     for weights, state in best.items():
         if state["records"]:
-            metric = state["metric"]
-            unit = {"E": "meV/atom", "F": "meV/Å", "V": "meV/atom", "S": "meV/Å³"}.get(metric[:1].upper(), "")
-            value, step = state["records"][0]
-            yield f"{weights} {metric} {1000 * value:.4g} {unit} at step {step:,}"
+            metric, (value, step) = state["metric"], state["records"][0]
+            quantity = METRICS[metric[0].upper()]
+            shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"
+            yield f"{weights} {metric} {shown} at step {step:,}"
 
 
 def _distance(distance: float | None) -> list[tuple[str, str]]:
     return [("nearest pair", f"{distance:.4f} angstrom in the training data")] if distance else []
-
-
-def _size(path: Path) -> str:
-    return f"{path.stat().st_size / 1e6:.2f} MB"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.config.model import ModelConfig
     from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.model.model_set import TaskModel
 
 # F frames, T types
 Array: TypeAlias = np.ndarray
@@ -107,7 +108,7 @@ class BiasFit:
     undetermined: tuple[str, ...] = ()
 
 
-def energies_of(model: EnergyModel, config: ModelConfig, batches: Iterable[Batch]) -> FrameEnergies:
+def energies_of(model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]) -> FrameEnergies:
     """Return the energies of all frames in ``batches`` beside those of the model with the weights it has now.
 
     Args:

@@ -1,9 +1,10 @@
-"""Optimizers by name, steps that a flag on the device can call off, and optimizer state by parameter name."""
+"""Optimizers by name, steps that a flag on the device can skip, and optimizer state by parameter name."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,27 +13,26 @@ from torch import Tensor, nn
 
 from deepmd_ema.dist.dtensor import full_tensor, local_shard, shard_like
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.optim.guarded import GuardedOptimizer
+from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer
 from deepmd_ema.optim.hybrid_muon import HybridMuon, routed
 from deepmd_ema.optim.muon import AdaMuon
+from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from deepmd_ema import config as sections
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-EPS = 1e-8
-SHOWN = 8
+NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(
     config: sections.Adam | sections.AdamW | sections.AdaMuon | sections.HybridMuon,
-    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    named_parameters: NamedParameters,
     device: torch.device,
     shared: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
-    Its state stands from the start, so that a step called off leaves all of it as it was, and the learning rate is 0
+    State is allocated at construction, so that a skipped step leaves all of it as it was, and the learning rate is 0
     until the caller sets it in ``param_groups``. Adam and AdamW run as one fused kernel.
 
     Args:
@@ -42,14 +42,29 @@ def build_optimizer(
         shared: whether each rank keeps the state of a part of the parameters only, updates these, and sends them to
             all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
     """
-    trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
-    kind, parameters, settings = KINDS[config.type](config, trained)
-    settings = {"lr": 0.0, **settings}
-    optimizer = _shared(kind, parameters, settings) if shared else kind(parameters, **settings)
-    own = _own(optimizer)
-    if not isinstance(own, GuardedOptimizer):
-        for p in (p for group in own.param_groups for p in group["params"]):
-            own.state[p] = _fused_state(p, device)
+    trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad}
+    kind: type[torch.optim.Optimizer]
+    parameters: list[Any] = list(trained.values())
+    settings = asdict(config)
+    if config.type == "HybridMuon":
+        kind, parameters = HybridMuon, routed(trained, settings["muon_mode"])
+    elif config.type == "AdaMuon":
+        kind = AdaMuon
+    else:
+        kind = getattr(torch.optim, config.type)
+        betas = settings.pop("adam_beta1"), settings.pop("adam_beta2")
+        settings |= {"betas": betas, "eps": ADAM_EPS, "fused": True}
+    if shared:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # importing it uses parts of torch that are deprecated
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=kind, lr=0.0, **settings)
+    else:
+        optimizer = kind(parameters, lr=0.0, **settings)  # type: ignore[call-arg]
+    local = _local(optimizer)
+    if not isinstance(local, GuardedOptimizer):
+        for p in (p for group in local.param_groups for p in group["params"]):
+            local.state[p] = _fused_state(p, device)
     return optimizer
 
 
@@ -60,144 +75,90 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
 
     Args:
         optimizer: one from :func:`build_optimizer`.
-        found_inf: scalar on the device of the parameters, 1 to call the step off, else 0.
+        found_inf: scalar on the device of the parameters, 1 to skip the step, else 0.
     """
-    # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler calls a step off
-    own = _own(optimizer)
-    assert isinstance(own, GuardedOptimizer) or own.defaults["fused"], "it would not be called off"
-    own.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
+    # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a step
+    local = _local(optimizer)
+    assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], "the step would not be skipped"
+    local.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        del own.found_inf  # type: ignore[attr-defined]
+        del local.found_inf  # type: ignore[attr-defined]
 
 
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    named_parameters: NamedParameters,
     keep: bool = True,
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
     Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
-    shared out, every rank must call this; rank 0 gets all of it, and the others nothing if ``keep`` is off.
+    sharded, every rank must call this; rank 0 gets all of it, and the others nothing if ``keep`` is off.
     """
-    own = _own(optimizer)
+    local = _local(optimizer)
+    shared = local is not optimizer
     state: dict[str, Any] = {}
-    for name, p in _items(named_parameters):
-        for key, value in own.state.get(p, {}).items():
-            whole = full_tensor(value)  # by all ranks, one tensor at a time
-            if keep or own is not optimizer:
-                state.setdefault(name, {})[key] = whole.to("cpu", copy=True)
-    if own is not optimizer:
-        state = _gathered(state)
-    return {"type": type(own).__name__, "state": state}
+    for name, p in dict(named_parameters).items():
+        for key, value in local.state.get(p, {}).items():
+            full = full_tensor(value)  # a collective when sharded; one tensor at a time bounds the memory
+            if keep or shared:
+                state.setdefault(name, {})[key] = full.to("cpu", copy=True)
+    if shared:
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(state, parts)
+        state = {name: tensors for part in parts or [] for name, tensors in part.items()}
+    return {"type": type(local).__name__, "state": state}
 
 
 def load_optimizer_state_by_name(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    named_parameters: NamedParameters,
     state: Mapping[str, Any],
 ) -> None:
     """Copy a state made by :func:`optimizer_state_by_name` into an optimizer over parameters of the same names.
 
-    The state must be whole, however it was or will be shared out; every rank must call this then.
+    The state must be whole on every rank, however it was or will be sharded.
 
     Raises:
         CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
     """
-    inner = _own(optimizer)
-    trained = {name: p for name, p in _items(named_parameters) if p.requires_grad}
-    problems = _differences(type(inner).__name__, _whole_shapes(optimizer, trained), state)
+    local = _local(optimizer)
+    trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad}
+    problems = _differences(type(local).__name__, _full_shapes(optimizer, trained), state)
     if problems:
         raise CheckpointError([f"optimizer state of the checkpoint: {problem}" for problem in problems])
     for name, p in trained.items():
-        for key, tensor in inner.state.get(p, {}).items():
+        for key, tensor in local.state.get(p, {}).items():
             local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))
 
 
-Recipe = tuple[type[torch.optim.Optimizer], list[Any], dict[str, Any]]
-"""Class of an optimizer, its parameters or groups of them, and its options."""
-
-
-def _fused(config: sections.Adam | sections.AdamW, trained: Mapping[str, nn.Parameter]) -> Recipe:
-    settings = {
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": EPS,
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
-    return getattr(torch.optim, config.type), list(trained.values()), settings
-
-
-def _adamuon(config: sections.AdaMuon, trained: Mapping[str, nn.Parameter]) -> Recipe:
-    return AdaMuon, list(trained.values()), _muon_settings(config)
-
-
-def _hybrid_muon(config: sections.HybridMuon, trained: Mapping[str, nn.Parameter]) -> Recipe:
-    more = {"mode": config.muon_mode, "gram": config.enable_gram, "magma": config.magma_muon}
-    return HybridMuon, routed(trained, config.muon_mode), {**_muon_settings(config), **more}
-
-
-def _muon_settings(config: sections.AdaMuon | sections.HybridMuon) -> dict[str, Any]:
-    return {
-        "momentum": config.momentum,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "weight_decay": config.weight_decay,
-        "lr_adjust": config.lr_adjust,
-        "lr_adjust_coeff": config.lr_adjust_coeff,
-    }
-
-
-KINDS: dict[str, Callable[..., Recipe]] = {
-    "Adam": _fused,
-    "AdamW": _fused,
-    "AdaMuon": _adamuon,
-    "HybridMuon": _hybrid_muon,
-}
-
-
-def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer of what this rank updates itself."""
+def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that this rank updates itself."""
     return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
 
 
-def _shared(
-    kind: type[torch.optim.Optimizer], parameters: list[Any], settings: dict[str, Any]
-) -> torch.optim.Optimizer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch compiles things of its own on the way
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **settings)
-
-
 def _fused_state(p: Tensor, device: torch.device) -> dict[str, Tensor]:
-    moments = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS}
+    moments = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
 
 
-def _whole_shapes(
+def _full_shapes(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of the whole state, by parameter name and key, whatever this rank has of it."""
-    own = _own(optimizer)
+    """Return the shapes of the full state, by parameter name and key, whatever this rank has of it."""
+    local = _local(optimizer)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     shapes = {}
     for name, p in trained.items():
         like = torch.empty(p.shape, dtype=p.dtype, device="meta")  # has a shape and no memory
-        if isinstance(own, GuardedOptimizer):
-            state = own.first_state(like, group_of[p])
+        if isinstance(local, GuardedOptimizer):
+            state = local.first_state(like, group_of[p])
         else:
             state = _fused_state(like, like.device)
         shapes[name] = {key: tuple(value.shape) for key, value in state.items()}
     return shapes
-
-
-def _gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of all ranks together on rank 0, an empty one elsewhere."""
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(state, parts)
-    return {name: tensors for part in parts or [] for name, tensors in part.items()}
 
 
 def _differences(kind: str, own: Mapping[str, Mapping[str, tuple[int, ...]]], state: Mapping[str, Any]) -> list[str]:
@@ -218,15 +179,4 @@ def _differences(kind: str, own: Mapping[str, Mapping[str, tuple[int, ...]]], st
         "not in this model": sorted(given.keys() - wanted.keys()),
         "of another shape": sorted(reshaped),
     }
-    return [f"{_shorten(names)} {what}." for what, names in lists.items() if names]
-
-
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _items(
-    named: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-) -> Iterable[tuple[str, nn.Parameter]]:
-    return named.items() if isinstance(named, Mapping) else named
+    return [f"{first_few(names, 8)} {what}." for what, names in lists.items() if names]

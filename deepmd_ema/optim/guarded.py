@@ -1,4 +1,4 @@
-"""What optimizers of our own share: a step that the device can call off, and parameters of which a rank has a part."""
+"""Optimizers of our own: a step that the device can skip, and Adam as one of their updates."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 from deepmd_ema.dist.dtensor import local_shard
 
+ADAM_EPS = 1e-8  # the default of Adam (arXiv:1412.6980, algorithm 1), of torch and of DeePMD-kit
+
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose :meth:`step` looks at ``found_inf``, as the fused ones of torch do.
+    """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1, as the fused ones of torch do.
 
-    Its state stands from the start. A parameter without a gradient is left as it is.
+    State is allocated at construction. A parameter without a gradient is left as it is.
 
-    Attributes:
-        knows_found_inf: that a step can be called off by setting ``found_inf`` (scalar, 1: nothing changes).
+    Args:
+        params: parameters that are trained, or groups of them.
+        options: those of the section of the optimizer by their names there, and ``lr``.
     """
 
-    knows_found_inf = True
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, options)
         with torch.no_grad():
             for group in self.param_groups:
                 for p in group["params"]:
@@ -68,28 +69,29 @@ def adam_state(p: Tensor) -> dict[str, Tensor]:
 
 
 def adam_change(
-    p: Tensor, state: dict[str, Tensor], lr: float, betas: tuple[float, float], eps: float, decay: float = 0.0
+    p: Tensor, group: dict[str, Any], state: dict[str, Tensor], eps: float = ADAM_EPS, decay: float = 0.0
 ) -> dict[str, Tensor]:
     """Return what an update of Adam, with moments in float32, makes of a parameter and its state.
 
     ``w <- (1 - lr * decay) * w - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`` (arXiv:1412.6980, algorithm 1;
-    the decay as in arXiv:1711.05101).
+    the decay as in arXiv:1711.05101). With ``lr_adjust > 0`` the learning rate is divided by it.
 
     Args:
         p: the parameter, with a gradient.
+        group: options ``lr``, ``lr_adjust``, ``adam_beta1`` and ``adam_beta2``.
         state: from :func:`adam_state`.
-        lr: learning rate.
-        betas: decays b1 and b2 of the means of gradient and squared gradient.
         eps: keeps the denominator from zero.
         decay: decoupled weight decay.
     """
+    lr, b1, b2 = group["lr"], group["adam_beta1"], group["adam_beta2"]
+    lr = lr / group["lr_adjust"] if group["lr_adjust"] > 0 else lr
     assert p.grad is not None
     gradient = local_shard(p.grad).to(torch.float32)
     step = state["step"] + 1
-    mean = local_shard(state["exp_avg"]).lerp(gradient, 1 - betas[0])
-    square = local_shard(state["exp_avg_sq"]).lerp(gradient.square(), 1 - betas[1])
-    wide = step.to(torch.float64)
-    rate = lr / (1 - betas[0] ** wide)
-    direction = mean / ((square / (1 - betas[1] ** wide)).sqrt() + eps)
+    mean = local_shard(state["exp_avg"]).lerp(gradient, 1 - b1)
+    square = local_shard(state["exp_avg_sq"]).lerp(gradient.square(), 1 - b2)
+    wide = step.to(torch.float64)  # b2^t is close to 1: float32 would lose the digits of 1 - b2^t
+    rate = lr / (1 - b1**wide)
+    direction = mean / ((square / (1 - b2**wide)).sqrt() + eps)
     new = local_shard(p) * (1 - lr * decay) - rate * direction
     return {"": new, "step": step, "exp_avg": mean, "exp_avg_sq": square}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
 from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state
-from deepmd_ema.optim.muon import adam_rate, matrix_scale
+from deepmd_ema.optim.muon import matrix_scale
 from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
 
-ADAM_EPS = 1e-20
+ADAM_EPS = 1e-20  # DeePMD-kit's HybridMuon
 MAGMA_MEMORY = 0.9  # Magma (arXiv:2602.15322), algorithm 1: what of the score stays at a step,
 MAGMA_TEMPERATURE = 2.0  # and by what a cosine is divided
 MAGMA_FIRST = 0.5
 MAGMA_LEAST = 0.1  # the damping of an update that points against the gradient
-TINY = 1e-12
+TINY = 1e-12  # least product of two lengths that a cosine is divided by
 
 
 class HybridMuon(GuardedOptimizer):
@@ -37,79 +37,50 @@ class HybridMuon(GuardedOptimizer):
 
     a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
     ``lr_adjust_coeff * sqrt(max(R, C))`` (Moonlight, arXiv:2502.16982, equation 4), and Adam has ``lr``.
-    With ``magma`` d is ``0.1 + 0.9 s`` for the score s of the matrix, at first 0.5; without it 1:
+    With ``magma_muon`` d is ``0.1 + 0.9 s`` for the score s of the matrix, at first 0.5; without it 1:
 
         s <- 0.9 * s + 0.1 * q(cos(m, g))      q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1 / (1 + exp(-x / 2))
 
-    Args:
-        groups: parameters that are trained, from :func:`routed`.
-        lr: learning rate.
-        momentum: decay of m.
-        betas: decays of Adam.
-        weight_decay: of matrices and of AdamW, decoupled.
-        lr_adjust: see above.
-        lr_adjust_coeff: see above.
-        mode: ``slice``, ``flat`` or ``2d``.
-        gram: whether the orthogonal factor of a matrix that is not square comes from five steps of
-            :func:`gram_newton_schulz` instead of ten of :func:`newton_schulz`.
-        magma: whether updates are damped.
-    """
+    The orthogonal factor of a matrix that is not square comes from five steps of :func:`gram_newton_schulz` with
+    ``enable_gram``, else from ten of :func:`newton_schulz`.
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float = 0.0,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.001,
-        lr_adjust: float = 0.0,
-        lr_adjust_coeff: float = 0.18,
-        mode: str = "slice",
-        gram: bool = True,
-        magma: bool = True,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "lr_adjust": lr_adjust,
-            "lr_adjust_coeff": lr_adjust_coeff,
-            "mode": mode,
-            "gram": gram,
-            "magma": magma,
-        }
-        super().__init__(groups, options)
+    Args:
+        params: groups of parameters that are trained, from :func:`routed`.
+        options: those of the section HybridMuon, and ``lr``.
+    """
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments, and scores of one half."""
         if group["route"] != "muon":
             return adam_state(p)
         momentum = {"momentum": torch.zeros_like(p)}
-        if not group["magma"]:
+        if not group["magma_muon"]:
             return momentum
-        count = view_shape(tuple(p.shape), group["mode"])[0]
+        count = view_shape(tuple(p.shape), group["muon_mode"])[0]
         return {**momentum, "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device)}
 
     def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the new parameter and state by the formulas of the class."""
-        lr = group["lr"]
         if group["route"] != "muon":
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
-            return adam_change(p, state, adam_rate(lr, group["lr_adjust"]), group["betas"], ADAM_EPS, decay)
+            return adam_change(p, group, state, ADAM_EPS, decay)
         assert p.grad is not None
         momentum = local_shard(state["momentum"]).lerp(local_shard(p.grad), 1 - group["momentum"])
-        shape = view_shape(tuple(p.shape), group["mode"])
+        shape = view_shape(tuple(p.shape), group["muon_mode"])
         gradients, means = (full_tensor(from_local(t, p)).reshape(shape) for t in (local_shard(p.grad), momentum))
-        direction = _orthogonal(gradients.lerp(means, group["momentum"]), group["gram"], p.dtype)
-        direction = direction * matrix_scale(shape[1], shape[2], group["lr_adjust"], group["lr_adjust_coeff"])
+        direction = gradients.lerp(means, group["momentum"])
+        if group["enable_gram"] and shape[1] != shape[2]:
+            direction = gram_newton_schulz(direction).to(p.dtype)
+        else:
+            direction = newton_schulz(direction, CONVERGED)
+        direction = direction * matrix_scale(shape[1], shape[2], group)
         new_state = {"momentum": momentum}
-        if group["magma"]:
+        if group["magma_muon"]:
             score = new_state["score"] = magma_score(means, gradients, state["score"])
             damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
             direction = direction * damping.to(direction.dtype)[:, None, None]
         part = shard_like(direction.reshape(p.shape), p)
+        lr = group["lr"]
         new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(part.to(p.dtype), alpha=-lr)
         return {"": new, **new_state}
 
@@ -158,9 +129,3 @@ def magma_score(means: Tensor, gradients: Tensor, score: Tensor) -> Tensor:
     low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
     now = (torch.sigmoid(cosine / MAGMA_TEMPERATURE) - low) / (high - low)
     return MAGMA_MEMORY * score + (1 - MAGMA_MEMORY) * now
-
-
-def _orthogonal(matrices: Tensor, gram: bool, dtype: torch.dtype) -> Tensor:
-    if gram and matrices.shape[1] != matrices.shape[2]:
-        return gram_newton_schulz(matrices).to(dtype)
-    return newton_schulz(matrices, CONVERGED)

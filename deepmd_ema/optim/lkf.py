@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.text import first_few
 
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
@@ -37,7 +38,7 @@ class LKF:
         parameters: those that are trained.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], block_size: int = 5120) -> None:
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], block_size: int) -> None:
         trained = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.parameters = [p for _, p in trained]
         self._shapes = {name: tuple(p.shape) for name, p in trained}
@@ -101,9 +102,9 @@ class LKF:
             )
         found = {name: tuple(shape) for name, shape in state["parameters"].items()}
         if list(found.items()) != list(self._shapes.items()):
-            differing = sorted(dict(found.items() ^ self._shapes.items()))[:8]
+            differing = sorted(dict(found.items() ^ self._shapes.items()))
             raise CheckpointError(
-                f"{where}: covariances of other parameters than this model's: {', '.join(differing)}."
+                f"{where}: covariances of other parameters than this model's: {first_few(differing, 8)}."
             )
         sizes = [c.shape[0] for c in state["covariances"]]
         if sizes != self._sizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state
 from deepmd_ema.optim.orthogonal import newton_schulz
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
-EPS = 1e-8
+EPS = 1e-8  # AdaMuon, algorithm 1: keeps both denominators from zero
 
 
 class AdaMuon(GuardedOptimizer):
@@ -34,34 +33,8 @@ class AdaMuon(GuardedOptimizer):
 
     Args:
         params: parameters that are trained.
-        lr: learning rate.
-        momentum: decay of m and v.
-        betas: decays of Adam.
-        weight_decay: of matrices only, decoupled.
-        lr_adjust: see above.
-        lr_adjust_coeff: see above.
+        options: those of the section AdaMuon, and ``lr``.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 0.0,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.001,
-        lr_adjust: float = 10.0,
-        lr_adjust_coeff: float = 0.2,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "lr_adjust": lr_adjust,
-            "lr_adjust_coeff": lr_adjust_coeff,
-        }
-        super().__init__(params, options)
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments."""
@@ -71,10 +44,9 @@ class AdaMuon(GuardedOptimizer):
 
     def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the new parameter and state by the formulas of the class."""
-        lr = group["lr"]
         if p.ndim < 2:
-            return adam_change(p, state, adam_rate(lr, group["lr_adjust"]), group["betas"], EPS)
-        beta = group["momentum"]
+            return adam_change(p, group, state)
+        lr, beta = group["lr"], group["momentum"]
         assert p.grad is not None
         gradient = local_shard(p.grad)
         momentum = local_shard(state["momentum"]).lerp(gradient, 1 - beta)
@@ -86,18 +58,13 @@ class AdaMuon(GuardedOptimizer):
         scaled = direction / (second.sqrt() + EPS)
         size = RMS * math.sqrt(rows * columns)
         scaled = scaled / (full_tensor(torch.linalg.vector_norm(from_local(scaled, p))) + EPS) * size
-        scaled *= matrix_scale(rows, columns, group["lr_adjust"], group["lr_adjust_coeff"])
+        scaled *= matrix_scale(rows, columns, group)
         new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(scaled, alpha=-lr)
         return {"": new, "momentum": momentum, "second_moment": second}
 
 
-def adam_rate(lr: float, lr_adjust: float) -> float:
-    """Return the learning rate of the parameters that Adam updates."""
-    return lr / lr_adjust if lr_adjust > 0 else lr
-
-
-def matrix_scale(rows: int, columns: int, lr_adjust: float, coeff: float) -> float:
+def matrix_scale(rows: int, columns: int, group: dict[str, Any]) -> float:
     """Return the factor by which the update of a matrix of this shape is multiplied."""
-    if lr_adjust > 0:
+    if group["lr_adjust"] > 0:
         return math.sqrt(max(1.0, rows / columns))
-    return coeff * math.sqrt(max(rows, columns))
+    return float(group["lr_adjust_coeff"] * math.sqrt(max(rows, columns)))

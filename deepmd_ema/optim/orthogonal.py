@@ -27,7 +27,7 @@ POLAR_EXPRESS: Coefficients = tuple(
     )
 )
 RESTART = 2  # Gram Newton-Schulz: the step before which the Gram matrix is taken anew, against rounding
-EPS = 1e-7
+NORM_FLOOR = 1e-7  # Muon (Keller Jordan et al., 2024): a matrix of zeros stays zero
 
 # B matrices of R rows and C columns
 
@@ -44,7 +44,7 @@ def newton_schulz(matrices: Tensor, coefficients: Coefficients = MUON) -> Tensor
     x = matrices.to(torch.bfloat16)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -67,7 +67,7 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
     x = matrices.to(torch.float32)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + EPS)
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + NORM_FLOOR)
     x = x.to(torch.float16) if x.is_cuda else x  # a CPU multiplies float16 ten times slower than float32
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
         x = _left_factor(x @ x.mT, part) @ x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from deepmd_ema.errors import ConfigError
@@ -64,64 +63,45 @@ def build_schedule(config: ExpSchedule | CosineSchedule | WsdSchedule, num_steps
 
 
 def _exp(config: ExpSchedule, length: int, _: int) -> Callable[[int], float]:
-    every, rate = config.decay_steps, config.decay_rate
+    start, stop, every, rate = config.start_lr, config.end_lr, config.decay_steps, config.decay_rate
     if rate is None:
         if every >= length:
             # one decay per run would be none: the peer's rule for short runs
             every = 100 if length // 10 > 100 else length // 100 + 1
-        rate = math.exp(math.log(max(config.end_lr, LEAST_STOP_LR) / config.start_lr) / (length / every))
-    return partial(_exp_value, start=config.start_lr, stop=config.end_lr, rate=rate, every=every, smooth=config.smooth)
-
-
-def _exp_value(step: int, *, start: float, stop: float, rate: float, every: int, smooth: bool) -> float:
-    return max(start * rate ** (step / every if smooth else step // every), stop)
+        rate = math.exp(math.log(max(stop, LEAST_STOP_LR) / start) / (length / every))
+    smooth, factor = config.smooth, rate
+    return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)
 
 
 def _cosine(config: CosineSchedule, length: int, _: int) -> Callable[[int], float]:
-    return partial(_cosine_value, start=config.start_lr, stop=config.end_lr, length=length)
-
-
-def _cosine_value(step: int, *, start: float, stop: float, length: int) -> float:
-    return stop + (start - stop) * _half_cosine(step / length) if step < length else stop
+    start, stop = config.start_lr, config.end_lr
+    return lambda step: _fall("cosine", step / length, start, stop) if step < length else stop
 
 
 def _wsd(config: WsdSchedule, length: int, num_steps: int) -> Callable[[int], float]:
-    if config.decay_type == "inverse_linear" and config.end_lr == 0:
+    start, stop, kind = config.start_lr, config.end_lr, config.decay_type
+    if kind == "inverse_linear" and stop == 0:
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."
         )
     falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))
-    fall = partial(FALLS[config.decay_type], start=config.start_lr, stop=config.end_lr)
-    return partial(_wsd_value, start=config.start_lr, stop=config.end_lr, length=length, falling=falling, fall=fall)
+    stable = length - falling
+
+    def rate(step: int) -> float:
+        if step < stable:
+            return start
+        return _fall(kind, (step - stable) / falling, start, stop) if step < length else stop
+
+    return rate
 
 
-def _wsd_value(
-    step: int, *, start: float, stop: float, length: int, falling: int, fall: Callable[[float], float]
-) -> float:
-    if step < length - falling:
-        return start
-    return fall((step - (length - falling)) / falling) if step < length else stop
-
-
-def _linear(part: float, *, start: float, stop: float) -> float:
+def _fall(kind: str, part: float, start: float, stop: float) -> float:
+    """Return the rate after ``part`` (0 to 1) of the way from ``start`` down to ``stop``."""
+    if kind == "inverse_linear":
+        return 1 / (part / stop + (1 - part) / start)
+    if kind == "cosine":
+        return stop + (start - stop) * (0.5 * (1 + math.cos(math.pi * part)))
     return start + (stop - start) * part
 
 
-def _inverse_linear(part: float, *, start: float, stop: float) -> float:
-    return 1 / (part / stop + (1 - part) / start)
-
-
-def _falling_cosine(part: float, *, start: float, stop: float) -> float:
-    return stop + (start - stop) * _half_cosine(part)
-
-
-def _half_cosine(part: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * part))
-
-
 DECAYS: dict[str, Callable[..., Callable[[int], float]]] = {"exp": _exp, "cosine": _cosine, "wsd": _wsd}
-FALLS: dict[str, Callable[..., float]] = {
-    "inverse_linear": _inverse_linear,
-    "cosine": _falling_cosine,
-    "linear": _linear,
-}

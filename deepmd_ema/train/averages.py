@@ -13,7 +13,7 @@ from deepmd_ema.errors import ConfigError
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.sampler import Sampler
+    from deepmd_ema.train.task import TaskMixture
 
 EMA = "ema"  # name of the average of the short form, training.enable_ema
 
@@ -44,7 +44,9 @@ class Tracked:
         return self.profile.name
 
 
-def tracked_averages(config: RunConfig, sampler: Sampler, should_update: Mapping[str, Hook] | None) -> list[Tracked]:
+def tracked_averages(
+    config: RunConfig, sampler: TaskMixture, should_update: Mapping[str, Hook] | None
+) -> list[Tracked]:
     """Return every average of the run: that of ``enable_ema`` first, then the list ``training.averaging``.
 
     Args:
@@ -102,7 +104,7 @@ def averages_in_words(bank: AverageBank) -> str:
     )
 
 
-def _profile(section: Any, sampler: Sampler, hook: Hook | None) -> Profile:
+def _profile(section: Any, sampler: TaskMixture, hook: Hook | None) -> Profile:
     """Return the profile of one entry of ``training.averaging``."""
     start = section.start_step
     if section.start_epoch is not None:

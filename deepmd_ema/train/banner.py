@@ -1,4 +1,4 @@
-"""What a run says before its first step: where, what, how much, and what will not matter."""
+"""The lines that a run logs before its first step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from deepmd_ema import __version__
 from deepmd_ema.train.averages import snapshot_lines
 
 if TYPE_CHECKING:
-    from deepmd_ema.data.sampler import Sampler
-    from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.train.parts import Plan
+    from collections.abc import Sequence
+
+    from deepmd_ema.dist.world import World
+    from deepmd_ema.model.model_set import ModelSet
+    from deepmd_ema.train.averages import Tracked
+    from deepmd_ema.train.prepare import PreparedRun, PreparedTask
+    from deepmd_ema.train.task import TaskMixture
 
 
 SHARED = {
@@ -24,41 +28,63 @@ SHARED = {
 }
 
 
-def start_lines(plan: Plan, sampler: Sampler) -> list[str]:
-    """Return the start banner: device, ranks, systems, parameters, batch, steps and epochs, averages."""
-    config, world, model = plan.prepared.config, plan.world, plan.prepared.model
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
-    frames = sum(system.num_frames for system in plan.prepared.train)
-    epochs = plan.num_steps / sampler.batches_per_epoch
+def start_lines(
+    prepared: PreparedRun, tasks: TaskMixture, tracked: Sequence[Tracked], num_steps: int, world: World
+) -> list[str]:
+    """Return the start banner: device, ranks, models, data, batches, steps and epochs, averages.
+
+    Args:
+        prepared: inputs of the run.
+        tasks: how they are drawn.
+        tracked: averages.
+        num_steps: of the whole run.
+        world: the processes of the run.
+    """
+    config = prepared.config
+    epochs = num_steps / tasks.batches_per_epoch
     several = world.size > 1 or config.training.zero_stage > 0
+    each = f" of each rank, {_count(tasks.frames_per_step)} frames per step over all ranks" if several else ""
     return [
         f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"device      {_device(world.device)}",
         *(_ranks(world.size, config.training.zero_stage) if several else []),
-        f"model       {config.model.descriptor.summary()}; "
-        f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {model.dtype}".replace(
-            "torch.", ""
-        ),
-        f"data        {len(plan.prepared.train)} systems, {frames} frames; "
-        f"batch_size {config.training.training_data.batch_size}"
-        + (f" of each rank, {_count(sampler.frames_per_step)} frames per step over all ranks" if several else ""),
-        f"length      {plan.num_steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch} batches",
+        *(f"model       {_named(name)}{_model(task)}" for name, task in prepared.tasks.items()),
+        *(f"data        {_named(name)}{_data(task)}{each}" for name, task in prepared.tasks.items()),
+        f"length      {num_steps:,} steps = {epochs:.1f} epochs of {tasks.batches_per_epoch} batches",
         f"learning    {config.optimizer.type}, {config.learning_rate.type} from {config.learning_rate.start_lr:g} "
         f"to {config.learning_rate.end_lr:g}" + ("; used as given, whatever the number of ranks" if several else ""),
-        *([f"average     {t.profile.words()}" for t in plan.tracked] or ["average     none (training.enable_ema)"]),
-        *(f"snapshots   {line}" for line in snapshot_lines(plan.tracked, plan.num_steps, _snapshot_bytes(model))),
+        *([f"average     {t.profile.words()}" for t in tracked] or ["average     none (training.enable_ema)"]),
+        *(f"snapshots   {line}" for line in snapshot_lines(tracked, num_steps, _snapshot_bytes(prepared.models))),
     ]
+
+
+def _named(task: str) -> str:
+    return f"{task}: " if task else ""
+
+
+def _model(task: PreparedTask) -> str:
+    model = task.model
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    return (
+        f"{task.config.model.descriptor.summary()}; {trained:,} trained parameters"
+        f"{f' and {frozen:,} frozen' if frozen else ''} in {str(model.dtype).removeprefix('torch.')}"
+    )
+
+
+def _data(task: PreparedTask) -> str:
+    frames = sum(system.num_frames for system in task.train)
+    return f"{len(task.train)} systems, {frames} frames; batch_size {task.config.training_data.batch_size}"
 
 
 def _ranks(number: int, stage: int) -> list[str]:
     return [f"ranks       {number}; zero_stage {stage}: {SHARED[stage]}"]
 
 
-def _snapshot_bytes(model: EnergyModel) -> int:
+def _snapshot_bytes(models: ModelSet) -> int:
     """Return the size of one kept copy of an average: trained parameters in float32, everything else as it is."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    return sum(t.numel() * (4 if name in trained else t.element_size()) for name, t in model.state_dict().items())
+    trained = {name for name, p in models.named_parameters() if p.requires_grad}
+    return sum(t.numel() * (4 if name in trained else t.element_size()) for name, t in models.state_dict().items())
 
 
 def _count(mean: float) -> str:

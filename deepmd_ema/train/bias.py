@@ -1,81 +1,94 @@
-"""The output bias fitted again after training, for each set of weights with these weights themselves."""
+"""Fits the output bias again after training, for each set of weights with these weights themselves."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.model.bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.validate import LIVE
+from deepmd_ema.tensors import prefix_of
+from deepmd_ema.train.prepare import stream_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.train.prepare import Prepared
+    from deepmd_ema.model.bias import FrameEnergies
+    from deepmd_ema.train.prepare import PreparedRun, PreparedTask
+
+Biases = Mapping[str, Mapping[str, "Tensor"]]
+"""By name of the weights, output biases by their names in the models."""
 
 logger = logging.getLogger(__name__)
 
+OUT_BIAS = "out_bias"  # name of the bias in a model
 MOST_FRAMES = 10_000  # a few numbers are fitted: more frames would only take longer
 
 
-def refit(prepared: Prepared, bank: AverageBank | None) -> dict[str, Tensor]:
-    """Return by name of the weights, ``live`` and every average, the output bias (1, T, 1) that fits the data, eV.
+def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str, Tensor]]:
+    """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in the models.
 
-    With it the mean residual per atom over the training frames is zero for the weights that it was fitted with. All
-    frames take part up to 10,000, of more a sample in which every system has its share; it depends on the seed of the
-    run only. Nothing in the model or the bank changes. Empty, with a warning, if no frame has an energy.
+    The weights are ``live`` and every average. With its bias the mean residual per atom over the training frames of a
+    task is zero for the weights that it was fitted with. All frames take part up to 10,000, of more a sample in which
+    every system has its share; it depends on the seed of the run only. Nothing in the models or the bank changes. A
+    task without energies is left out, with a warning.
 
     Args:
-        prepared: data and model of the run; it computes where the model is.
+        prepared: data and models of the run; it computes where the models are.
         bank: averages, or None.
     """
-    model, config = prepared.model, prepared.config.model
-    chosen = _chosen_frames(prepared, MOST_FRAMES)
-    biases: dict[str, Tensor] = {}
-    for name in (LIVE, *(bank.names if bank is not None else ())):
-        with bank.swapped_in(name) if bank is not None and name != LIVE else nullcontext():
-            before = model.out_bias.view(-1).cpu().numpy()
-            frames = energies_of(model, config, _batches(prepared, chosen))
-        if not len(frames):
-            logger.warning(
-                "training.change_bias_after_training: no training frame has an energy, so there is nothing to fit the "
-                "bias to: it stays as it is"
-            )
-            return {}
-        fit = change_bias(frames, before)
-        means = [np.mean(frames.residual(change) / frames.num_atoms) for change in (None, fit.bias - before)]
-        logger.info(
-            "output bias fitted again with the weights %s on %s frames: mean residual %s meV/atom before, %s after",
-            name, f"{len(frames):,}", *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
-        )  # fmt: skip
-        biases[name] = torch.from_numpy(fit.bias).view(1, -1, 1)
-    return biases
+    fitted: dict[str, dict[str, Tensor]] = {}
+    for weights in (LIVE, *(bank.names if bank is not None else ())):
+        with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
+            for name, task in prepared.tasks.items():
+                model = prepared.models.of(name)
+                chosen = chosen_frames(task, prepared.seed, MOST_FRAMES)
+                batches = sequential_batches(task.train, task.cache.layout, task.cache, frames=chosen)
+                before = model.out_bias.view(-1).cpu().numpy()
+                frames = energies_of(model, task.config.model, batches)
+                if len(frames):
+                    bias = _fit(frames, before, f"{name} {weights}" if name else weights)
+                    fitted.setdefault(weights, {})[prefix_of(name) + OUT_BIAS] = bias
+                elif weights == LIVE:
+                    logger.warning(
+                        "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
+                        "to fit the bias to: it stays as it is",
+                        f" of task {name}" if name else "",
+                    )
+    return fitted
 
 
-def _chosen_frames(prepared: Prepared, most: int) -> list[Sequence[int]]:
+def _fit(frames: FrameEnergies, before: np.ndarray, name: str) -> Tensor:
+    fit = change_bias(frames, before)
+    means = [np.mean(frames.residual(change) / frames.num_atoms) for change in (None, fit.bias - before)]
+    logger.info(
+        "output bias fitted again with the weights %s on %s frames: mean residual %s meV/atom before, %s after",
+        name, f"{len(frames):,}", *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
+    )  # fmt: skip
+    return torch.from_numpy(fit.bias).view(1, -1, 1)
+
+
+def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
-    sizes, _ = batch_sizes(prepared.config.training.training_data.batch_size, [s.natoms for s in prepared.train])
+    sizes, _ = batch_sizes(task.config.training_data.batch_size, [s.natoms for s in task.train])
     # a system that `filter:N` leaves out was not trained on
-    counts = [system.num_frames if size else 0 for system, size in zip(prepared.train, sizes)]
+    counts = [system.num_frames if size else 0 for system, size in zip(task.train, sizes)]
     total = sum(counts)
     if total <= most:
         return [range(count) for count in counts]
     # rounded so that they add up: the shares are the differences of rounded edges
     edges = np.cumsum([0, *counts]) * most // total
-    orders = [permutation(count, seed_for("bias", prepared.seed, number)) for number, count in enumerate(counts)]
+    stream = stream_of("bias", task.config.name)
+    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
     return [np.sort(order[:share]).tolist() for order, share in zip(orders, np.diff(edges))]
-
-
-def _batches(prepared: Prepared, chosen: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    return sequential_batches(prepared.train, prepared.model.layout, prepared.cache, frames=chosen)

@@ -1,4 +1,4 @@
-"""Rows of the learning curve, the progress bar, and where the time of each interval went."""
+"""Reports a run while it goes on: rows of the learning curve, the progress bar, and the time of each interval."""
 
 from __future__ import annotations
 
@@ -10,51 +10,56 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.dist.world import World
+from deepmd_ema.model.model_set import nested, unnested
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
+    from deepmd_ema.dist.world import World
     from deepmd_ema.metrics import Errors
     from deepmd_ema.report import IntervalTimes, LcurveFile, Progress
-    from deepmd_ema.train.step import Outcome
-    from deepmd_ema.train.task import Task
+    from deepmd_ema.train.step.base import Outcome
+    from deepmd_ema.train.task import Task, TaskMixture
 
 
 @dataclass
-class Display:
-    """Shows a run while it goes on.
+class Reporter:
+    """Shows a run while it goes on: a row holds the values of all tasks.
 
     Attributes:
+        tasks: whose errors are shown.
         progress: the bar, or plain lines.
         lcurve: the file of the learning curve, or None.
         times: stopwatch of the current interval.
         every: steps between two rows; step 1 has a row as well.
-        average: whether a row shows the mean over its interval instead of the current batch.
+        world: the processes over whose frames errors are summed.
+        average: whether a row shows the mean over its interval instead of the last batch of each task.
         curves: name of an average to the file of its own learning curve, on the same batches; None on ranks that
             write nothing.
         bank: holds these averages.
-        world: the processes over whose frames errors are summed.
-        device: where validation batches are evaluated.
         board: TensorBoard writer, or None.
         board_every: steps between two points on the board.
     """
 
+    tasks: TaskMixture
     progress: Progress
     lcurve: LcurveFile | None
     times: IntervalTimes
     every: int
-    device: torch.device
+    world: World
     average: bool = False
     curves: Mapping[str, LcurveFile | None] = field(default_factory=dict)
     bank: AverageBank | None = None
-    world: World = field(default_factory=World)
     board: Any = None
     board_every: int = 1
-    _sums: dict[str, Tensor] = field(default_factory=dict)
-    _count: int = 0
     _shown_step: int = 0
     _shown_at: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        # by task: values of its last step; sums over its steps in the current interval, and their number
+        self._last: dict[str, Mapping[str, Tensor]] = {}
+        self._sums: dict[str, dict[str, Tensor]] = {task.name: {} for task in self.tasks}
+        self._count: dict[str, int] = {task.name: 0 for task in self.tasks}
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` has a row."""
@@ -63,10 +68,12 @@ class Display:
     def record(self, step: int, task: Task, outcome: Outcome) -> None:
         """Take note of a step; nothing waits for the device unless a point on the board is due."""
         self.progress.advance(step)
+        self._last[task.name] = outcome.values
         if self.average:
+            sums = self._sums[task.name]
             for name, value in outcome.values.items():
-                self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value
-            self._count += 1
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+            self._count[task.name] += 1
         if self.board is not None and (step == 1 or step % self.board_every == 0):
             prefix = f"{task.name or 'Default'}/"
             self.board.add_scalar(f"{prefix}lr", outcome.learning_rate, step)
@@ -83,28 +90,31 @@ class Display:
             outcome: of the step.
         """
         rate = outcome.learning_rate
-        train = {name: float(value) for name, value in self._train_values(outcome).items()}
+        train = {t.name: self._train_values(t.name) for t in self.tasks}
         with self.times.of("validation"):
-            batches = _display_batches(task)
-            valid = self._mean_values(task, batches, rate)
+            batches = {t.name: t.next_display_batches() for t in self.tasks}
+            valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
             self._show_averages(step, task, batch, batches, rate)
         if self.lcurve is not None:
-            self.lcurve.write(step, rate, train, valid)
+            self.lcurve.write(step, rate, unnested(train), unnested(valid))
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
-        self.progress.show(step, rate, train, valid, seconds, self.times.split())
+        self.progress.show(step, rate, _flat(train), _flat(valid), seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
-        self._sums, self._count = {}, 0
+        self._sums = {name: {} for name in self._sums}
+        self._count = dict.fromkeys(self._count, 0)
 
-    def _show_averages(self, step: int, task: Task, batch: Batch, batches: Sequence[Batch], rate: float) -> None:
+    def _show_averages(
+        self, step: int, task: Task, batch: Batch, batches: Mapping[str, Sequence[Batch]], rate: float
+    ) -> None:
         for name, file in self.curves.items():
             assert self.bank is not None
             with self.bank.swapped_in(name):
-                train = self._mean_values(task, [batch], rate)
-                valid = self._mean_values(task, batches, rate)
+                train = {t.name: self._mean_values(t, [batch] if t is task else [], rate) for t in self.tasks}
+                valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
             if file is not None:
-                file.write(step, rate, train, valid)
-            self.progress.show_average(step, name, valid or train)
+                file.write(step, rate, unnested(train), unnested(valid))
+            self.progress.show_average(step, name, _flat(valid) or _flat(train))
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
@@ -118,19 +128,26 @@ class Display:
         """Write one line without breaking the bar."""
         self.progress.say(message)
 
-    def _train_values(self, outcome: Outcome) -> Mapping[str, Tensor]:
-        if not self.average:
-            return outcome.values
-        return {name: total / self._count for name, total in self._sums.items()}
+    def _train_values(self, task: str) -> dict[str, float]:
+        """Return what a row shows of the training batches of a task; nothing if it has had no step."""
+        values: Mapping[str, Tensor] = self._last.get(task, {})
+        if self.average:
+            values = {name: total / self._count[task] for name, total in self._sums[task].items()}
+        return {name: float(value) for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the current interval."""
-        return {"sums": dict(self._sums), "count": self._count}
+        """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""
+        state: dict[str, Any] = {"sums": unnested(self._sums), "count": unnested(self._count)}
+        return state if len(self._sums) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Continue the current interval after ``step``; rows behind it are cut from the learning curve."""
-        self._sums = {name: value.to(self.device) for name, value in state["sums"].items()}
-        self._count = state["count"]
+        device, tasks = self.world.device, tuple(self._sums)
+        for name, sums in nested(state["sums"], tasks).items():
+            self._sums[name] = {key: value.to(device) for key, value in sums.items()}
+        self._count |= nested(state["count"], tasks)
+        for name, values in state.get("last", {}).items():
+            self._last[name] = {key: value.to(device) for key, value in values.items()}
         self._shown_step = step
         for file in self._files():
             file.cut_after(step)
@@ -147,25 +164,23 @@ class Display:
     def _mean_values(self, task: Task, batches: Sequence[Batch], rate: float) -> dict[str, float]:
         """Return each displayed value over ``batches``, weighted by their atoms; empty without any."""
         sums: dict[str, Tensor] = {}
-        atoms = torch.zeros((), dtype=torch.float64, device=self.device)
-        was_training = task.model.training
-        task.model.eval()
-        for batch in (b.to(self.device) for b in batches):
-            prediction = task.model(batch, need_virial=task.loss.need_virial)
+        atoms = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        was_training = task.models.training
+        task.models.eval()
+        for batch in (b.to(self.world.device) for b in batches):
+            prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
             _, values = task.loss(prediction, batch, rate)
             number = self.world.all_reduce_sum(torch.full_like(atoms, 0 if batch.padding else batch.atom_type.shape[0]))
             for name, value in values.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
             atoms = atoms + number
-        task.model.train(was_training)
+        task.models.train(was_training)
         return {name: float(total / atoms) for name, total in sums.items()}
 
     def _files(self) -> list[LcurveFile]:
         return [file for file in (self.lcurve, *self.curves.values()) if file is not None]
 
 
-def _display_batches(task: Task) -> list[Batch]:
-    """Return the next validation batches of a row, in host memory; none without validation data."""
-    if task.display_frames is None:
-        return []
-    return [next(task.display_frames) for _ in range(task.display_batches)]
+def _flat(by_task: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the values of all tasks under names such as ``rmse_e``, or ``rmse_e_water`` of a task with a name."""
+    return {f"{name}_{task}" if task else name: v for task, values in by_task.items() for name, v in values.items()}

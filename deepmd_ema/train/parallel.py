@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -14,33 +16,33 @@ from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 
 if TYPE_CHECKING:
     from deepmd_ema.dist.world import World
-    from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.model.model_set import ModelSet
 
 LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
 
 
-def parallelize(model: EnergyModel, world: World, stage: int) -> nn.Module:
-    """Return what a training step calls; from stage 2 on ``model`` itself is sharded in place.
+def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
+    """Return what a training step calls; from stage 2 on ``models`` itself is sharded in place.
 
     Weights must be the same on all ranks. Gradients become means over the ranks in the backward pass.
 
     Args:
-        model: on the device it computes on.
+        models: on the device they compute on.
         world: the processes of the run; one alone has nothing to share at stage 0.
         stage: ``training.zero_stage``.
     """
     if stage > LAST_REPLICATED_STAGE:
-        _shard(model, world, reshard=stage > 2)
-        return model
+        _shard(models, world, reshard=stage > 2)
+        return models
     if world.size == 1:
-        return model
+        return models
     # buckets that are laid out anew after the first step would add up in another order after a restart:
     # with unused parameters allowed, they stay
     with warnings.catch_warnings():
         # `broadcast_buffers` got another name in torch 2.13, which older ones do not know
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
-            model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True
+            models, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True
         )
 
 
@@ -59,11 +61,33 @@ def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     return state
 
 
-def _shard(model: EnergyModel, world: World, reshard: bool) -> None:
+def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
-    model.evaluate_all_blocks()
-    for block, methods in model.blocks():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        for method in methods:
-            register_fsdp_forward_method(block, method)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    done: set[nn.Module] = set()
+
+    def shard(module: nn.Module) -> None:
+        if module not in done:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+            done.add(module)
+
+    each = list(models.by_task.values())
+    for model in each:
+        model.evaluate_all_blocks()
+        for block, methods in model.blocks():
+            shard(block)
+            for method in methods:
+                register_fsdp_forward_method(block, method)
+    # what tasks share must be sharded before the models around it, which would each take it for their own
+    for module in _shared(each):
+        shard(module)
+    for model in each:
+        shard(model)
+    shard(models)  # the root, through which all forward passes go
+
+
+def _shared(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the largest modules inside several of ``models``."""
+    count = Counter(module for model in set(models) for module in set(model.modules()) - {model})
+    shared = [module for module, number in count.items() if number > 1]
+    inner = {child for module in shared for child in module.modules() if child is not module}
+    return [module for module in shared if module not in inner and any(True for _ in module.parameters())]

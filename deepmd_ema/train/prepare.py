@@ -1,4 +1,4 @@
-"""From a config to systems that were checked, statistics, and a model with its first weights."""
+"""From a config to checked systems, statistics, and models with their first weights."""
 
 from __future__ import annotations
 
@@ -8,54 +8,76 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.loader import PairCache
+from deepmd_ema.data.npy import System
 from deepmd_ema.data.run import check_run, open_run
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.errors import DataError
 from deepmd_ema.model.build import build_model
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.resume import Origin, load_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.train.start import Start
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What stands ready before training.
+class PreparedTask:
+    """Inputs of a training run for one task.
 
     Attributes:
-        config: the config with ``sel`` resolved.
+        config: sections of the task with ``sel`` resolved.
         train: training systems.
         valid: validation systems, empty without validation data.
         cache: neighbors found so far, of training and validation frames.
         model: with its first weights and its statistics, on the host.
         min_nbor_dist: nearest pair, angstrom, or None when it was not looked for.
-        seed: of every random stream of the run.
     """
 
-    config: RunConfig
+    config: TaskConfig
     train: Sequence[System]
     valid: Sequence[System]
     cache: PairCache
     model: EnergyModel
     min_nbor_dist: float | None
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Inputs of a training run.
+
+    Attributes:
+        config: of the run, with ``sel`` resolved.
+        tasks: by name.
+        models: those of the tasks.
+        seed: of every random stream of the run.
+    """
+
+    config: RunConfig
+    tasks: Mapping[str, PreparedTask]
+    models: ModelSet
     seed: int
 
 
-def prepare(config: RunConfig, origin: Origin, world: World, skip_neighbor_stat: bool = False) -> Prepared:
-    """Open and check the data, resolve ``sel``, and make the model with its first weights.
+def stream_of(name: str, task: str) -> str:
+    """Return the name of a random stream of a task; a task without a name has that of the run."""
+    return f"{name} of {task}" if task else name
+
+
+def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: bool = False) -> PreparedRun:
+    """Open and check the data, resolve ``sel``, and make the models with their first weights.
 
     A new run gets statistics from data; a run that starts from a file takes those of the file. rank 0 looks at the
     data, and the others learn what it has found.
@@ -66,68 +88,105 @@ def prepare(config: RunConfig, origin: Origin, world: World, skip_neighbor_stat:
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     with world.all_ranks_ok():
-        train, valid = open_run(config)
-    made: list[Prepared] = []
+        systems = _open(config)
+    made: list[PreparedRun] = []
 
-    def look() -> tuple[RunConfig, float | None, Mapping[str, Tensor]]:
-        made.append(_look(config, origin, train, valid, skip_neighbor_stat, world.size))
-        return made[0].config, made[0].min_nbor_dist, made[0].model.state_dict()
+    def examine() -> tuple[RunConfig, dict[str, float | None], Mapping[str, Tensor]]:
+        run = _examine(config, seed, start, systems, skip_neighbor_stat, world)
+        made.append(run)
+        return run.config, {name: t.min_nbor_dist for name, t in run.tasks.items()}, run.models.state_dict()
 
-    config, nearest, state = world.broadcast_from_rank0(look)
+    config, nearest, state = world.broadcast_from_rank0(examine)
     if made:
         return made[0]
-    model = build_model(config.model, seed_for("weights", seed))
-    model.min_nbor_dist = nearest
-    model.load_state_dict(state)
-    return Prepared(config, train, valid, PairCache(model.layout), model, nearest, seed)
+    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, world) for name, task in config.tasks.items()}
+    run = PreparedRun(config, tasks, ModelSet({name: t.model for name, t in tasks.items()}), seed)
+    run.models.load_state_dict(state)
+    return run
 
 
-def _look(
+Systems = tuple[Sequence[System], Sequence[System]]
+"""Training and validation systems of a task."""
+
+
+def _open(config: RunConfig) -> dict[str, Systems]:
+    systems: dict[str, Systems] = {}
+    problems: list[str] = []
+    for name, task in config.tasks.items():
+        try:
+            systems[name] = open_run(task)
+        except DataError as error:  # noqa: PERF203 - the problems of all tasks are told at once
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    return systems
+
+
+def _examine(
     config: RunConfig,
-    origin: Origin,
+    seed: int,
+    start: Start,
+    systems: Mapping[str, Systems],
+    skip_neighbor_stat: bool,
+    world: World,
+) -> PreparedRun:
+    """Check the data, and make the models from what they are."""
+    started = time.perf_counter()
+    nearest, models, problems = {}, {}, []
+    for name, task in config.tasks.items():
+        report = check_run(task, *systems[name])
+        for line in report.warnings:
+            logger.warning("%s", line)
+        problems += report.problems
+        if report.problems:
+            continue
+        neighbors = report.neighbors
+        assert neighbors is not None, "data without problems have neighbors"
+        descriptor = task.model.descriptor
+        if descriptor.neighbors is None:
+            if skip_neighbor_stat:
+                raise DataError(
+                    f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers."
+                )
+            models[name] = replace(task.model, descriptor=descriptor.with_neighbors(neighbors))
+        nearest[name] = start.min_nbor_dist(name) if start.has_weights else neighbors.min_distance
+    if problems:
+        raise DataError(problems)
+    config = config.with_models(models) if models else config
+    checked = time.perf_counter()
+    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, world) for name, task in config.tasks.items()}
+    run = PreparedRun(config, tasks, ModelSet({name: t.model for name, t in tasks.items()}), seed)
+    if start.has_weights:
+        start.load_weights(run.models)
+    else:
+        for made in tasks.values():
+            statistics = _statistics(config, made, seed, world.size)
+            made.model.apply_statistics(statistics)
+            for line in statistics.lines():
+                logger.info("%s", line)
+    logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
+    return run
+
+
+def _with_model(
+    task: TaskConfig,
     train: Sequence[System],
     valid: Sequence[System],
-    skip_neighbor_stat: bool,
-    num_ranks: int,
-) -> Prepared:
-    """Check the data, and make the model from what they are."""
-    started = time.perf_counter()
-    seed = config.training.seed
-    assert seed is not None, "a run without a seed draws one before this"
-    report = check_run(config, train, valid)
-    for line in report.warnings:
-        logger.warning("%s", line)
-    report.raise_problems()
-    neighbors = report.neighbors
-    assert neighbors is not None, "data without problems have neighbors"
-    descriptor = config.model.descriptor
-    if descriptor.neighbors is None:
-        if skip_neighbor_stat:
-            raise DataError(f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers.")
-        config = replace(config, model=replace(config.model, descriptor=descriptor.with_neighbors(neighbors)))
-    nearest = origin.min_nbor_dist if origin.path is not None else neighbors.min_distance
-    checked = time.perf_counter()
-    model = build_model(config.model, seed_for("weights", seed))
+    nearest: float | None,
+    seed: int,
+    world: World,
+) -> PreparedTask:
+    """Return a task with a model whose weights come from the seed."""
+    model = build_model(task.model, seed_for(stream_of("weights", task.name), seed))
     model.min_nbor_dist = nearest
-    cache = PairCache(model.layout)
-    if origin.path is not None:
-        load_weights(model, origin)
-    else:
-        statistics = _statistics(config, model, train, cache, seed, num_ranks)
-        model.apply_statistics(statistics)
-        for line in statistics.lines():
-            logger.info("%s", line)
-    logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
-    return Prepared(config, train, valid, cache, model, nearest, seed)
+    return PreparedTask(task, train, valid, PairCache(model.layout), model, nearest)
 
 
-def _statistics(
-    config: RunConfig, model: EnergyModel, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
-) -> Statistics:
+def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
-    path = config.training.stat_file
+    path = Outputs(config).stat_file(task.config.name)
     if path is not None:
-        stored = read_stat_file(path, config.model, model.descriptor)
+        stored = read_stat_file(path, task.config.model, task.model.descriptor)
         if stored is not None:
             logger.info("statistics are those of %s", path)
             return stored
@@ -136,10 +195,10 @@ def _statistics(
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
                 '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
             )
-    found = collect_statistics(model, config.model, _statistics_batches(config, systems, cache, seed, num_ranks))
+    found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
         try:
-            write_stat_file(path, config.model, model.descriptor, found)
+            write_stat_file(path, task.config.model, task.model.descriptor, found)
         except OSError as error:
             raise DataError(
                 f"training.stat_file: {path}: cannot be written ({error.strerror or error}). Remove what stands there, "
@@ -148,15 +207,12 @@ def _statistics(
     return found
 
 
-def _statistics_batches(
-    config: RunConfig, systems: Sequence[System], cache: PairCache, seed: int, num_ranks: int
-) -> Iterator[Batch]:
-    data = config.training.training_data
-    sizes, _ = batch_sizes(data.batch_size, [system.natoms for system in systems])
-    for number, (system, size) in enumerate(zip(systems, sizes)):
+def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
+    sizes, _ = batch_sizes(task.config.training_data.batch_size, [system.natoms for system in task.train])
+    for number, (system, size) in enumerate(zip(task.train, sizes)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
-        order = permutation(system.num_frames, seed_for("statistics", seed, number))
+        order = permutation(system.num_frames, seed_for(stream_of("statistics", task.config.name), seed, number))
         # as many as one process with all the frames of a step would take, so that it starts from the same model
-        chosen = [int(k) for k in order[: config.model.data_stat_nbatch * size * num_ranks]]
+        chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):
-            yield collate([cache.get(system, k) for k in chosen[begin : begin + 8]], cache.layout)
+            yield collate([task.cache.get(system, k) for k in chosen[begin : begin + 8]], task.cache.layout)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepmd_ema import __version__, checkpoint
-from deepmd_ema.dist.world import World
+from deepmd_ema import checkpoint
+from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
-from deepmd_ema.train.validate import LIVE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,25 +20,27 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from deepmd_ema.averaging import AverageBank
+    from deepmd_ema.dist.world import World
 
 
 @dataclass(frozen=True)
-class Payloads:
+class StateBuilder:
     """Builds the content of model files; tensors are copies on the CPU, so a later step cannot change them.
 
     Attributes:
-        model: the live model.
+        models: the live models.
         bank: averages, or None.
         config: normalized config of the run, ``sel`` resolved.
-        min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for.
+        min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for; by task if there
+            are several.
         run: identifies the trajectory of weights; a restart goes on with that of the checkpoint.
         writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
     """
 
-    model: nn.Module
+    models: nn.Module
     bank: AverageBank | None
     config: Mapping[str, Any]
-    min_nbor_dist: float | None
+    min_nbor_dist: float | Mapping[str, float | None] | None
     run: str
     writes: bool = True
 
@@ -65,27 +67,18 @@ class Payloads:
         if not self.writes:
             return content
         averaged = self.bank[name].tensor_names
-        buffers = {n for n, _ in self.model.named_buffers()}
+        buffers = {n for n, _ in self.models.named_buffers()}
         narrow = {n: content["model"][n].to(torch.float32) for n in averaged if n not in buffers}
         return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}
 
     def _live(self) -> dict[str, Tensor]:
-        return whole_state(self.model, keep=self.writes)
+        return whole_state(self.models, keep=self.writes)
 
     def _copied(self, content: dict[str, Any]) -> dict[str, Any]:
         return cpu_copy(content) if self.writes else {"average": content.get("average")}
 
     def _head(self, kind: str, weights: str, step: int) -> dict[str, Any]:
-        return {
-            "format": checkpoint.FORMAT,
-            "version": __version__,
-            "kind": kind,
-            "weights": weights,
-            "step": step,
-            "config": dict(self.config),
-            "min_nbor_dist": self.min_nbor_dist,
-            "run": self.run,
-        }
+        return checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, run=self.run)
 
 
 @dataclass(frozen=True)
@@ -108,22 +101,22 @@ class Saver:
     """Writes the live file and the averaged files of one step as one transaction.
 
     Attributes:
-        payloads: content of the files.
+        builder: makes the content of the files.
         live: names and rotation of ``model.ckpt-*.pt``.
         averages: the same for each average, by its name.
-        bests: best files, whose ranks settle once a checkpoint knows of them.
+        bests: best files, which are pruned once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step.
         world: the processes of the run; rank 0 writes.
     """
 
-    payloads: Payloads
+    builder: StateBuilder
     live: checkpoint.CheckpointSeries
     averages: Mapping[str, checkpoint.CheckpointSeries]
     bests: Sequence[checkpoint.BestFiles]
     every: int
-    snapshots: Sequence[Snapshots] = field(default=())
-    world: World = field(default_factory=World)
+    snapshots: Sequence[Snapshots]
+    world: World
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after ``step``."""
@@ -136,31 +129,37 @@ class Saver:
     def keep_snapshots(self, due: Sequence[Snapshots], step: int) -> None:
         """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
         for kept in due:
-            content = self.payloads.snapshot(kept.name, step)
+            content = self.builder.snapshot(kept.name, step)
             with self.world.all_ranks_ok():
                 if self.world.is_main and content["average"]["updates"]:
                     kept.series.sweep()
                     checkpoint.save(kept.series.file(step), content)
                     kept.series.rotate(step)
 
-    def save(self, step: int, state: Mapping[str, Any], biases: Mapping[str, Tensor] | None = None) -> list[str]:
+    def save(self, step: int, state: Mapping[str, Any], biases: Biases | None = None) -> list[str]:
         """Write all files of ``step``, move the links, rotate; return the names that were written.
 
         Args:
             step: optimizer steps so far.
             state: everything a restart needs beside the weights.
-            biases: by name of the weights the bias (1, T, 1) in eV that was fitted again after the last step. Averaged
-                files have it in the model; the training file has it beside raw weights, so that a restart stays exact.
+            biases: by name of the weights the biases (1, T, 1) in eV that were fitted again after the last step, by
+                their names in the models. Averaged files have them in the model; the training file has them beside raw
+                weights, so that a restart stays exact.
         """
-        extra = {"refitted_bias": dict(biases)} if biases else {}
-        files = [(self.live, self.payloads.training(step, {**state, **extra}))]
+        extra = {"refitted_bias": {name: _plain_bias(found) for name, found in biases.items()}} if biases else {}
+        files = [(self.live, self.builder.training(step, {**state, **extra}))]
         for name, series in self.averages.items():
-            content = self.payloads.weights(name, step, "average")
+            content = self.builder.weights(name, step, "average")
             if biases and self.world.is_main:
-                content["model"]["out_bias"] = biases[name].clone()
+                content["model"].update((n, bias.clone()) for n, bias in biases[name].items())
             files.append((series, content))
         written: list[Path] = []
         with self.world.all_ranks_ok():
             if self.world.is_main:
                 written = checkpoint.save_together(step, files, self.bests)
         return [str(path) for path in written]
+
+
+def _plain_bias(biases: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """Return the bias itself where there is one model."""
+    return biases[OUT_BIAS] if set(biases) == {OUT_BIAS} else dict(biases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,58 +19,62 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.data.loader import Loader
     from deepmd_ema.loss import EnergyLoss
-    from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """What is trained on what.
 
     Attributes:
         name: the task's name; empty when there is only one.
-        model: the model, on the device it computes on.
+        models: the models of the run, on the device they compute on; this task trains the one of its name.
+        parallel_module: what a training step calls: ``models``, or what exchanges gradients between ranks.
         loss: the weighted loss.
-        frames: training batches in their seeded order.
-        display_frames: validation batches for the learning curve, or None.
+        train_loader: training batches in their seeded order.
+        display_loader: validation batches for the learning curve, or None.
         display_batches: how many of them one row of the learning curve uses.
-        wrapped: what a training step calls instead of ``model``, when ranks exchange gradients.
     """
 
     name: str
-    model: EnergyModel
+    models: ModelSet
+    parallel_module: nn.Module
     loss: EnergyLoss
-    frames: Loader
-    display_frames: Loader | None = None
+    train_loader: Loader
+    display_loader: Loader | None = None
     display_batches: int = 1
-    wrapped: nn.Module | None = None
-
-    @property
-    def trained(self) -> nn.Module:
-        """What a training step calls."""
-        return self.model if self.wrapped is None else self.wrapped
 
     def next_batch(self) -> Batch:
         """Return the next training batch, in host memory."""
-        return next(self.frames)
+        return next(self.train_loader)
+
+    def next_display_batches(self) -> list[Batch]:
+        """Return the next validation batches of a row, in host memory; none without validation data."""
+        if self.display_loader is None:
+            return []
+        return [next(self.display_loader) for _ in range(self.display_batches)]
 
     def batch_at(self, position: int) -> tuple[tuple[str, int], ...]:
         """Return where the frames of the batch at ``position`` come from."""
-        return self.frames.frames_at(position)
+        return self.train_loader.frames_at(position)
 
     def state_dict(self) -> dict[str, float]:
         """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
-        sampler = self.frames.sampler
-        drawn: dict[str, float] = {"frames": self.frames.position, "num_frames": sum(sampler.num_frames)}
-        drawn["frames_per_step"] = sampler.frames_per_step
-        if self.display_frames is not None:
-            drawn["display_frames"] = self.display_frames.position
-        return drawn
+        sampler = self.train_loader.sampler
+        consumed: dict[str, float] = {
+            "frames": self.train_loader.position,
+            "num_frames": sum(sampler.num_frames),
+            "frames_per_step": sampler.frames_per_step,
+        }
+        if self.display_loader is not None:
+            consumed["display_frames"] = self.display_loader.position
+        return consumed
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue after the batches that ``state`` says were consumed."""
-        now = sum(self.frames.sampler.num_frames)
+        now = sum(self.train_loader.sampler.num_frames)
         before = state.get("num_frames", now)
         if before != now:
             logger.warning(
@@ -77,22 +82,22 @@ class Task:
                 "order from here on",
                 now, before,
             )  # fmt: skip
-        size = self.frames.sampler.frames_per_step
+        size = self.train_loader.sampler.frames_per_step
         size_before = state.get("frames_per_step", size)
         if size_before != size:
             logger.warning(
                 "a step has %.4g frames now, over all ranks together, and had %.4g when the checkpoint was written",
                 size, size_before,
             )  # fmt: skip
-        self.frames.seek(int(state["frames"]))
-        if self.display_frames is not None:
-            self.display_frames.seek(int(state.get("display_frames", 0)))
+        self.train_loader.seek(int(state["frames"]))
+        if self.display_loader is not None:
+            self.display_loader.seek(int(state.get("display_frames", 0)))
 
     def close(self) -> None:
         """Stop the background readers."""
-        self.frames.close()
-        if self.display_frames is not None:
-            self.display_frames.close()
+        self.train_loader.close()
+        if self.display_loader is not None:
+            self.display_loader.close()
 
 
 class TaskMixture:
@@ -106,11 +111,34 @@ class TaskMixture:
 
     def __init__(self, tasks: Sequence[Task], probabilities: Sequence[float] | None = None, seed: int = 0) -> None:
         self._tasks = list(tasks)
-        self._cumulative = np.cumsum(probabilities or [1 / len(self._tasks)] * len(self._tasks))
+        self._probabilities = list(probabilities or [1 / len(self._tasks)] * len(self._tasks))
+        self._cumulative = np.cumsum(self._probabilities)
         self._seed = seed
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
+
+    @property
+    def frames_per_step(self) -> float:
+        """Mean number of frames in a step of all ranks together."""
+        samplers = [task.train_loader.sampler for task in self._tasks]
+        return sum(float(p) * s.frames_per_step for p, s in zip(self._probabilities, samplers))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps in which every task has, on average, seen all of its frames at least once."""
+        samplers = [task.train_loader.sampler for task in self._tasks]
+        return max(math.ceil(s.batches_per_epoch / float(p)) for p, s in zip(self._probabilities, samplers))
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return the steps of ``epochs`` passes, with every task's share of them."""
+        samplers = [task.train_loader.sampler for task in self._tasks]
+        return max(math.ceil(s.steps_for_epochs(epochs) / float(p)) for p, s in zip(self._probabilities, samplers))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the samplers have to say about the data."""
+        return [line for task in self._tasks for line in task.train_loader.sampler.warnings]
 
     def draw(self, step: int) -> Task:
         """Return the task of ``step``."""
@@ -123,7 +151,7 @@ class TaskMixture:
     @property
     def wait_s(self) -> float:
         """Seconds that training has waited for data so far."""
-        return sum(task.frames.wait_s for task in self._tasks)
+        return sum(task.train_loader.wait_s for task in self._tasks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every task's frames."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
@@ -18,14 +18,13 @@ from deepmd_ema.train.validate import ValidationAborted
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
-    from torch import Tensor
-
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
-    from deepmd_ema.train.display import Display
+    from deepmd_ema.dist.world import World
+    from deepmd_ema.train.bias import Biases
+    from deepmd_ema.train.display import Reporter
     from deepmd_ema.train.saver import Saver
-    from deepmd_ema.train.step import Outcome, Step
+    from deepmd_ema.train.step.base import Outcome, Step
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
 
@@ -35,7 +34,7 @@ SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
-    """Turns SIGTERM and Ctrl-C into a question that the loop asks after each step; a second Ctrl-C ends at once."""
+    """Holds SIGTERM and Ctrl-C until the loop asks for them after a step; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -44,7 +43,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {s: signal.signal(s, self.request) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,11 +54,38 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         """Whether the run was asked to stop."""
         return self.signal is not None
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def request(self, number: int, _frame: FrameType | None = None) -> None:
+        """Ask the run to stop, as the signal ``number`` does."""
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
             raise KeyboardInterrupt
+
+
+class Callback:
+    """Watches a run; the trainer calls these methods, which do nothing here. It must not change what it is shown.
+
+    Everything of the trainer that has no underscore may be read; ``trainer.stop.request`` ends a run as a signal does.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called before the first step, after a restart has loaded everything."""
+
+    def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
+        """Return the context of a ``step`` with all that is due after it, a ``validation`` or a ``checkpoint``."""
+        return nullcontext()
+
+    def after_update(self, trainer: Trainer) -> None:
+        """Called when weights and averages are those of a step, before anything that is due is shown or saved."""
+
+    def in_validation(self, trainer: Trainer, weights: str) -> None:
+        """Called with the weights ``live``, or those of an average, in the models, before they are evaluated."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called when everything that was due after a step is done."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step, when all is saved and closed."""
 
 
 @dataclass
@@ -67,7 +93,21 @@ class Trainer:
     """Takes optimizer steps until ``num_steps``, and does what is due after each.
 
     Every part is built by :mod:`deepmd_ema.train.assemble`; the trainer only decides the order in which they act.
-    ``refit`` fits the energy bias again after the last step, for each set of weights by name.
+
+    Attributes:
+        tasks: what is trained.
+        take_step: changes the weights.
+        bank: averages, or None.
+        validator: full validation, or None.
+        saver: writes checkpoints.
+        reporter: learning curves, progress, times.
+        num_steps: of the whole run.
+        world: the processes of the run.
+        refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
+        input_file: named in the message that says how to go on.
+        callback: watches the run.
+        step: optimizer steps so far.
+        stop: whether the run was asked to stop.
     """
 
     tasks: TaskMixture
@@ -75,13 +115,12 @@ class Trainer:
     bank: AverageBank | None
     validator: FullValidation | None
     saver: Saver
-    display: Display
-    device: torch.device
+    reporter: Reporter
     num_steps: int
-    steps_per_epoch: int = 1
-    world: World = field(default_factory=World)
-    refit: Callable[[], Mapping[str, Tensor]] | None = None
+    world: World
+    refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
+    callback: Callback = field(default_factory=Callback)
     step: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
     _owes_validation: bool = False
@@ -96,14 +135,14 @@ class Trainer:
         """
         with self.stop:
             try:
-                if self.validator is not None:
-                    self.validator.stopped = self._is_stopped
+                self.callback.on_start(self)
                 self._loop()
             finally:
-                self.display.close()
+                self.reporter.close()
                 self.tasks.close()
                 if self.validator is not None:
                     self.validator.close()
+        self.callback.on_end(self)
 
     def _loop(self) -> None:
         try:
@@ -112,16 +151,36 @@ class Trainer:
             if self.step >= self.num_steps:
                 self._save()
             while self.step < self.num_steps:
-                self._advance()
+                self.advance()
                 if self._is_asked_to_stop() and self.step < self.num_steps:
                     self._leave()
         except ValidationAborted:
             self._leave()
 
+    def advance(self) -> None:
+        """Take one step, and do what is due after it."""
+        with self.callback.during(self, "step"):
+            number = self.step + 1
+            task = self.tasks.draw(number)
+            with self.reporter.times.of("data"):
+                batch = task.next_batch().to(self.world.device)
+            with self.reporter.times.of("step"):
+                outcome = self.take_step(task, batch, number)
+                self.step = number
+                if self.take_step.checks_are_free:
+                    self._raise_if_diverged()
+                if self.bank is not None:
+                    # a step that was checked on the host is good; else the device decides, and nothing waits for it
+                    ok = None if self.take_step.checks_are_free else outcome.ok
+                    self.bank.update(ok, epoch=number / self.tasks.batches_per_epoch)
+            self.callback.after_update(self)
+            self._do_what_is_due(task, batch, outcome)
+        self.callback.after_step(self)
+
     def _is_asked_to_stop(self) -> bool:
         """Whether some rank was asked to stop: all of them then stop after this step."""
         # other ranks are waited for, which on a GPU, where the host runs ahead, is worth it now and then only
-        if self.device.type != "cpu" and self.step % STEPS_BETWEEN_QUESTIONS:
+        if self.world.device.type != "cpu" and self.step % STEPS_BETWEEN_QUESTIONS:
             return False
         return self._is_stopped()
 
@@ -131,32 +190,16 @@ class Trainer:
             self.stop.signal = signal.Signals(asked)
         return asked > 0
 
-    def _advance(self) -> None:
-        number = self.step + 1
-        task = self.tasks.draw(number)
-        with self.display.times.of("data"):
-            batch = task.next_batch().to(self.device)
-        with self.display.times.of("step"):
-            outcome = self.take_step(task, batch, number)
-            self.step = number
-            if self.take_step.checks_are_free:
-                self._raise_if_diverged()
-            if self.bank is not None:
-                # a step that was checked on the host is good; else the device decides, and nothing waits for it
-                ok = None if self.take_step.checks_are_free else outcome.ok
-                self.bank.update(ok, epoch=number / self.steps_per_epoch)
-        self._do_what_is_due(task, batch, outcome)
-
     def _do_what_is_due(self, task: Task, batch: Batch, outcome: Outcome) -> None:
         last = self.step == self.num_steps
-        self.display.record(self.step, task, outcome)
-        if self.display.is_due(self.step):
+        self.reporter.record(self.step, task, outcome)
+        if self.reporter.is_due(self.step):
             self._raise_if_diverged()
-            self.display.show(self.step, task, batch, outcome)
+            self.reporter.show(self.step, task, batch, outcome)
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
-            with self.display.times.of("checkpoint"):
+            with self.reporter.times.of("checkpoint"):
                 self.saver.keep_snapshots(snapshots, self.step)
         if self.validator is not None and self.validator.is_due(self.step):
             self._raise_if_diverged()
@@ -168,24 +211,29 @@ class Trainer:
     def _validate(self) -> None:
         assert self.validator is not None
         self._owes_validation = True
-        with self.display.times.of("validation"):
-            results = self.validator.run(self.step, lambda name: self.saver.payloads.weights(name, self.step, "best"))
+        entered = partial(self.callback.in_validation, self)
+        with self.callback.during(self, "validation"), self.reporter.times.of("validation"):
+            results = self.validator.run(self.step, self._is_stopped, entered)
         self._owes_validation = False
-        self.display.show_validation(self.step, results)
+        self.reporter.show_validation(self.step, results)
 
     def _save(self) -> None:
+        with self.callback.during(self, "checkpoint"):
+            self._save_all()
+
+    def _save_all(self) -> None:
         biases = None
         if self.refit is not None and self.step >= self.num_steps:
             if self._saved < self.step:
                 self._write()  # the fit reads many frames: what ends it early costs no step of the run
             biases = self.refit()
         written = self._write(biases)
-        self.display.say(f"saved {', '.join(written)}")
+        self.reporter.say(f"saved {', '.join(written)}")
         if self.bank is not None:
-            self.display.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
+            self.reporter.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
 
-    def _write(self, biases: Mapping[str, Tensor] | None = None) -> list[str]:
-        with self.display.times.of("checkpoint"):
+    def _write(self, biases: Biases | None = None) -> list[str]:
+        with self.reporter.times.of("checkpoint"):
             written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
         return written
@@ -217,7 +265,7 @@ class Trainer:
         state: dict[str, Any] = {
             "optimizer": self.take_step.state_dict(self.world.is_main),
             "streams": self.tasks.state_dict(),
-            "display": self.display.state_dict(),
+            "display": self.reporter.state_dict(),
             "owes_validation": self._owes_validation,
         }
         if self.bank is not None:
@@ -234,7 +282,7 @@ class Trainer:
         self.step = self._saved = step
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
-        self.display.load_state_dict(state["display"], step)
+        self.reporter.load_state_dict(state["display"], step)
         self._owes_validation = bool(state["owes_validation"]) and self.validator is not None
         if self.validator is not None:
             self.validator.load_state_dict(state.get("best", {}))

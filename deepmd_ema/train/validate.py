@@ -4,123 +4,148 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.metrics import Errors, evaluate
+from deepmd_ema.model.model_set import nested, unnested
 
 if TYPE_CHECKING:
-    import torch
-
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
     from deepmd_ema.dist.world import World
-    from deepmd_ema.model.energy import EnergyModel
+    from deepmd_ema.model.model_set import ModelSet
     from deepmd_ema.report import ValidationLog
-
-LIVE = "live"
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
-    """A stop was asked for inside a validation; the weights are the live ones again."""
+    """A stop was asked for inside a validation; the live weights are back in the models."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Validated:
-    """One set of weights that is validated: its log and its best files.
+    """One row of a full validation: some weights on the data of one task.
 
     Attributes:
         weights: ``live``, or the name of an average.
+        task: whose model and data.
         log: the file of this row (``val.log``, ``val_ema.log``); None on ranks that write nothing.
         best: best files and their records, or None when they are not kept.
     """
 
     weights: str
+    task: str
     log: ValidationLog | None
     best: BestFiles | None = None
 
+    @property
+    def name(self) -> str:
+        """Name in logs: of the weights, and of the task if it has one."""
+        return f"{self.task} {self.weights}" if self.task else self.weights
 
-@dataclass
+
+@dataclass(frozen=True)
+class ValidationData:
+    """All validation frames of a task.
+
+    Attributes:
+        batches: makes a fresh pass over this rank's share of them.
+        num_batches: of a whole pass, over all ranks.
+        padding: makes some batch, for a rank that has no share.
+    """
+
+    batches: Callable[[], Iterator[Batch]]
+    num_batches: int
+    padding: Callable[[], Batch]
+
+
+@dataclass(frozen=True)
 class FullValidation:
-    """Validates when it is due, writes one row per set of weights, and keeps the best files.
+    """Validates when it is due, writes one row per set of weights and task, and keeps the best files.
 
     Every rank takes its share of the batches, and all get the errors over all of them.
 
     Attributes:
-        model: the live model.
+        models: the live models.
         bank: averages, or None when only the live weights are validated.
-        rows: what is validated.
-        batches: makes a fresh pass over the whole validation set.
+        rows: what is validated; those of the same weights follow each other.
+        data: validation frames by task.
+        payload: makes the content of the model file of a set of weights (``live`` or an average) at a step.
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
         every: steps between two validations.
         world: the processes that share the batches.
-        num_batches: of a whole pass, over all ranks.
-        padding: makes some batch, for a rank that has no share.
-        stopped: asked between batches; True ends the validation.
     """
 
-    model: EnergyModel
+    models: ModelSet
     bank: AverageBank | None
     rows: Sequence[Validated]
-    batches: Callable[[], Iterator[Batch]]
-    device: torch.device
+    data: Mapping[str, ValidationData]
+    payload: Callable[[str, int], Mapping[str, Any]]
     metric: str
     start: int | None
     every: int
     world: World
-    num_batches: int
-    padding: Callable[[], Batch]
-    stopped: Callable[[], bool] = field(default=lambda: False)
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
         return self.start is not None and step >= self.start and (step - self.start) % self.every == 0
 
-    def run(self, step: int, payload: Callable[[str], Mapping[str, Any]]) -> dict[str, Errors]:
-        """Validate every set of weights, write its row and its best file; return the errors by name of the weights.
+    def run(
+        self, step: int, stopped: Callable[[], bool] = lambda: False, entered: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Errors]:
+        """Validate every set of weights, write its rows and its best files; return the errors by name of the row.
 
         Args:
             step: the optimizer steps behind the weights.
-            payload: gives the content of the model file of a set of weights (``live`` or an average).
+            stopped: asked between batches; True ends the validation.
+            entered: called with the name of the weights when these are in the models.
 
         Raises:
             ValidationAborted: if a stop was asked for; nothing of this step was written.
         """
-        results = {row.weights: self._errors(row.weights) for row in self.rows}
-        for row in self.rows:
+        errors: dict[Validated, Errors] = {}
+        for weights, rows in groupby(self.rows, key=attrgetter("weights")):
+            swap = nullcontext() if weights == LIVE or self.bank is None else self.bank.swapped_in(weights)
+            with swap:
+                entered(weights)
+                for row in rows:
+                    errors[row] = self._errors(row.task, stopped)
+        for row, found in errors.items():
             if row.log is not None:
-                row.log.write(step, results[row.weights])
+                row.log.write(step, found)
             if row.best is not None:
-                value = results[row.weights].metric(self.metric)
+                value = found.metric(self.metric)
                 with self.world.all_ranks_ok():
-                    kept = row.best.offer(value, step, partial(payload, row.weights))
+                    kept = row.best.offer(value, step, partial(self.payload, row.weights, step))
                 if kept and row.log is not None:
                     row.log.write_best(row.best.path(step), self.metric, value)
-        return results
+        return {row.name: found for row, found in errors.items()}
 
-    def _errors(self, weights: str) -> Errors:
-        swap = nullcontext() if weights == LIVE or self.bank is None else self.bank.swapped_in(weights)
-        was_training = self.model.training
-        with swap:
-            self.model.eval()
-            try:
-                errors = evaluate(self.model, self._until_stopped(), self.device)
-                return Errors.from_tensor(self.world.all_reduce_sum(errors.as_tensor()))
-            finally:
-                self.model.train(was_training)
+    def _errors(self, task: str, stopped: Callable[[], bool]) -> Errors:
+        """Return the errors of the weights that are in the models now on the data of ``task``."""
+        was_training = self.models.training
+        self.models.eval()
+        try:
+            errors = evaluate(self.models.of(task), self._until(stopped, self.data[task]), self.world.device)
+            return Errors.from_tensor(self.world.all_reduce_sum(errors.as_tensor()))
+        finally:
+            self.models.train(was_training)
 
-    def _until_stopped(self) -> Iterator[Batch]:
-        mine = self.batches()
+    def _until(self, stopped: Callable[[], bool], data: ValidationData) -> Iterator[Batch]:
+        mine = data.batches()
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
-        for _ in range(-(-self.num_batches // self.world.size)):
-            if self.stopped():
+        for _ in range(-(-data.num_batches // self.world.size)):
+            if stopped():
                 raise ValidationAborted
             following = next(mine, None)
-            batch = following if following is not None else (batch or self.padding()).as_padding()
+            batch = following if following is not None else (batch or data.padding()).as_padding()
             yield batch
 
     def truncate(self, step: int) -> None:
@@ -136,14 +161,19 @@ class FullValidation:
                 row.log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best records of every set of weights."""
-        return {row.weights: row.best.state_dict() for row in self.rows if row.best is not None}
+        """Return the best records by set of weights, and by task if there are several."""
+        records: dict[str, dict[str, Any]] = {}
+        for row in self.rows:
+            if row.best is not None:
+                records.setdefault(row.weights, {})[row.task] = row.best.state_dict()
+        return {weights: unnested(of_task) for weights, of_task in records.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the best records of ``state``; what it does not name starts without records."""
         for row in self.rows:
-            if row.best is not None and row.weights in state:
-                checked = self.world.broadcast_from_rank0(partial(_continue, row.best, state[row.weights]))
+            records = nested(state.get(row.weights, {}), (row.task,)).get(row.task)
+            if row.best is not None and records:
+                checked = self.world.broadcast_from_rank0(partial(_continue, row.best, records))
                 if not self.world.is_main:
                     row.best.load_state_dict(checked)
 

@@ -1,8 +1,8 @@
-"""One optimizer step: loss, gradient, clipping, update, and a guard against non-finite numbers without a sync."""
+"""The base of training steps: the outcome of one, and the guard against numbers that are not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.errors import DivergedError
-from deepmd_ema.optim.build import guarded_step, load_optimizer_state_by_name, optimizer_state_by_name
-from deepmd_ema.optim.clip import clip_gradients
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
-    from deepmd_ema.optim.schedule import Schedule
-    from deepmd_ema.train.task import Task
+    from deepmd_ema.train.task import Task, TaskMixture
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step left behind, all still on the device.
+    """Outcome of a step, on the device.
 
     Attributes:
         learning_rate: the rate that the step used.
@@ -35,10 +32,10 @@ class Outcome:
 
 
 class Step:
-    """What takes the steps of a run; a subclass says how one batch changes the weights.
+    """Takes the steps of a run; a subclass says how one batch changes the weights.
 
     After the first step that was not finite no later one changes the weights, on the device and without waiting for
-    it; :meth:`raise_if_diverged` then tells which step it was.
+    it; :meth:`raise_if_diverged` then names the step.
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
@@ -79,14 +76,14 @@ class Step:
         """Whether it was the loss of this rank's own frames that was not finite; waits for the device."""
         return bool(self._own_fault)
 
-    def raise_if_diverged(self, tasks: Any, last_step: int) -> None:
+    def raise_if_diverged(self, tasks: TaskMixture, last_step: int) -> None:
         """Raise :class:`DivergedError` with step, task and frames if any step so far was not finite."""
         bad = self.first_bad_step()
         if not bad:
             return
         task = tasks.draw(bad)
         behind = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
-        frames = task.batch_at(task.frames.position - behind)
+        frames = task.batch_at(task.train_loader.position - behind)
         shown = ", ".join(f"{system} frame {index}" for system, index in frames[:8])
         more = f" and {len(frames) - 8} more" if len(frames) > 8 else ""
         named = f" (task {task.name})" if task.name else ""
@@ -108,51 +105,3 @@ class Step:
         self._own_fault = torch.where(self._first_bad == 0, ~(finite if own is None else own), self._own_fault)
         self._first_bad = torch.where(good | (self._first_bad > 0), self._first_bad, step)
         return good.to(torch.float32)
-
-
-class GradientStep(Step):
-    """Follows the gradient of the loss with an optimizer.
-
-    Args:
-        module: owner of the parameters, by the names that checkpoints use.
-        optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
-        schedule: learning rate as a function of the 0-based step.
-        max_norm: largest global L2 norm of the gradient, or None for no clipping.
-        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        max_norm: float | None,
-        all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(module)
-        self._all_reduce_sum = all_reduce_sum
-        self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
-
-    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
-        """Update the weights with one batch; ``step`` counts from 1."""
-        rate = self._schedule(step - 1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.zero_grad(set_to_none=True)
-        prediction = task.trained(batch, need_virial=task.loss.need_virial)
-        total, values = task.loss(prediction, batch, rate)
-        total.backward()
-        norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
-        # both are the same on all ranks
-        finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
-        ok = self._note(finite, step, own=torch.isfinite(total.detach()))
-        guarded_step(self._optimizer, 1 - ok)
-        return Outcome(rate, values, ok)
-
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
-        return optimizer_state_by_name(self._optimizer, self._named, keep)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the moments and counters of ``state``."""
-        load_optimizer_state_by_name(self._optimizer, self._named, state)

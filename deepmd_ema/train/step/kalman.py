@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.step import Outcome, Step
+from deepmd_ema.train.step.base import Outcome, Step
 
 if TYPE_CHECKING:
     from deepmd_ema import config as sections
@@ -66,7 +66,7 @@ class KalmanStep(Step):
             "f": self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step),
         }
         terms = {term.name for term in task.loss.terms}
-        prediction = task.model(batch, need_virial=task.loss.need_virial)
+        prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
         with torch.no_grad():
             total, values = task.loss(prediction, batch, rate)
         ok = self._note(torch.isfinite(total), step)
@@ -74,7 +74,7 @@ class KalmanStep(Step):
             ok = self._update(*measure_energy(prediction[ENERGY], batch, weight["e"]), step)
             prediction = {}
         for numbers in self._draws(step) if "f" in terms else ():
-            prediction = prediction or task.model(batch, need_virial=False)
+            prediction = prediction or task.models(task.name, batch, need_virial=False)
             ok = self._update(*measure_force(prediction[FORCE], batch, weight["f"], numbers), step)
             prediction = {}
         return Outcome(rate, values, ok)

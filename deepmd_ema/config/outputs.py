@@ -1,0 +1,141 @@
+"""Every file and folder that a run writes, and the option that names it; rules of the config ask it too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepmd_ema.config.averaging import LIVE, SHORT_FORM
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.run import RunConfig
+
+POINTER = "checkpoint"  # text file that names the newest training checkpoint
+SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
+BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
+
+
+def suffixed(file: str | Path, suffix: str) -> Path:
+    """Return ``file`` with ``suffix`` before its last dot: ``val.log`` and ``_ema`` give ``val_ema.log``."""
+    file = Path(file)
+    stem, dot, ending = file.name.rpartition(".")
+    return file.with_name(f"{stem}{suffix}{dot}{ending}" if stem else f"{file.name}{suffix}")
+
+
+def suffix_of(weights: str, task: str = "") -> str:
+    """Return what tells the files of these weights, and of a task that has a name, from those of the live weights."""
+    return f"_{task}" * bool(task) + f"_{weights}" * (weights != LIVE)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One file or folder of a run.
+
+    Attributes:
+        option: dotted path of the option that names it.
+        content: what it holds, for messages.
+        path: where it is.
+        is_folder: whether it is a folder.
+        has_rows: whether rows are added to it while the run goes on, so that it can belong to one writer only.
+    """
+
+    option: str
+    content: str
+    path: Path
+    is_folder: bool = False
+    has_rows: bool = False
+
+
+class Outputs:
+    """Where a run writes, by weights (``live`` or the name of an average) and task.
+
+    Learning curves and checkpoints hold all tasks of a run; logs of full validation, best files and cached statistics
+    are one per task.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def lcurve(self, weights: str) -> Path:
+        """Return the learning curve of some weights."""
+        return suffixed(self._config.training.disp_file, suffix_of(weights))
+
+    def validation_log(self, weights: str, task: str) -> Path:
+        """Return the log of full validation of some weights on the data of a task."""
+        return suffixed(self._config.validating.full_val_file, suffix_of(weights, task))
+
+    def checkpoint_link(self, weights: str) -> Path:
+        """Return the link to the newest checkpoint of some weights."""
+        prefix = suffixed(self._config.training.save_ckpt, suffix_of(weights))
+        return prefix.with_name(f"{prefix.name}.pt")
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Folder of the numbered checkpoints."""
+        training = self._config.training
+        return Path(training.save_dir if training.save_dir is not None else Path(training.save_ckpt).parent)
+
+    @property
+    def snapshot_folder(self) -> Path:
+        """Folder of the kept copies of averages."""
+        return self.checkpoint_folder / SNAPSHOTS
+
+    @property
+    def best_folder(self) -> Path:
+        """Folder of the best files."""
+        return Path(self._config.validating.save_best_dir or Path(self._config.training.save_ckpt).parent)
+
+    def best_prefix(self, weights: str, task: str) -> str:
+        """Return how the names of the best files of some weights begin."""
+        return f"{BEST}{suffix_of(weights, task)}"
+
+    def stat_file(self, task: str) -> str | None:
+        """Return the cache of the statistics of a task, if the run has one."""
+        path = self._config.training.stat_file
+        return path if path is None or not task else str(suffixed(path, f"_{task}"))
+
+    def __iter__(self) -> Iterator[Output]:
+        yield from self._files()
+        yield from self._folders()
+
+    def _files(self) -> Iterator[Output]:
+        training = self._config.training
+        averages = [SHORT_FORM] * training.enable_ema + [a.name for a in training.averaging]
+        yield Output("name of the newest file", "the newest checkpoint", Path(POINTER))
+        if training.disp_training:
+            for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
+                yield Output("training.disp_file", f"the learning curve of {name}", self.lcurve(name), has_rows=True)
+        for name in (LIVE, *averages):
+            yield Output("training.save_ckpt", f"the newest weights of {name}", self.checkpoint_link(name))
+        for name in self._config.fully_validated:
+            for task in self._config.tasks:
+                content = f"validation of {name}" + f" in task {task}" * bool(task)
+                log = self.validation_log(name, task)
+                yield Output("validating.full_val_file", content, log, has_rows=True)
+
+    def _folders(self) -> Iterator[Output]:
+        training, validating = self._config.training, self._config.validating
+        yield Output("training.save_dir", "checkpoints", self.checkpoint_folder, is_folder=True)
+        if self._config.fully_validated and validating.save_best:
+            yield Output("validating.save_best_dir", "best files", self.best_folder, is_folder=True)
+        if training.stat_file_mode != "read":
+            for path in filter(None, map(self.stat_file, self._config.tasks)):
+                yield Output("training.stat_file", "statistics", Path(path).parent, is_folder=True)
+        if training.tensorboard:
+            folder = Path(training.tensorboard_log_dir)
+            yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)
+        if any(getattr(average, "snapshots", False) for average in training.averaging):
+            yield Output("training.averaging", "snapshots", self.snapshot_folder, is_folder=True)
+
+    def shared_rows(self) -> Iterator[tuple[Output, Output]]:
+        """Yield each file of rows that another one, which comes before it, would be written to as well."""
+        first: dict[str, Output] = {}
+        for output in self:
+            if output.has_rows:
+                file = os.path.normpath(output.path)
+                if file in first:
+                    yield output, first[file]
+                first.setdefault(file, output)

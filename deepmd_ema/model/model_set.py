@@ -1,0 +1,124 @@
+"""The models of a run as one module, by task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+
+from deepmd_ema.tensors import prefix_of
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.model.energy import EnergyModel
+
+T = TypeVar("T")
+
+
+class ModelSet(nn.Module):
+    """The models of a run: one module for the optimizer, for the ranks and for files.
+
+    Tensors are called ``<task>.<name in the model>``; those of a single task without a name keep the names of the
+    model, so a file of one model does not depend on this class. A tensor that tasks share is one parameter, under the
+    name of the first task that has it; a state dict has it under all its names.
+
+    Args:
+        models: by name of the task.
+    """
+
+    def __init__(self, models: Mapping[str, EnergyModel]) -> None:
+        super().__init__()
+        self._tasks = tuple(models)
+        self._models = nn.ModuleList(models.values())  # by number: torch does not take every name of a task
+
+    @property
+    def by_task(self) -> dict[str, EnergyModel]:
+        """The models by task. They are called through this set, which ranks may have sharded as a whole."""
+        return dict(zip(self._tasks, self._models))  # type: ignore[arg-type]
+
+    def forward(
+        self, task: str, batch: Batch, create_graph: bool | None = None, need_virial: bool = True
+    ) -> dict[str, Tensor]:
+        """Return what the model of ``task`` predicts, see :class:`~deepmd_ema.model.energy.EnergyModel`."""
+        prediction: dict[str, Tensor] = self._models[self._tasks.index(task)](batch, create_graph, need_virial)
+        return prediction
+
+    def of(self, task: str) -> TaskModel:
+        """Return the model of ``task`` as a module that is called with batches only."""
+        return TaskModel(self, task)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters under the names that files use."""
+        if recurse:  # the set itself has none
+            found = self._named({task: m.named_parameters(remove_duplicate=False) for task, m in self.by_task.items()})
+            yield from _under(prefix, found, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield buffers under the names that files use."""
+        if recurse:
+            found = self._named({task: m.named_buffers(remove_duplicate=False) for task, m in self.by_task.items()})
+            yield from _under(prefix, found, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return all tensors under the names that files use."""
+        return dict(self._named({task: m.state_dict(*args, **kwargs).items() for task, m in self.by_task.items()}))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Take in the tensors of a state dict with exactly the names of this one."""
+        for task, model in self.by_task.items():
+            prefix = prefix_of(task)
+            own = {n.removeprefix(prefix): tensor for n, tensor in state_dict.items() if n.startswith(prefix)}
+            model.load_state_dict(own, *args, **kwargs)
+
+    def _named(self, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for task, named in found.items():
+            for name, tensor in named:
+                yield prefix_of(task) + name, tensor
+
+
+class TaskModel(nn.Module):
+    """One model of a set, called through the set so that its sharding and its hooks take part.
+
+    Attributes:
+        models: the set.
+        task: whose model this is.
+    """
+
+    def __init__(self, models: ModelSet, task: str) -> None:
+        super().__init__()
+        self.models, self.task = models, task
+        self.training = models.training
+
+    @property
+    def out_bias(self) -> Tensor:
+        """(1, T, 1) eV, energy added for each atom of a type."""
+        return self.models.by_task[self.task].out_bias
+
+    def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
+        """Return what the model predicts."""
+        prediction: dict[str, Tensor] = self.models(self.task, batch, create_graph, need_virial)
+        return prediction
+
+
+def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
+    """Return what files hold of values by task: the value itself where the only task has no name."""
+    return by_task[""] if set(by_task) == {""} else dict(by_task)
+
+
+def nested(value: Any, tasks: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
+    """Return the values by task of which :func:`unnested` made ``value``; tasks that it does not know are left out."""
+    return {"": value} if tuple(tasks) == ("",) else {task: value[task] for task in tasks if task in value}
+
+
+def _under(prefix: str, named: Iterator[tuple[str, T]], once: bool) -> Iterator[tuple[str, T]]:
+    seen: set[int] = set()
+    for name, tensor in named:
+        if once and id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        yield f"{prefix}.{name}" if prefix else name, tensor

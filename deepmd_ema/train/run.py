@@ -1,0 +1,96 @@
+"""A training run from its input file to its last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from deepmd_ema.config import ignored_options, load_config
+from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.dist.world import open_world
+from deepmd_ema.train.assemble import assemble
+from deepmd_ema.train.averages import Hook
+from deepmd_ema.train.output_paths import check_output_paths, write_config
+from deepmd_ema.train.prepare import prepare
+from deepmd_ema.train.start import find_start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deepmd_ema.config import RunConfig
+    from deepmd_ema.dist.world import World
+    from deepmd_ema.train.prepare import PreparedRun
+    from deepmd_ema.train.start import Start
+    from deepmd_ema.train.trainer import Callback
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(
+    input_file: str,
+    restart: str | None = None,
+    init_model: str | None = None,
+    output: str = "out.json",
+    device: str | None = None,
+    skip_neighbor_stat: bool = False,
+    allow_config_change: bool = False,
+    should_update: Mapping[str, Hook] | None = None,
+    callback: Callback | None = None,
+) -> None:
+    """Train as ``input_file`` says, from scratch, from the weights of a file, or on from a checkpoint.
+
+    Args:
+        input_file: JSON or YAML.
+        restart: checkpoint to continue exactly.
+        init_model: file whose weights, live or averaged, a new run starts from.
+        output: where the normalized config is written.
+        device: ``cpu``, ``cuda``, ``cuda:1``; chosen by itself when not given.
+        skip_neighbor_stat: refuse ``sel: auto``; the data are checked as ever.
+        allow_config_change: let a restart go on although the config changed.
+        should_update: by name of an average, a function of (step, epoch) that says whether the average takes in the
+            weights of that step; for what no option says. It must depend on nothing else, or a restart is not exact.
+        callback: watches the run.
+
+    Raises:
+        UserError: for everything that the user can mend.
+    """
+    with open_world(device, find_launch()) as world:
+        with world.all_ranks_ok():
+            config = load_config(input_file)
+            start = find_start(restart, init_model)
+            config = start.adopt_from_checkpoint(config)
+            start.check_resumable(config, allow_config_change)
+        seed = world.broadcast_from_rank0(partial(_seed, config, output))
+        config = replace(config, training=replace(config.training, seed=seed))
+        for line in (*config.notes, *ignored_options(config)):
+            logger.warning("%s", line)
+        prepared = prepare(config, start, world, skip_neighbor_stat)
+        world.broadcast_from_rank0(partial(write_config, output, prepared.config))
+        link = _train(prepared, start, world, should_update, input_file, callback)
+        logger.info("trained model: %s", link)
+
+
+def _train(
+    prepared: PreparedRun,
+    start: Start,
+    world: World,
+    should_update: Mapping[str, Hook] | None,
+    input_file: str,
+    callback: Callback | None,
+) -> Path:
+    """Train and return the link to the newest checkpoint."""
+    # a function of its own, because the trainer must be gone when the process group is destroyed
+    with world.all_ranks_ok():
+        trainer = assemble(prepared, start, world, should_update, input_file, callback)
+    trainer.run()
+    return trainer.saver.live.link
+
+
+def _seed(config: RunConfig, output: str) -> int:
+    """Return the seed of the run, once it is known that it can write."""
+    check_output_paths(config, output)
+    return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed

@@ -1,0 +1,1 @@
+"""One training step: what changes the weights."""
