@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.dist.world import World
     from deepmd_ema.train.averages import Tracked
     from deepmd_ema.train.prepare import PreparedRun, PreparedTask
@@ -68,11 +68,11 @@ def build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World)
 
 
 def _build_loader(
-    task: PreparedTask, seed: int, world: World, systems: Sequence[System], data: Any, stream: str
+    task: PreparedTask, seed: int, world: World, systems: Sequence[FrameSource], data: Any, stream: str
 ) -> Loader:
     sampler = Sampler(
         [system.num_frames for system in systems],
-        [system.natoms for system in systems],
+        [system.frame_sizes for system in systems],
         batch_size=data.batch_size,
         auto_prob=data.auto_prob,
         sys_probs=data.sys_probs,
