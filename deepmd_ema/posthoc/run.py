@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from deepmd_ema import __version__, checkpoint
+from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.cache import PairCache
@@ -276,15 +276,9 @@ def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the content of the model file of the chosen width."""
     assert chosen.combination is not None
+    config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
     return {
-        "format": checkpoint.FORMAT,
-        "version": __version__,
-        "kind": "weights",
-        "weights": POSTHOC,
-        "step": run.step,
-        "run": run.payload.get("run"),
-        "config": run.payload["config"],
-        "min_nbor_dist": run.payload.get("min_nbor_dist"),
+        **checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, run=run.payload.get("run")),
         "average": {
             "profile": POSTHOC,
             "type": "power",
