@@ -12,7 +12,15 @@ import pytest
 from helpers import tiny_input
 
 from deepmd_ema import __version__, cli
-from deepmd_ema.errors import ConfigError, Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError
+from deepmd_ema.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    RankLostError,
+    ReportedElsewhere,
+    Terminated,
+    UserError,
+)
 
 QUICK_S = 0.3  # what --help may take
 
