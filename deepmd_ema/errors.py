@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -45,6 +46,15 @@ class Interrupted(UserError):  # noqa: N818 - it is no fault
 
 class RankLostError(UserError):
     """Another process of the run has ended; nothing is wrong in this one."""
+
+
+@contextmanager
+def collect_problems(problems: list[str], place: str = "") -> Iterator[None]:
+    """Add the problems of a UserError raised inside to ``problems``, after ``place``, and go on behind the block."""
+    try:
+        yield
+    except UserError as error:
+        problems += [place + problem for problem in error.problems]
 
 
 def did_you_mean(found: str, known: Sequence[str]) -> str:

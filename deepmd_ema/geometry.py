@@ -13,6 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from vesin import NeighborList
 
+from deepmd_ema.arrays import stable_argsort
+
 Array: TypeAlias = np.ndarray
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 
@@ -21,7 +23,7 @@ _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data s
 
 @dataclass(frozen=True)
 class Pairs:
-    """All neighbors of all atoms: each pair stands twice, once from each end; sorted by ``i``, then by distance.
+    """All neighbors of all atoms, sorted by ``i``, then by distance. A pair of atoms occurs twice, once from each end.
 
     Attributes:
         i: (P,) int64, the atom.
@@ -41,7 +43,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class NeighborStatistics:
-    """What the neighborhoods of a data set look like.
+    """Shortest distances and largest numbers of neighbors of a data set.
 
     Attributes:
         min_distance: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
@@ -99,7 +101,7 @@ def neighbor_statistics(
     nearest = np.full((num_types, num_types), np.inf)
     nearest_frame = np.full((num_types, num_types), -1, np.int64)
     frame_min, frame_pair = [], []
-    with ThreadPoolExecutor(threads or min(4, available_cores())) as pool:
+    with ThreadPoolExecutor(threads or _default_threads()) as pool:
         for number, one in enumerate(_in_threads(pool, frames, rcut, num_types)):
             most = np.maximum(most, one.most)
             most_total = max(most_total, one.most_total)
@@ -118,19 +120,6 @@ def neighbor_statistics(
     )
 
 
-def stable_argsort(keys: Array, bound: int) -> Array:
-    """Return the stable order of integers from 0 to ``bound - 1``, by radix sort where they fit 16 bits."""
-    return np.argsort(keys.astype(np.uint16) if bound <= 1 << 16 else keys, kind="stable")
-
-
-def available_cores() -> int:
-    """Return how many cores this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
 @dataclass(frozen=True)
 class _FrameStatistics:
     most: Array
@@ -138,6 +127,13 @@ class _FrameStatistics:
     nearest: Array
     distance: float
     pair: tuple[int, int]
+
+
+def _default_threads() -> int:
+    try:
+        return min(4, len(os.sched_getaffinity(0)))  # of the cores that this process may use
+    except AttributeError:  # not on macOS
+        return min(4, os.cpu_count() or 1)
 
 
 def _in_threads(

@@ -1,4 +1,4 @@
-"""The ``ener`` loss: weighted errors of energies, forces, virials and atomic energies of a batch."""
+"""The ``ener`` loss: a weighted sum of the errors of energies, forces, virials and atomic energies."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config import EnerLoss as EnerLossConfig
+    from deepmd_ema.config import EnerLossConfig
 
 # F frames, A atoms
 
 
 def build_loss(config: EnerLossConfig, start_lr: float, world: World | None = None) -> EnergyLoss:
-    """Return the loss that ``config`` describes; at the rate ``start_lr`` its start prefactors hold."""
+    """Return the loss of a section ``loss``; at the learning rate ``start_lr`` the start prefactors apply."""
     return EnergyLoss(config, start_lr, world)
 
 
 class EnergyLoss:
-    """A weighted sum of errors whose weights move with the learning rate.
+    """A weighted sum of errors whose weights follow the learning rate.
 
-    The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is there when its start
-    or its limit prefactor is not zero (DeePMD-kit's ``pt`` backend wants both, and drops a term that starts from or
-    ends in zero; its ``pt_expt`` backend does as we do).
+    The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is active if its start or
+    its limit prefactor is not zero, as in DeePMD-kit's ``pt_expt`` backend. (The ``pt`` backend requires both, and so
+    drops a term that starts or ends at zero.)
 
     Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms. A
     frame without the label adds nothing to the sum and nothing to the count; a batch without it adds zero.
 
     On several ranks the means run over the frames of all of them, so that the loss is that of one process with all
-    these frames. What a rank differentiates is its own share times the number of ranks: the mean of the ranks'
-    gradients, which is what they exchange, is the gradient of the loss.
+    these frames. A rank differentiates its own share times the number of ranks, because ranks average their gradients:
+    the mean of these gradients is the gradient of the loss.
 
     Attributes:
         labels: names of the labels to load.
@@ -80,7 +80,7 @@ class EnergyLoss:
         Returns:
             The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the root of the loss,
             the others are plain errors in eV per atom and eV/angstrom, nan where no frame has the label. They are
-            detached, the same on all ranks, and nothing here waits for the device.
+            detached, equal on all ranks, and nothing here synchronises with the device.
         """
         total = torch.zeros((), dtype=torch.float64, device=batch.num_atoms.device)
         loss = total

@@ -55,8 +55,8 @@ class FrameResult:
 class Errors:
     """Sums of absolute and squared errors and their counts, from which every MAE and RMSE follows.
 
-    A frame without a label adds nothing to the sums of that label and nothing to their count. ``add`` does not wait
-    for the device; the first number that is asked for does.
+    A frame without a label adds nothing to the sums of that label and nothing to their count. ``add`` does not
+    synchronise with the device; ``summary`` and ``metric`` do.
 
     Attributes:
         sums: (Q + 1, 3) float64, per quantity the sum of absolute errors, of squared errors, and the number of
@@ -119,10 +119,10 @@ def evaluate(
     progress: Callable[[int], Any] | None = None,
     collect: bool = False,
 ) -> Errors:
-    """Return the errors of ``model`` over all frames of ``batches``: the one way errors are measured.
+    """Return the errors of ``model`` over all frames of ``batches``; validation and tests both use this function.
 
     Args:
-        model: gives energies, forces and virials of a batch; it is in its evaluation mode meanwhile.
+        model: gives energies, forces and virials of a batch; it is in evaluation mode during the call.
         batches: labelled frames.
         device: where the model is.
         progress: called after each batch with the number of its frames.
@@ -214,7 +214,7 @@ def _error_sums(
             else:
                 sums[quantity.name] = _sums(error, weight)
     nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
-    # a number the host knows is added to a tensor of the device: made from a list, it would be copied and waited for
+    # adding a host number to a device tensor does not synchronise; a tensor made from a list would be copied
     size = torch.stack([nothing[0] + num_atoms.shape[0], nothing[0] + atom_frame.shape[0], nothing[0]])
     return torch.stack([*(sums.get(name, nothing) for name in QUANTITIES), size])
 
@@ -233,7 +233,7 @@ def _volume(batch: Batch) -> Tensor:
 
 
 def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[FrameResult]:
-    """Split a batch into its frames; this waits for the device."""
+    """Split a batch into its frames; this synchronises with the device."""
     sizes = batch.num_atoms.tolist()
     predicted = _split({name: value for name, value in prediction.items() if name in LABELS}, batch, sizes)
     labelled = _split(batch.labels, batch, sizes)

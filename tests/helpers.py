@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepmd_ema.data.formats import open_systems
+from deepmd_ema.data.source import ReadSpec
+
 SPACING = 2.3  # angstrom, of the lattice on which atoms jitter
 TOY_RCUT = 4.2
 ELEMENT_ENERGY = -3.0  # eV; element k of the list has (k + 1) times this
@@ -104,6 +107,11 @@ def write_system(
         if mixed:
             np.save(folder / "real_atom_types.npy", np.array([records[k]["types"] for k in chunk], np.int32))
     return path
+
+
+def open_data(paths, type_map, labels=(), *, rglob_patterns=None, where="systems", **spec):
+    """Return the sources at ``paths`` with these elements and labels."""
+    return open_systems(paths, ReadSpec(type_map, labels, **spec), rglob_patterns, where)
 
 
 def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), **changes):

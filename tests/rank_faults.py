@@ -152,24 +152,24 @@ def ask_often():
 
 def lose_folder_at_start():
     """Have no such system on this machine."""
-    from deepmd_ema.data import folder
+    from deepmd_ema.data.formats import npy
 
     def refuse(path):
         _note()
-        raise folder.DataError(f"{path}: cannot be read: Permission denied.")
+        raise npy.DataError(f"{path}: cannot be read: Permission denied.")
 
-    folder.open_npy = refuse
+    npy.open_npy = refuse
 
 
 def lose_file():
     """Find that the data cannot be read any more on this machine."""
-    from deepmd_ema.data import folder
+    from deepmd_ema.data.formats import npy
 
     def lose():
         def refuse(*_arguments, **_options):
             raise PermissionError(13, "Permission denied")
 
-        folder.np.fromfile = refuse
+        npy.np.fromfile = refuse
 
     _without_cache()
     _after_step(lose)
@@ -183,9 +183,9 @@ def lose_input():
 
 def spoil_frame():
     """Read numbers that are not finite from here on."""
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.formats.system import DeepmdSystem
 
-    frame = System.frame
+    frame = DeepmdSystem.frame
 
     def spoil():
         def bad(system, index):
@@ -193,7 +193,7 @@ def spoil_frame():
             found.labels["force"][...] = float("nan")
             return found
 
-        System.frame = bad
+        DeepmdSystem.frame = bad
 
     _without_cache()
     _after_step(spoil)
@@ -233,9 +233,9 @@ def _die():
 
 
 def _without_cache():
-    from deepmd_ema.data.loader import PairCache
+    from deepmd_ema.data.cache import PairCache
 
-    PairCache.__init__.__defaults__ = (0,)
+    PairCache.__init__.__defaults__ = (0, 1)
 
 
 def _after_step(action):

@@ -353,7 +353,7 @@ def test_refit_changes_nothing_in_model_and_bank(prepared):
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
     run = prepared()
-    assert bias_module.chosen_frames(run.tasks[""], run.seed, 24) == [range(6)] * 4
+    assert bias_module.chosen_frames(run.tasks[""], run.seed, 24) == [list(range(6))] * 4
     chosen = bias_module.chosen_frames(run.tasks[""], run.seed, 10)
     assert sum(map(len, chosen)) == 10
     assert {len(frames) for frames in chosen} <= {2, 3}

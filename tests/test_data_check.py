@@ -6,10 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import toy_frame, toy_labels, write_system
+from helpers import open_data, toy_frame, toy_labels, write_system
 
 from deepmd_ema.data.check import check_systems
-from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs
 
@@ -18,9 +17,7 @@ LABELS = ("energy", "force", "virial")
 
 
 def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, **arguments):
-    opened = [
-        open_systems([str(p) for p in paths], type_map, labels) if paths else [] for paths in (training, validation)
-    ]
+    opened = [open_data([str(p) for p in paths], type_map, labels) if paths else [] for paths in (training, validation)]
     return check_systems(*opened, type_map, 4.0, labels, **arguments)
 
 
@@ -84,7 +81,7 @@ def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(wa
     force = np.concatenate([np.load(f).ravel() for f in sorted(tmp_path.glob("*/set.*/force.npy"))])
     assert f"force  {force.min():.6g} to {force.max():.6g} eV/angstrom, RMS {np.sqrt((force**2).mean()):.4g}" in text
     nearest, most, closest = np.inf, 0, (np.inf, "")
-    for system in open_systems(["water", "open"], ELEMENTS):
+    for system in open_data(["water", "open"], ELEMENTS):
         for k in range(system.num_frames):
             frame = system.frame(k)
             pairs = find_pairs(frame.coord, frame.box, 4.0)

@@ -9,10 +9,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from helpers import open_data
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.data.loader import Loader, PairCache, sequential_batches
-from deepmd_ema.data.npy import open_systems
+from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError
 
@@ -22,7 +23,7 @@ LABELS = ("energy", "force", "virial")
 
 @pytest.fixture
 def systems(water_like, open_like, mixed_like):
-    return open_systems([str(water_like), str(open_like), str(mixed_like)], ["O", "H"], LABELS)
+    return open_data([str(water_like), str(open_like), str(mixed_like)], ["O", "H"], LABELS)
 
 
 def make_sampler(systems, seed=1, **arguments):
@@ -56,7 +57,7 @@ def test_a_loader_started_at_a_position_goes_on_as_one_that_ran_there(systems):
         batches = [next(running) for _ in range(60)]
         assert running.position == 60
     for start in (1, 17, 18, 41):
-        fresh = open_systems([s.name for s in systems], ["O", "H"], LABELS)
+        fresh = open_data([s.name for s in systems], ["O", "H"], LABELS)
         with Loader(fresh, make_sampler(fresh), LAYOUT, start=start, labels=LABELS, prefetch=1) as resumed:
             for expected in batches[start : start + 10]:
                 assert_same(next(resumed), expected)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import toy_labels, write_system
+from helpers import open_data, toy_labels, write_system
 
-from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import DataError
 
 LABELS = ("energy", "force", "virial", "atom_energy", "atom_pref")
@@ -18,7 +17,7 @@ LABELS = ("energy", "force", "virial", "atom_energy", "atom_pref")
 
 def problems_of(*args, **kwargs):
     with pytest.raises(DataError) as caught:
-        open_systems(*args, **kwargs)
+        open_data(*args, **kwargs)
     return caught.value.problems
 
 
@@ -67,7 +66,7 @@ def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dty
         aparam=3,
         dtype=dtype,
     )
-    [system] = open_systems(str(path), ["O", "H"], LABELS, numb_fparam=2, numb_aparam=3)
+    [system] = open_data(str(path), ["O", "H"], LABELS, numb_fparam=2, numb_aparam=3)
     assert (system.num_frames, system.natoms, system.periodic, system.is_mixed) == (7, 5, True, False)
     assert system.labels == LABELS
     files = {
@@ -94,19 +93,19 @@ def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dty
 
 def test_types_are_those_of_the_models_type_map(tmp_path):
     path = write_system(tmp_path / "w", elements=("H", "O"), natoms=6, frames=1)
-    [system] = open_systems([str(path)], ["C", "O", "N", "H"])
+    [system] = open_data([str(path)], ["C", "O", "N", "H"])
     assert system.frame(0).atom_type.tolist() == [3, 1, 3, 1, 3, 1]
 
 
 def test_types_without_a_type_map_are_used_as_they_are(tmp_path):
     path = write_system(tmp_path / "w", natoms=4, frames=1)
     (path / "type_map.raw").unlink()
-    assert open_systems([str(path)], ["C", "O"])[0].frame(0).atom_type.tolist() == [0, 1, 0, 1]
+    assert open_data([str(path)], ["C", "O"])[0].frame(0).atom_type.tolist() == [0, 1, 0, 1]
 
 
 def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path):
     path = write_system(tmp_path / "m", frames=5, natoms=7, seed=3, elements=("H", "O"), mixed=True, virtual=3, sets=2)
-    [system] = open_systems([str(path)], ["O", "H"], ("energy", "force"))
+    [system] = open_data([str(path)], ["O", "H"], ("energy", "force"))
     assert system.is_mixed
     assert system.natoms == 10
     orders = set()
@@ -123,7 +122,7 @@ def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path
 
 def test_open_systems_have_no_box(tmp_path):
     path = write_system(tmp_path / "o", pbc=False, frames=2)
-    [system] = open_systems([str(path)], ["O", "H"], LABELS)
+    [system] = open_data([str(path)], ["O", "H"], LABELS)
     assert not system.periodic
     assert system.frame(0).box is None
     assert system.labels == ("energy", "force")
@@ -131,18 +130,18 @@ def test_open_systems_have_no_box(tmp_path):
 
 def test_a_label_missing_in_one_set_is_missing_there_only(system):
     (system / "set.001" / "virial.npy").unlink()
-    [opened] = open_systems([str(system)], ["O", "H"], ("energy", "virial"))
+    [opened] = open_data([str(system)], ["O", "H"], ("energy", "virial"))
     assert ["virial" in opened.frame(k).labels for k in range(6)] == [True, True, False, False, True, True]
 
 
 def test_the_other_spelling_of_atomic_labels_is_read(system):
     np.save(system / "set.000" / "atomic_ener.npy", np.ones((2, 12)))
-    [opened] = open_systems([str(system)], ["O", "H"], ("atom_energy",))
+    [opened] = open_data([str(system)], ["O", "H"], ("atom_energy",))
     assert opened.frame(0).labels["atom_energy"].tolist() == [1.0] * 12
 
 
 def test_default_frame_parameters_stand_in_where_the_file_is_missing(system):
-    [opened] = open_systems([str(system)], ["O", "H"], numb_fparam=2, default_fparam=[1.5, 2.5])
+    [opened] = open_data([str(system)], ["O", "H"], numb_fparam=2, default_fparam=[1.5, 2.5])
     assert opened.frame(0).fparam.tolist() == [1.5, 2.5]
 
 
@@ -150,7 +149,7 @@ def test_fortran_ordered_files_are_read(system):
     file = system / "set.000" / "coord.npy"
     coord = np.load(file)
     np.save(file, np.asfortranarray(coord))
-    frame = open_systems([str(system)], ["O", "H"])[0].frame(1)
+    frame = open_data([str(system)], ["O", "H"])[0].frame(1)
     np.testing.assert_array_equal(frame.coord, coord[1].reshape(12, 3))
 
 
@@ -160,7 +159,7 @@ def test_arrays_with_an_axis_per_atom_are_read(system):
         np.save(file, np.load(file).reshape(2, 12, 3))
     energy = system / "set.000" / "energy.npy"
     np.save(energy, np.load(energy).reshape(2, 1))
-    frame = open_systems([str(system)], ["O", "H"], ("energy", "force"))[0].frame(1)
+    frame = open_data([str(system)], ["O", "H"], ("energy", "force"))[0].frame(1)
     assert frame.labels["force"].shape == (12, 3)
     assert frame.labels["energy"].shape == ()
 
@@ -169,9 +168,9 @@ def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_pa
     for name in ("b", "a/x", "a/deep/er/y", "c/z"):
         write_system(tmp_path / name, frames=1, natoms=3)
     (tmp_path / "a" / "loop").symlink_to(tmp_path, target_is_directory=True)
-    found = open_systems([str(tmp_path)], ["O", "H"])
+    found = open_data([str(tmp_path)], ["O", "H"])
     assert [s.name for s in found] == [str(tmp_path / n) for n in ("a/deep/er/y", "a/x", "b", "c/z")]
-    some = open_systems([str(tmp_path)], ["O", "H"], rglob_patterns=["c/*", "b"])
+    some = open_data([str(tmp_path)], ["O", "H"], rglob_patterns=["c/*", "b"])
     assert [s.name for s in some] == [str(tmp_path / n) for n in ("b", "c/z")]
 
 
@@ -195,10 +194,10 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
     with h5py.File(file, "w") as root:
         for name, folder in folders.items():
             to_hdf5(folder, root.create_group(name))
-    found = open_systems([str(file) + address], ["O", "H"], LABELS)
+    found = open_data([str(file) + address], ["O", "H"], LABELS)
     assert [s.name for s in found] == [f"{file}#{n}" for n in names]
     for system in found:
-        [plain] = open_systems([str(folders[system.name.split("#/")[1]])], ["O", "H"], LABELS)
+        [plain] = open_data([str(folders[system.name.split("#/")[1]])], ["O", "H"], LABELS)
         assert system.num_frames == plain.num_frames
         for k in range(plain.num_frames):
             assert_same_frame(system.frame(k), plain.frame(k))
@@ -270,7 +269,7 @@ def test_an_unknown_element_is_told_with_a_guess(tmp_path):
 
 def test_an_unknown_element_that_no_atom_has_is_no_problem(tmp_path):
     path = write_system(tmp_path / "w", elements=("O", "H", "Xe"), num_types=2, frames=1)
-    assert len(open_systems([str(path)], ["O", "H"])) == 1
+    assert len(open_data([str(path)], ["O", "H"])) == 1
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -349,7 +348,7 @@ def test_a_path_without_a_system_says_what_is_there(system, path, message):
 
 
 def test_a_file_that_shrinks_while_it_is_in_use_is_told(system):
-    [opened] = open_systems(["water"], ["O", "H"])
+    [opened] = open_data(["water"], ["O", "H"])
     file = system / "set.000" / "coord.npy"
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(DataError, match=r"coord.npy: has become shorter while it was in use"):
@@ -366,7 +365,7 @@ def test_many_systems_are_read_without_open_files(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
     try:
-        systems = open_systems([str(tmp_path)], ["O", "H"], LABELS)
+        systems = open_data([str(tmp_path)], ["O", "H"], LABELS)
         assert sum(s.frame(0).num_atoms for s in systems) == 120
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -8,28 +8,49 @@ from deepmd_ema.data.run import check_run, length_lines, open_run
 from deepmd_ema.errors import DataError
 
 
+def checked(config):
+    """Return the only task, its data and what the checks find."""
+    data = open_run(config)
+    reports = check_run(config, data)
+    assert data.keys() == reports.keys() == {""}
+    return config.tasks[""], data[""], reports[""]
+
+
 def test_problems_of_training_and_validation_data_come_together(tmp_path):
     config = config_from_dict(tiny_input([tmp_path / "nowhere"], [tmp_path / "gone"]))
     with pytest.raises(DataError) as error:
-        open_run(config.tasks[""])
+        open_run(config)
+    assert "training.training_data.systems[0]" in str(error.value)
     assert "nowhere" in str(error.value)
+    assert "training.validation_data.systems[0]" in str(error.value)
     assert "gone" in str(error.value)
 
 
 def test_without_validation_data_there_are_no_validation_systems(water_like):
-    train, valid = open_run(config_from_dict(tiny_input([water_like])).tasks[""])
+    train, valid = open_run(config_from_dict(tiny_input([water_like])))[""]
     assert [system.num_frames for system in train] == [16]
     assert valid == []
 
 
 def test_the_length_of_a_run_is_told_in_steps_and_epochs(water_like):
     config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
-    train, valid = open_run(config.tasks[""])
-    lines = length_lines(config, train, check_run(config.tasks[""], train, valid))
+    task, data, report = checked(config)
+    lines = length_lines(config, task, data.train, report)
     assert "24 steps = 3.0 epochs of 8 batches" in lines[0]
     assert "GB" in lines[1]
 
 
 def test_a_bound_for_the_nearest_pair_is_that_of_the_input(water_like):
     config = config_from_dict(tiny_input([water_like], training__training_data__min_pair_dist=2.0))
-    assert check_run(config.tasks[""], *open_run(config.tasks[""])).problems
+    assert checked(config)[2].problems
+
+
+def test_options_that_do_not_fit_the_systems_are_problems_by_their_path(water_like):
+    options = {"training__training_data__batch_size": [1, 2], "training__validation_data__sys_probs": [0.5, 0.5]}
+    config = config_from_dict(tiny_input([water_like], [water_like], **options))
+    task, data, report = checked(config)
+    assert [problem.split(":")[0] for problem in report.problems] == [
+        "training.training_data.batch_size",
+        "training.validation_data.sys_probs",
+    ]
+    assert length_lines(config, task, data.train, report) == []

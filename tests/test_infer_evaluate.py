@@ -8,14 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input, write_system
+from helpers import open_data, tiny_input, write_system
 from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.cli.options import read_datafile, validation_systems
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
@@ -62,7 +61,7 @@ def test_the_errors_are_those_of_the_python_interface(run, labelled):
 
 def test_the_errors_are_those_of_full_validation_to_the_last_bit(run, labelled):
     loaded = load_model(run[1])
-    systems = open_systems([str(labelled)], loaded.config.type_map, (ENERGY, FORCE, VIRIAL))
+    systems = open_data([str(labelled)], loaded.config.type_map, (ENERGY, FORCE, VIRIAL))
     device = torch.device("cpu")
     expected = evaluate(loaded.model, sequential_batches(systems, loaded.model.layout), device).summary()
     found = measure(run[0], [labelled], use_average=True).total.summary()

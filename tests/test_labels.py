@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from flat_batches import flat_batch, random_frame
-from helpers import write_system
+from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config import EnerLoss as EnerLossConfig
+from deepmd_ema.config import EnerLossConfig
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.npy import open_systems
 from deepmd_ema.errors import DataError
 from deepmd_ema.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
 from deepmd_ema.loss import build_loss
@@ -37,7 +36,7 @@ def test_a_further_label_is_read_joined_and_measured_after_its_declaration_alone
     dipole, charge = rng.normal(size=(3, 3)), rng.normal(size=(3, 5))
     np.save(path / "set.000" / "dipoles.npy", dipole)
     np.save(path / "set.000" / "charge.npy", charge)
-    [system] = open_systems([str(path)], ["O", "H"], ("dipole", "charge"))
+    [system] = open_data([str(path)], ["O", "H"], ("dipole", "charge"))
     batch = collate([system.frame(k) for k in range(3)], NeighborLayout(4.0, (20, 20), 2))
     np.testing.assert_array_equal(batch.labels["dipole"], dipole)
     np.testing.assert_array_equal(batch.in_file_order(batch.labels["charge"]), charge.ravel())
@@ -54,7 +53,7 @@ def test_a_further_label_of_a_wrong_shape_is_refused(tmp_path):
     path = write_system(tmp_path / "w", frames=3, natoms=5)
     np.save(path / "set.000" / "dipole.npy", np.zeros((3, 4)))
     with pytest.raises(DataError, match=r"dipole.npy: shape \(3, 4\), expected \(3, 3\)"):
-        open_systems([str(path)], ["O", "H"], ("dipole",))
+        open_data([str(path)], ["O", "H"], ("dipole",))
 
 
 def test_units_of_metrics_follow_from_the_declaration():

@@ -30,10 +30,13 @@ def run(args: argparse.Namespace) -> None:
     if args.config_only:
         return
     from deepmd_ema.data.run import check_run, length_lines, open_run
+    from deepmd_ema.errors import DataError
 
-    for task in config.tasks.values():
-        train, valid = open_run(task)
-        report = check_run(task, train, valid)
-        lines = [*report.lines(), *length_lines(config, train, report)]
+    data = open_run(config)
+    reports = check_run(config, data)
+    for name, report in reports.items():
+        lines = [*report.lines(), *length_lines(config, config.tasks[name], data[name].train, report)]
         print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
-        report.raise_problems()
+    problems = [problem for report in reports.values() for problem in report.problems]
+    if problems:
+        raise DataError(problems)

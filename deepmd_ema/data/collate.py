@@ -1,4 +1,4 @@
-"""Frames to batches: neighbors as a dense matrix per frame, prepared once, and frames joined by offsets."""
+"""Frames to batches: the neighbor matrix of each frame is made once, and frames are joined by offsets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from deepmd_ema.arrays import rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.frame import Frame
-from deepmd_ema.geometry import Pairs, find_pairs, stable_argsort
+from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
@@ -22,13 +23,13 @@ ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 @dataclass(frozen=True, eq=False)
 class PairedFrame:
-    """A frame with its neighbors in slots: all that collation needs and that no other frame changes.
+    """A frame with its neighbors in slots: the part of collation that does not depend on the other frames of a batch.
 
-    Atoms are sorted by type here ("rows"). Image 0 of ``table`` stands for an empty slot, whose neighbor is the atom
-    itself: ``coord[neighbor] + table[image] - coord`` is the vector of every slot, empty or not.
+    Atoms are sorted by type here ("rows"). The neighbor of an empty slot is the atom itself, and its image is row 0 of
+    ``table``: ``coord[neighbor] + table[image] - coord`` is the vector of every slot, empty or not.
 
     Attributes:
-        frame: where it comes from.
+        frame: as it was read.
         order: (N,) the atom of the frame in each row.
         counts: (T,) atoms of each type.
         slots: slots per section, rounded up.
@@ -37,7 +38,7 @@ class PairedFrame:
         neighbor: (N, K) row of the neighbor, small integers.
         image: (N, K) place of the neighbor's image in ``table``, small integers.
         table: (S, 3) cartesian shifts of the images, angstrom.
-        reverse: (N, M) int32 slots ``row * K + k`` in which a row stands as a neighbor; ``N * K`` is none.
+        reverse: (N, M) int32 slots ``row * K + k`` whose neighbor is the row; ``N * K`` is none.
     """
 
     frame: Frame
@@ -53,7 +54,7 @@ class PairedFrame:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds, nearly."""
+        """Memory in use, approximately."""
         arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse, self.frame.coord)
         return sum(a.nbytes for a in arrays) + sum(a.nbytes for a in self.frame.labels.values()) + 2048
 
@@ -72,9 +73,9 @@ def pair_frame(
     table, image_of_pair = _images(shift, frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
-    neighbor = np.repeat(np.arange(natoms, dtype=_small_int(natoms)), total)
+    neighbor = np.repeat(np.arange(natoms, dtype=small_int(natoms)), total)
     neighbor[flat] = column
-    image = np.zeros(natoms * total, _small_int(len(table)))
+    image = np.zeros(natoms * total, small_int(len(table)))
     image[flat] = image_of_pair
     return PairedFrame(
         frame=frame,
@@ -104,7 +105,7 @@ def collate(
         layout: how the model wants its neighbors.
         pairs: neighbor list of each frame that is not prepared; searched when not given.
         round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
-        labels: names that the batch shall have even if no frame has them.
+        labels: names of labels that the batch has even if no frame has them.
     """
     given = pairs if pairs is not None else [None] * len(frames)
     paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout, p, round_to) for f, p in zip(frames, given)]
@@ -145,7 +146,7 @@ def _place_pairs(
     key = pairs.i * sections + section
     sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
     key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
-    rank, counts = _rank_in_group(key, natoms * sections)
+    rank, counts = rank_in_group(key, natoms * sections)
     needed = counts.reshape(natoms, sections).max(axis=0)
     keep = rank < np.array(layout.sel)[section[sorter]]
     if layout.excluded_pairs:
@@ -155,17 +156,12 @@ def _place_pairs(
         keep &= ~excluded[atom_type[i], atom_type[j]]
     if not keep.all():
         key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
-        rank, counts = _rank_in_group(key, natoms * sections)
+        rank, counts = rank_in_group(key, natoms * sections)
     used = counts.reshape(natoms, sections).max(axis=0)
     slots = tuple(min(sel, -(-int(n) // round_to) * round_to) for n, sel in zip(used, layout.sel))
     start = np.cumsum(slots) - slots
     place = rank + start[section[sorter]]
     return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, tuple(int(n) for n in needed)
-
-
-def _rank_in_group(key: Array, num_groups: int) -> tuple[Array, Array]:
-    counts = np.bincount(key, minlength=num_groups)
-    return np.arange(len(key)) - np.repeat(np.cumsum(counts) - counts, counts), counts
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:
@@ -177,18 +173,19 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
     span = (shift.max(axis=0) - low + 1).astype(np.int64)
     code = ((shift[:, 0] - low[0]) * span[1] + (shift[:, 1] - low[1])) * span[2] + (shift[:, 2] - low[2])
     present = np.bincount(code, minlength=int(span.prod())) > 0
-    there = np.flatnonzero(present)
-    images = np.stack(np.unravel_index(there, span), axis=1) + low
+    codes = np.flatnonzero(present)
+    images = np.stack(np.unravel_index(codes, span), axis=1) + low
     return np.concatenate([empty, images @ box]), np.cumsum(present)[code]
 
 
 def _reverse_slots(flat: Array, column: Array, natoms: int, total: int, round_to: int) -> Array:
-    by_slot = np.sort(flat)  # so that the sum over an atom's reverse slots has one order
+    # in the order of the slots: sums over reverse slots are then bitwise the same, however the pairs were found
+    by_slot = np.sort(flat)
     neighbor = np.empty(natoms * total, np.int64)
     neighbor[flat] = column
     column = neighbor[by_slot]
     sorter = stable_argsort(column, natoms)
-    rank, counts = _rank_in_group(column[sorter], natoms)
+    rank, counts = rank_in_group(column[sorter], natoms)
     width = -(-int(counts.max(initial=0)) // round_to) * round_to
     reverse = np.full((natoms, width), natoms * total, np.int32)
     reverse[column[sorter], rank] = by_slot[sorter]
@@ -205,7 +202,7 @@ def _rows(paired: Sequence[PairedFrame]) -> list[Array]:
 
 def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
     if len(parts) == 1:
-        return parts[0].copy()  # a batch never shares memory with the cache
+        return parts[0].copy()  # the frame stays in the cache, and a batch may be changed or pinned
     out = np.empty((sum(len(p) for p in parts), *parts[0].shape[1:]), parts[0].dtype)
     for part, row in zip(parts, rows):
         out[row] = part
@@ -279,10 +276,6 @@ def _join_labels(
             zero = np.zeros(shape)
             labels[name] = _tensor(np.stack([p.frame.labels.get(name, zero) for p in paired]))
     return labels, has_label
-
-
-def _small_int(bound: int) -> type[np.integer]:
-    return np.uint8 if bound <= 1 << 8 else np.uint16 if bound <= 1 << 16 else np.int32
 
 
 def _tensor(array: Array) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Batches made beside the training step: neighbor lists kept per frame, and a thread that works ahead."""
+"""Batches of training, made ahead by a thread, and batches of all frames in order."""
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -13,54 +12,20 @@ from itertools import count
 from types import TracebackType
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
-from deepmd_ema.data.npy import System
+from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.collate import collate
 from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.data.source import FrameSource
 
-MOST_CACHE_BYTES = 4 << 30  # neighbor lists kept in memory; a 192-atom frame with 120 slots takes 150 kB
 MOST_ATOMS = 1024  # in a batch of a validation
-_PATIENCE_S = 0.2  # how often a waiting thread looks whether it shall stop
-
-
-class PairCache:
-    """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
-
-    By default that is a quarter of the machine's memory, shared by the ranks on it, and 4 GiB at most.
-
-    Nothing is thrown out when it is full: frames are drawn in permutations, where any frame is as good as another.
-    Loaders, statistics and checks of one layout share one cache. May be used by several threads.
-    """
-
-    def __init__(self, layout: NeighborLayout, max_bytes: int | None = None) -> None:
-        self.layout = layout
-        self.max_bytes = _cache_bytes() if max_bytes is None else max_bytes
-        self.num_bytes = 0
-        self._kept: dict[tuple[System, int], PairedFrame] = {}
-        self._lock = threading.Lock()
-
-    def get(self, system: System, index: int) -> PairedFrame:
-        """Return frame ``index`` of ``system`` with its neighbors."""
-        key = (system, index)
-        kept = self._kept.get(key)
-        if kept is not None:
-            return kept
-        made = pair_frame(system.frame(index), self.layout)
-        with self._lock:
-            if key not in self._kept and self.num_bytes + made.nbytes <= self.max_bytes:
-                self._kept[key] = made
-                self.num_bytes += made.nbytes
-        return made
-
-    def __len__(self) -> int:
-        return len(self._kept)
+_POLL_S = 0.2  # how often a waiting thread looks whether it shall stop
 
 
 class Loader:
     """The batches of a sampler in order, made ahead by a thread.
 
-    Batch n depends on the sampler and n only: a loader that starts at n, or is set to n, goes on as one that ran
-    there. An exception in the thread is raised by ``next``, and again by each further ``next``.
+    Batch n depends only on the sampler and n: a loader that starts at n gives the same batches as one that has made
+    all batches before n. An exception in the thread is raised by ``next``, and again by each further ``next``.
 
     Args:
         systems: in the order of the sampler.
@@ -69,19 +34,19 @@ class Loader:
         start: number of the first batch.
         prefetch: batches made ahead.
         pin: whether batches go to page-locked memory, for copies to a GPU beside the step.
-        cache: neighbor lists to share with others; an own one by default.
+        cache: neighbor lists shared with other loaders; a new cache by default.
         labels: names that every batch has, even if none of its frames does.
 
     Attributes:
         systems: as given.
         sampler: as given.
-        position: number of the batch that ``next`` returns; all that must be saved to go on.
+        position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
         wait_s: seconds that ``next`` has waited for batches in all.
     """
 
     def __init__(
         self,
-        systems: Sequence[System],
+        systems: Sequence[FrameSource],
         sampler: Sampler,
         layout: NeighborLayout,
         start: int = 0,
@@ -100,7 +65,7 @@ class Loader:
         self._worker: _Worker | None = None
 
     def make(self, n: int) -> Batch:
-        """Return batch ``n``, made here and now; ``position`` stays."""
+        """Return batch ``n``, made in this thread; ``position`` does not change."""
         return self._make(n)
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
@@ -123,7 +88,7 @@ class Loader:
         return batch
 
     def seek(self, position: int) -> None:
-        """Go on with batch ``position``."""
+        """Let ``next`` return batch ``position``."""
         self.close()
         self.position = position
 
@@ -142,13 +107,13 @@ class Loader:
         self.close()
 
     def __del__(self) -> None:
-        # the thread knows how to make batches, not this object: it must be told that nobody waits any more
+        # the thread does not hold a reference to this object, which would keep both alive: it has to be stopped here
         if getattr(self, "_worker", None) is not None and not sys.is_finalizing():
             self.close()
 
 
 def sequential_batches(
-    systems: Sequence[System],
+    systems: Sequence[FrameSource],
     layout: NeighborLayout,
     cache: PairCache | None = None,
     max_atoms: int = MOST_ATOMS,
@@ -177,37 +142,31 @@ def sequential_batches(
             yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
 
 
-def num_batches(systems: Sequence[System], max_atoms: int = MOST_ATOMS) -> int:
+def num_batches(systems: Sequence[FrameSource], max_atoms: int = MOST_ATOMS) -> int:
     """Return how many batches :func:`sequential_batches` makes of all frames, for all ranks together."""
     return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
 
 
-def _cache_bytes() -> int:
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no such question on this system
-        return MOST_CACHE_BYTES // 4
-    return min(MOST_CACHE_BYTES, memory // (4 * find_launch().local_size))
-
-
 def _groups(
-    systems: Sequence[System], frames: Sequence[Sequence[int]], max_atoms: int
-) -> Iterator[list[tuple[System, int]]]:
-    group: list[tuple[System, int]] = []
+    systems: Sequence[FrameSource], frames: Sequence[Sequence[int]], max_atoms: int
+) -> Iterator[list[tuple[FrameSource, int]]]:
+    group: list[tuple[FrameSource, int]] = []
     atoms = 0
     for system, chosen in zip(systems, frames, strict=True):
+        sizes = system.frame_sizes
         for index in chosen:
-            if group and atoms + system.natoms > max_atoms:
+            size = int(sizes[index])
+            if group and atoms + size > max_atoms:
                 yield group
                 group, atoms = [], 0
             group.append((system, index))
-            atoms += system.natoms
+            atoms += size
     if group:
         yield group
 
 
 def _make_batch(
-    systems: Sequence[System], sampler: Sampler, cache: PairCache, labels: tuple[str, ...], pin: bool, n: int
+    systems: Sequence[FrameSource], sampler: Sampler, cache: PairCache, labels: tuple[str, ...], pin: bool, n: int
 ) -> Batch:
     system, frames = sampler.batch(n)
     batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
@@ -235,19 +194,19 @@ class _Worker:
             elif item is not None:
                 return item
             elif not self._thread.is_alive() and self._queue.empty():
-                self._error = RuntimeError("the thread that makes batches has ended without a word")
+                self._error = RuntimeError("the thread that makes batches has ended without an error")
         raise self._error
 
     def stop(self) -> None:
-        """End the thread; it finishes the batch it is at."""
+        """Stop the thread after the batch it is making."""
         self._stop.set()
         while self._thread.is_alive():
             self._next_item(0.0)  # makes room: the thread may be waiting to put
             self._thread.join(timeout=0.01)
 
-    def _next_item(self, patience_s: float = _PATIENCE_S) -> Batch | BaseException | None:
+    def _next_item(self, timeout_s: float = _POLL_S) -> Batch | BaseException | None:
         try:
-            return self._queue.get(timeout=patience_s) if patience_s else self._queue.get_nowait()
+            return self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get_nowait()
         except queue.Empty:
             return None
 
@@ -262,7 +221,7 @@ class _Worker:
 
     def _offer(self, item: Batch | BaseException) -> bool:
         try:
-            self._queue.put(item, timeout=_PATIENCE_S)
+            self._queue.put(item, timeout=_POLL_S)
         except queue.Full:
             return False
         return True
@@ -271,5 +230,5 @@ class _Worker:
 def _try(make: Callable[[int], Batch], n: int) -> Batch | BaseException:
     try:
         return make(n)
-    except BaseException as error:  # whatever it is, the consumer must hear of it
+    except BaseException as error:  # whatever it is, it is raised again by ``next``
         return error

@@ -1,106 +1,115 @@
-"""The data of the tasks of a run, as the config names them: opened, checked and summarised."""
+"""The data that a config names: opened and checked, task by task."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from deepmd_ema.data.check import DataReport, check_systems
-from deepmd_ema.data.npy import System, open_systems
-from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.data.formats import open_systems
+from deepmd_ema.data.sampler import Sampler, plan_batches
+from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.errors import DataError, UserError, collect_problems
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from deepmd_ema.config import RunConfig, TaskConfig, TrainingData, ValidationData
+    from deepmd_ema.config import RunConfig, TaskConfig, TrainingDataConfig, ValidationDataConfig
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
-def open_run(task: TaskConfig) -> tuple[list[System], list[System]]:
-    """Return the training and the validation systems; none of the latter without ``validation_data``.
+class TaskData(NamedTuple):
+    """The data of one task; ``valid`` is empty without validation data."""
+
+    train: list[FrameSource]
+    valid: list[FrameSource]
+
+
+def open_run(config: RunConfig) -> dict[str, TaskData]:
+    """Return the data of every task by its name.
 
     Raises:
-        DataError: with the problems of both at once.
+        DataError: with the problems of all tasks at once.
     """
+    data: dict[str, TaskData] = {}
     problems: list[str] = []
-    train = _open(task, task.training_data, "training.training_data.systems", problems)
-    valid = _open(task, task.validation_data, "training.validation_data.systems", problems)
+    for name, task in config.tasks.items():
+        with collect_problems(problems):
+            data[name] = open_task(task)
     if problems:
         raise DataError(problems)
-    return train, valid
+    return data
 
 
-def check_run(task: TaskConfig, train: Sequence[System], valid: Sequence[System]) -> DataReport:
-    """Return what stands in the data of a task: problems, warnings, a summary."""
+def check_run(config: RunConfig, data: Mapping[str, TaskData]) -> dict[str, DataReport]:
+    """Return what the checks find in the data of every task, by its name."""
+    return {name: check_task(task, data[name]) for name, task in config.tasks.items()}
+
+
+def open_task(task: TaskConfig) -> TaskData:
+    """Return the data of one task.
+
+    Raises:
+        DataError: with the problems of training and validation data at once.
+    """
+    spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+    problems: list[str] = []
+    opened: list[list[FrameSource]] = []
+    for section, data in _sections(task).items():
+        opened.append([])
+        if data is not None:
+            with collect_problems(problems):
+                opened[-1] = open_systems(data.systems, spec, data.rglob_patterns, f"{section}.systems")
+    if problems:
+        raise DataError(problems)
+    return TaskData(*opened)
+
+
+def check_task(task: TaskConfig, data: TaskData) -> DataReport:
+    """Return what the checks find in the data of one task: problems, warnings, a summary."""
     bound = task.training_data.min_pair_dist
     report = check_systems(
-        train,
-        valid,
+        data.train,
+        data.valid,
         task.model.type_map,
         task.model.descriptor.cutoff,
         labels=task.loss.labels,
         min_distance=bound if bound > 0 else None,
         sel=task.model.descriptor.neighbors,
     )
-    drawn = _draw_problems(task.training_data, train, "training_data")
-    drawn += _draw_problems(task.validation_data, valid, "validation_data")
-    report.problems[:0] = drawn
+    options: list[str] = []
+    for (section, given), systems in zip(_sections(task).items(), data):
+        if given is not None:
+            with collect_problems(options, f"{section}."):
+                plan_batches(*_sizes(systems), given.batch_size, given.auto_prob, given.sys_probs)
+    report.problems[:0] = options
     return report
 
 
-def length_lines(config: RunConfig, train: Sequence[System], report: DataReport) -> list[str]:
-    """Return how long the run is and about how much memory it wants, one line each."""
-    data = config.training.training_data
-    if _draw_problems(data, train, ""):
+def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSource], report: DataReport) -> list[str]:
+    """Return the length of the training of a task and an estimate of its memory, one line each."""
+    data = task.training_data
+    try:
+        sampler = Sampler(*_sizes(train), data.batch_size, data.auto_prob, data.sys_probs)
+    except UserError:  # one of the problems of ``report``
         return []
-    sampler = _sampler(data, train)
     steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
     epochs = steps / sampler.batches_per_epoch
     lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
     if report.neighbors is not None:
-        descriptor = config.model.descriptor.with_neighbors(report.neighbors)
+        descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
-        atoms = max(size * system.natoms for size, system in zip(sampler.batch_size, train))
+        atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
         lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {neighbors})")
     return lines
 
 
-def _sampler(data: TrainingData | ValidationData, systems: Sequence[System]) -> Sampler:
-    frames, atoms = [system.num_frames for system in systems], [system.natoms for system in systems]
-    return Sampler(frames, atoms, data.batch_size, data.auto_prob, data.sys_probs)
+def _sections(task: TaskConfig) -> dict[str, TrainingDataConfig | ValidationDataConfig | None]:
+    """Return the data sections of a task by their path in the input."""
+    place = f"training.data_dict.{task.name}" if task.name else "training"
+    return {f"{place}.training_data": task.training_data, f"{place}.validation_data": task.validation_data}
 
 
-def _draw_problems(data: TrainingData | ValidationData | None, systems: Sequence[System], section: str) -> list[str]:
-    """Return what keeps batches from being drawn: options that do not fit the systems that were found."""
-    if data is None:
-        return []
-    try:
-        _sampler(data, systems)
-    except UserError as error:
-        return [f"training.{section}.{problem}" for problem in error.problems]
-    return []
-
-
-def _open(
-    task: TaskConfig, data: TrainingData | ValidationData | None, where: str, problems: list[str]
-) -> list[System]:
-    if data is None:
-        return []
-    fitting = task.model.fitting_net
-    try:
-        return open_systems(
-            data.systems,
-            task.model.type_map,
-            tuple(dict.fromkeys((*REPORTED, *task.loss.labels))),
-            fitting.numb_fparam,
-            fitting.numb_aparam,
-            data.rglob_patterns,
-            fitting.default_fparam,
-            where,
-        )
-    except DataError as error:
-        problems += error.problems
-        return []
+def _sizes(systems: Sequence[FrameSource]) -> tuple[list[int], list]:
+    return [system.num_frames for system in systems], [system.frame_sizes for system in systems]

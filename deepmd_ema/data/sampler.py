@@ -1,4 +1,4 @@
-"""Which frames make batch n: a pure function of (seed, n), so that a run is resumed by a number and nothing else."""
+"""The frames of batch n as a pure function of (seed, n): a run is resumed from the number of a batch alone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.schema.texts import BatchSizeRule, SystemProbability
 from deepmd_ema.errors import ConfigError, DataError
 
 Array: TypeAlias = np.ndarray
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
+Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many
 
-_ATOMS_OF_AUTO = 32  # `auto` is `auto:32`, as in DeePMD-kit
 _GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
 _GOLDEN = 679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
 _ORDER, _FRAMES = 1, 2  # streams of the seed: order of systems in an epoch, order of frames in a system
 
 
 class Sampler:
-    """The batches of an endless sequence of epochs.
+    """The frames of each batch, in an endless sequence of epochs.
 
     A batch holds frames of one system. An epoch is ``batches_per_epoch`` batches in an order of its own. With
     probabilities in proportion to the systems' sizes (the default) an epoch has every frame exactly once; with others
@@ -35,11 +36,11 @@ class Sampler:
 
     With ``world_size`` ranks, batch n of one rank is a share of a batch ``world_size`` times as large: the frames
     ``rank, rank + world_size, ...`` of batch n of a single process with that batch size. A rank that would get none
-    (of a last, smaller batch) repeats a frame of the batch, since every rank must do every step.
+    (of a last, smaller batch) repeats a frame of the batch, since every rank must run every step.
 
     Args:
         num_frames: frames of each system.
-        natoms: atoms of each system.
+        natoms: atoms of each system: a number, or (frames,) numbers where frames differ in size.
         batch_size: a number, a number per system, or a rule, see ``batch_sizes``.
         auto_prob: ``prob_uniform``, ``prob_sys_size`` or ``prob_sys_size;start:stop:weight;...``.
         sys_probs: probability per system, which overrides ``auto_prob``; negative: a share of what is left in
@@ -54,13 +55,13 @@ class Sampler:
         probabilities: of each system.
         batches_per_epoch: their sum.
         frames_per_step: mean number of frames in a batch, over all ranks together.
-        warnings: what a user should know, such as systems left out.
+        warnings: for the user, such as systems left out.
     """
 
     def __init__(
         self,
         num_frames: Sequence[int],
-        natoms: Sequence[int],
+        natoms: Sequence[Sizes],
         batch_size: BatchRule = "auto",
         auto_prob: str = "prob_sys_size",
         sys_probs: Sequence[float] | None = None,
@@ -68,15 +69,14 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.num_frames = tuple(num_frames)
-        self.batch_size, self.warnings = batch_sizes(batch_size, natoms)
-        if not any(self.batch_size):
-            raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
-        self._global_size = [b * world_size for b in self.batch_size]
-        self.batches = tuple(-(-n // b) if b else 0 for n, b in zip(self.num_frames, self._global_size))
+        plan = plan_batches(num_frames, natoms, batch_size, auto_prob, sys_probs, world_size)
+        self.batch_size, self.warnings, self.batches = plan.batch_size, plan.warnings, plan.batches
         self.batches_per_epoch = sum(self.batches)
-        self._probabilities = system_probabilities(self.batches, auto_prob, sys_probs)
-        self.probabilities = tuple(float(p) for p in self._probabilities)
+        self.num_frames = tuple(len(frames) for frames in plan.frames)
+        self._frames = plan.frames
+        self._global_size = [b * world_size for b in self.batch_size]
+        self._probabilities = plan.probabilities
+        self.probabilities = tuple(float(p) for p in plan.probabilities)
         self.frames_per_step = sum(p * n / b for p, n, b in zip(self.probabilities, self.num_frames, self.batches) if b)
         # place of each system's upper edge when the epoch's batches are laid out side by side, in grid steps
         edges = accumulate(self._probabilities)
@@ -87,30 +87,29 @@ class Sampler:
 
     def batch(self, n: int) -> tuple[int, tuple[int, ...]]:
         """Return the system and the frames of batch ``n`` (from 0) of this rank."""
-        epoch, place = divmod(n, self.batches_per_epoch)
-        systems, numbers = self._epoch_order(epoch)
-        system = int(systems[place])
-        round_number, k = divmod(int(numbers[place]), self.batches[system])
-        size = self._global_size[system]
-        together = self._frame_order(system, round_number)[k * size : (k + 1) * size]
+        system, together = self._all_ranks(n)
         mine = together[self._rank :: self._world_size]
         if len(mine) == 0:
             mine = together[self._rank % len(together) :][:1]
         return system, tuple(int(f) for f in mine)
 
     def is_repeat(self, n: int) -> bool:
-        """Whether batch ``n`` of this rank only repeats a frame of another rank, and must not count."""
-        epoch, place = divmod(n, self.batches_per_epoch)
-        systems, numbers = self._epoch_order(epoch)
-        system = int(systems[place])
-        k = int(numbers[place]) % self.batches[system]
-        size = self._global_size[system]
-        return min(size, self.num_frames[system] - k * size) <= self._rank
+        """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from losses."""
+        return len(self._all_ranks(n)[1]) <= self._rank
 
     def steps_for_epochs(self, num_epochs: float) -> int:
         """Return the steps after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
         drawn = [Fraction(b) / p for b, p in zip(self.batches, self._probabilities) if b and p > 0]
         return math.ceil(Fraction(num_epochs) * math.ceil(max(drawn)))
+
+    def _all_ranks(self, n: int) -> tuple[int, Array]:
+        """Return the system and the frames of batch ``n`` of all ranks together."""
+        epoch, place = divmod(n, self.batches_per_epoch)
+        systems, numbers = self._epoch_order(epoch)
+        system = int(systems[place])
+        round_number, k = divmod(int(numbers[place]), self.batches[system])
+        size = self._global_size[system]
+        return system, self._frame_order(system, round_number)[k * size : (k + 1) * size]
 
     def _make_epoch_order(self, epoch: int) -> tuple[Array, Array]:
         """Return for each place of an epoch the system and the number of the batch in the system's own sequence."""
@@ -125,7 +124,7 @@ class Sampler:
         return systems, numbers
 
     def _make_frame_order(self, system: int, round_number: int) -> Array:
-        return permutation(self.num_frames[system], self._seed, _FRAMES, system, round_number)
+        return self._frames[system][permutation(self.num_frames[system], self._seed, _FRAMES, system, round_number)]
 
     def _batches_before(self, epoch: int) -> list[int]:
         """Return how many batches of each system come before ``epoch``.
@@ -137,12 +136,58 @@ class Sampler:
         return [b - a for a, b in pairwise(below)]
 
 
-def batch_sizes(rule: BatchRule, natoms: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
+@dataclass(frozen=True)
+class BatchPlan:
+    """How systems are cut into batches and how often each is drawn.
+
+    Attributes:
+        batch_size: frames per batch and rank, per system; 0 for a system left out by ``filter``.
+        frames: numbers of the frames of each system that take part.
+        batches: batches of each system, of all ranks together, in an epoch that has every frame once.
+        probabilities: of each system.
+        warnings: what a user should know, such as systems left out.
+    """
+
+    batch_size: tuple[int, ...]
+    frames: list[Array]
+    batches: tuple[int, ...]
+    probabilities: list[Fraction]
+    warnings: list[str]
+
+
+def plan_batches(
+    num_frames: Sequence[int],
+    natoms: Sequence[Sizes],
+    batch_size: BatchRule = "auto",
+    auto_prob: str = "prob_sys_size",
+    sys_probs: Sequence[float] | None = None,
+    world_size: int = 1,
+) -> BatchPlan:
+    """Return how batches are drawn; the arguments are those of ``Sampler``.
+
+    Raises:
+        ConfigError: if an option cannot be understood, or does not fit the number of systems.
+        DataError: if no system is left.
+    """
+    sizes, warnings = batch_sizes(batch_size, natoms)
+    if not any(sizes):
+        raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
+    rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
+    most = rule.atoms if rule is not None and rule.kind == "filter" else math.inf
+    frames = [np.flatnonzero(np.broadcast_to(np.less_equal(n, most), count)) for count, n in zip(num_frames, natoms)]
+    batches = tuple(-(-len(f) // (size * world_size)) if size else 0 for f, size in zip(frames, sizes))
+    return BatchPlan(sizes, frames, batches, system_probabilities(batches, auto_prob, sys_probs), warnings)
+
+
+def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
     """Return the frames per batch of each system, and warnings; 0 is a system to leave out.
 
     A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
     ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms; ``filter:N`` = ``max:N`` without the systems
     of more than N atoms.
+
+    Where the frames of a system differ in size, "atoms" is the mean in ``auto``, and the largest in ``max``;
+    ``filter`` leaves out single frames and takes the largest that is left.
 
     Raises:
         ConfigError: if the rule is none of these.
@@ -175,17 +220,13 @@ def system_probabilities(
     """
     if sys_probs is not None:
         return _given_probabilities(batches, sys_probs)
-    if auto_prob == "prob_uniform":
+    rule = SystemProbability(auto_prob)
+    if rule.kind == "prob_uniform":
         weights = [Fraction(1 if b else 0) for b in batches]
-    elif auto_prob == "prob_sys_size":
-        weights = [Fraction(b) for b in batches]
-    elif auto_prob.startswith("prob_sys_size;"):
-        weights = _block_weights(batches, auto_prob)
+    elif rule.blocks:
+        weights = _block_weights(batches, rule)
     else:
-        raise ConfigError(
-            f'auto_prob = "{auto_prob}" is unknown. Known: prob_uniform, prob_sys_size, '
-            "prob_sys_size;start:stop:weight;..."
-        )
+        weights = [Fraction(b) for b in batches]
     return _normalized(weights)
 
 
@@ -196,31 +237,23 @@ def permutation(size: int, *numbers: int) -> Array:
     return np.argsort(bits, kind="stable")
 
 
-@dataclass(frozen=True)
-class _Block:
-    start: int
-    stop: int
-    weight: Fraction
-
-
-def _sizes_by_rule(rule: str, natoms: Sequence[int]) -> tuple[tuple[int, ...], list[str]]:
-    name, colon, number = rule.partition(":")
-    if name == "auto" and not colon:
-        number = str(_ATOMS_OF_AUTO)
-    if name in ("mix", "mixed"):
-        raise ConfigError(f'batch_size = "{rule}": the rule {name}:N is not supported. Use auto:N, max:N or filter:N.')
-    if name not in ("auto", "max", "filter") or not number.isdigit() or int(number) < 1:
-        raise ConfigError(f'batch_size = "{rule}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N.')
-    atoms = int(number)
+def _sizes_by_rule(rule: str, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
+    read = BatchSizeRule(rule)
+    name, atoms = read.kind, read.atoms
     if name == "auto":
-        return tuple(-(-atoms // n) for n in natoms), []
-    sizes = tuple(0 if name == "filter" and n > atoms else max(1, atoms // n) for n in natoms)
+        # N over the mean, in integers: the same as N / n where all frames have n atoms
+        return tuple(-(-atoms * np.size(n) // int(np.sum(n))) for n in natoms), []
+    kept = [np.atleast_1d(n)[np.atleast_1d(n) <= atoms] if name == "filter" else np.atleast_1d(n) for n in natoms]
+    sizes = tuple(max(1, atoms // int(k.max())) if k.size else 0 for k in kept)
     left_out = sizes.count(0)
-    warnings = (
-        [f'batch_size = "{rule}": {left_out} of {len(sizes)} systems have more than {atoms} atoms and are left out.']
-        if left_out
-        else []
-    )
+    warnings = []
+    if left_out:
+        warnings.append(
+            f'batch_size = "{rule}": {left_out} of {len(sizes)} systems have more than {atoms} atoms and are left out.'
+        )
+    frames = sum(np.size(n) - k.size for n, k in zip(natoms, kept) if k.size)
+    if frames:
+        warnings.append(f'batch_size = "{rule}": {frames} frames have more than {atoms} atoms and are left out.')
     return sizes, warnings
 
 
@@ -239,28 +272,18 @@ def _given_probabilities(batches: Sequence[int], sys_probs: Sequence[float]) -> 
     return _normalized([a if b else Fraction(0) for a, b in zip(assigned, batches)])
 
 
-def _block_weights(batches: Sequence[int], auto_prob: str) -> list[Fraction]:
+def _block_weights(batches: Sequence[int], rule: SystemProbability) -> list[Fraction]:
     weights = [Fraction(0)] * len(batches)
-    for text in auto_prob.split(";")[1:]:
-        block = _parse_block(text, auto_prob, len(batches))
-        inside = batches[block.start : block.stop]
+    for start, stop, weight in rule.blocks:
+        if stop > len(batches):
+            raise ConfigError(
+                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {len(batches)} systems: expected '
+                f"0 <= start < stop <= {len(batches)} and a weight from 0."
+            )
+        inside = batches[start:stop]
         for k, b in enumerate(inside):
-            weights[block.start + k] += block.weight * Fraction(b, sum(inside) or 1)
+            weights[start + k] += weight * Fraction(b, sum(inside) or 1)
     return weights
-
-
-def _parse_block(text: str, auto_prob: str, num_systems: int) -> _Block:
-    try:
-        start, stop, weight = text.split(":")
-        block = _Block(int(start), int(stop), Fraction(float(weight)))
-    except ValueError as error:
-        raise ConfigError(f'auto_prob = "{auto_prob}": "{text}" is not start:stop:weight.') from error
-    if not 0 <= block.start < block.stop <= num_systems or block.weight < 0:
-        raise ConfigError(
-            f'auto_prob = "{auto_prob}": "{text}" does not fit {num_systems} systems: expected '
-            f"0 <= start < stop <= {num_systems} and a weight from 0."
-        )
-    return block
 
 
 def _normalized(weights: Sequence[Fraction]) -> list[Fraction]:

@@ -41,6 +41,7 @@ class World:
         device: where tensors must be to be exchanged.
         cpu_group: for what ranks tell each other beside their tensors, in host memory; None for the group of the tensors.
         long_timeout_group: the same, where rank 0 may be busy alone for long.
+        local_size: number of processes on this machine.
     """
 
     rank: int = 0
@@ -48,6 +49,7 @@ class World:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     cpu_group: dist.ProcessGroup | None = None
     long_timeout_group: dist.ProcessGroup | None = None
+    local_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -155,7 +157,7 @@ def _join(device: torch.device, launch: Launch, meeting: Meeting) -> World:
             f"rank {rank} of {size}: the ranks cannot exchange tensors ({reason}). On several machines set "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them."
         ) from error
-    return World(rank, size, device, cpu_group, long_timeout_group)
+    return World(rank, size, device, cpu_group, long_timeout_group, launch.local_size)
 
 
 def _most(number: int, group: dist.ProcessGroup | None) -> int:

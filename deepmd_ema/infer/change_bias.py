@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema import __version__, checkpoint, interchange
+from deepmd_ema import checkpoint, interchange
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError
@@ -185,18 +185,9 @@ def _write(done: ChangedBias, std: Array | None) -> None:
     weights["out_bias"] = torch.from_numpy(done.after).view_as(weights["out_bias"])
     if std is not None:
         weights["out_std"] = torch.from_numpy(std).view_as(weights["out_std"])
-    head = {
-        "format": checkpoint.FORMAT,
-        "version": __version__,
-        "kind": "weights",
-        "weights": info.weights,
-        "step": info.step,
-        "config": dict(info.config),
-        "min_nbor_dist": info.min_nbor_dist,
-        "bias": dict(done.record),
-    }
+    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
     average = {"average": dict(info.average)} if info.average else {}
-    checkpoint.save(done.path, {**head, **average, "model": dict(weights)})
+    checkpoint.save(done.path, {**head, "bias": dict(done.record), **average, "model": dict(weights)})
 
 
 def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -> Path:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from deepmd_ema.data.check import check_systems
+from deepmd_ema.data.check import check_systems, scan_system
+from deepmd_ema.data.formats import open_systems
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.npy import System, open_systems
-from deepmd_ema.data.scan import scan_system
+from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
@@ -51,7 +51,7 @@ class ErrorReport:
     type_map: Sequence[str]
     total: Errors
     frames: Sequence[FrameResult]
-    systems: Mapping[str, System]
+    systems: Mapping[str, FrameSource]
 
     @property
     def by_system(self) -> dict[str, Errors]:
@@ -137,9 +137,9 @@ class ErrorReport:
         force, energy = METRICS["F"], METRICS["E"]
         rows: list[tuple[float, float, str]] = []
         for frame in frames if len(frames) > 1 else ():
-            part, index = self.systems[frame.source[0]].locate(frame.source[1])
+            place = self.systems[frame.source[0]].where(frame.source[1])
             errors = [q.display_factor * frame.errors.metric(f"{q.metric}:RMSE") for q in (force, energy)]
-            rows.append((errors[0], errors[1], f"{part.name} frame {index}"))
+            rows.append((errors[0], errors[1], f"{place.file} frame {place.frame}"))
         columns = (
             Column("F RMSE", force.display_unit, ".3f"),
             Column("E error", energy.display_unit, ".3f"),
@@ -194,7 +194,7 @@ def open_labelled(
     config: ModelConfig,
     labels: Sequence[str],
     rglob_patterns: Sequence[str] | None = None,
-) -> list[System]:
+) -> list[FrameSource]:
     """Return systems with what a model reads beside the labels, checked.
 
     Args:
@@ -206,23 +206,14 @@ def open_labelled(
     Raises:
         DataError: with every problem of the data at once.
     """
-    fitting = config.fitting_net
-    opened = open_systems(
-        [str(path) for path in systems],
-        config.type_map,
-        labels,
-        fitting.numb_fparam,
-        fitting.numb_aparam,
-        rglob_patterns,
-        fitting.default_fparam,
-    )
+    opened = open_systems([str(path) for path in systems], ReadSpec.of_model(config, labels), rglob_patterns)
     problems = [text for s in opened for text in scan_system(s, len(config.type_map)).problems]
     if problems:
         raise DataError(problems)
     return opened
 
 
-def first_frames(systems: Sequence[System], most: int) -> list[range]:
+def first_frames(systems: Sequence[FrameSource], most: int) -> list[range]:
     """Return the first ``most`` frames of each system; 0 takes all."""
     return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
 
@@ -235,10 +226,10 @@ def _refuse_non_finite(report: ErrorReport, rcut: float) -> None:
     # a batch fails as a whole: look for the frames that made it fail
     systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
     check_systems(systems, [], report.type_map, rcut, min_distance=_SAME_PLACE).raise_problems()
-    part, index = report.systems[bad[0].source[0]].locate(bad[0].source[1])
+    place = report.systems[bad[0].source[0]].where(bad[0].source[1])
     raise DataError(
-        f"{part.name}: frame {index} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite energies and "
-        "forces. Does it hold nan, or are these frames far from what it was trained on?"
+        f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite "
+        "energies and forces. Does it hold nan, or are these frames far from what it was trained on?"
     )
 
 

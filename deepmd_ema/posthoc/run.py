@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from deepmd_ema import __version__, checkpoint
+from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.loader import PairCache, sequential_batches
+from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepmd_ema.config import ModelConfig, RunConfig
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.metrics import Errors
     from deepmd_ema.posthoc.combination import Combination
 
@@ -157,7 +158,7 @@ def measure_combinations(
     run: SnapshotRun,
     combinations: Sequence[Combination],
     config: ModelConfig,
-    systems: Sequence[System],
+    systems: Sequence[FrameSource],
     device: torch.device,
     metric: str = OVERALL,
 ) -> tuple[list[Row], int, dict[str, Tensor]]:
@@ -211,7 +212,7 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[dict[str, Any], dict[str, Tenso
 
 def _open(
     config: RunConfig, run: SnapshotRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
-) -> list[System]:
+) -> list[FrameSource]:
     """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
     paths = [str(path) for path in systems or ()]
     if systems is None:
@@ -241,7 +242,7 @@ def _known_metric(metric: str) -> str:
     return found
 
 
-def _check_labels(live: Errors, metric: str, systems: Sequence[System]) -> None:
+def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> None:
     """Check that the frames have what ``metric`` compares with."""
     if metric == OVERALL:
         if all(math.isnan(live.metric(f"{name}:RMSE")) for name in RANKED):
@@ -275,15 +276,9 @@ def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the content of the model file of the chosen width."""
     assert chosen.combination is not None
+    config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
     return {
-        "format": checkpoint.FORMAT,
-        "version": __version__,
-        "kind": "weights",
-        "weights": POSTHOC,
-        "step": run.step,
-        "run": run.payload.get("run"),
-        "config": run.payload["config"],
-        "min_nbor_dist": run.payload.get("min_nbor_dist"),
+        **checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, run=run.payload.get("run")),
         "average": {
             "profile": POSTHOC,
             "type": "power",

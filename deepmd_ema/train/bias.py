@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.sampler import batch_sizes, permutation
+from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.model.bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.train.prepare import stream_of
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,14 +81,17 @@ def _fit(frames: FrameEnergies, before: np.ndarray, name: str) -> Tensor:
 
 def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
-    sizes, _ = batch_sizes(task.config.training_data.batch_size, [s.natoms for s in task.train])
-    # a system that `filter:N` leaves out was not trained on
-    counts = [system.num_frames if size else 0 for system, size in zip(task.train, sizes)]
+    train = task.train
+    # frames that `filter:N` leaves out were not trained on
+    frames = plan_batches(
+        [s.num_frames for s in train], [s.frame_sizes for s in train], task.config.training_data.batch_size
+    ).frames
+    counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:
-        return [range(count) for count in counts]
+        return [own.tolist() for own in frames]
     # rounded so that they add up: the shares are the differences of rounded edges
     edges = np.cumsum([0, *counts]) * most // total
     stream = stream_of("bias", task.config.name)
     orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
-    return [np.sort(order[:share]).tolist() for order, share in zip(orders, np.diff(edges))]
+    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
 from deepmd_ema import config as sections
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler
@@ -27,13 +26,14 @@ from deepmd_ema.train.step.gradient import GradientStep
 from deepmd_ema.train.step.kalman import KalmanStep
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.validate import FullValidation, Validated, ValidationData
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from torch import nn
 
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.npy import System
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.dist.world import World
     from deepmd_ema.train.averages import Tracked
     from deepmd_ema.train.prepare import PreparedRun, PreparedTask
@@ -68,11 +68,11 @@ def build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World)
 
 
 def _build_loader(
-    task: PreparedTask, seed: int, world: World, systems: Sequence[System], data: Any, stream: str
+    task: PreparedTask, seed: int, world: World, systems: Sequence[FrameSource], data: Any, stream: str
 ) -> Loader:
     sampler = Sampler(
         [system.num_frames for system in systems],
-        [system.natoms for system in systems],
+        [system.frame_sizes for system in systems],
         batch_size=data.batch_size,
         auto_prob=data.auto_prob,
         sys_probs=data.sys_probs,
@@ -87,7 +87,7 @@ def build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
     """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
     config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
     schedule = build_schedule(config.learning_rate, num_steps)
-    if isinstance(config.optimizer, sections.LKF):
+    if isinstance(config.optimizer, sections.LKFConfig):
         kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
     clip = config.training.gradient_max_norm or None

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.data.cache import PairCache
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.loader import PairCache
-from deepmd_ema.data.npy import System
-from deepmd_ema.data.run import check_run, open_run
-from deepmd_ema.data.sampler import batch_sizes, permutation
+from deepmd_ema.data.run import TaskData, check_task, open_run
+from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.errors import DataError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.batch import Batch
     from deepmd_ema.config import RunConfig, TaskConfig
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.energy import EnergyModel
     from deepmd_ema.train.start import Start
@@ -47,8 +47,8 @@ class PreparedTask:
     """
 
     config: TaskConfig
-    train: Sequence[System]
-    valid: Sequence[System]
+    train: Sequence[FrameSource]
+    valid: Sequence[FrameSource]
     cache: PairCache
     model: EnergyModel
     min_nbor_dist: float | None
@@ -88,7 +88,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     with world.all_ranks_ok():
-        systems = _open(config)
+        systems = open_run(config)
     made: list[PreparedRun] = []
 
     def examine() -> tuple[RunConfig, dict[str, float | None], Mapping[str, Tensor]]:
@@ -105,28 +105,11 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     return run
 
 
-Systems = tuple[Sequence[System], Sequence[System]]
-"""Training and validation systems of a task."""
-
-
-def _open(config: RunConfig) -> dict[str, Systems]:
-    systems: dict[str, Systems] = {}
-    problems: list[str] = []
-    for name, task in config.tasks.items():
-        try:
-            systems[name] = open_run(task)
-        except DataError as error:  # noqa: PERF203 - the problems of all tasks are told at once
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    return systems
-
-
 def _examine(
     config: RunConfig,
     seed: int,
     start: Start,
-    systems: Mapping[str, Systems],
+    systems: Mapping[str, TaskData],
     skip_neighbor_stat: bool,
     world: World,
 ) -> PreparedRun:
@@ -134,7 +117,7 @@ def _examine(
     started = time.perf_counter()
     nearest, models, problems = {}, {}, []
     for name, task in config.tasks.items():
-        report = check_run(task, *systems[name])
+        report = check_task(task, systems[name])
         for line in report.warnings:
             logger.warning("%s", line)
         problems += report.problems
@@ -170,8 +153,8 @@ def _examine(
 
 def _with_model(
     task: TaskConfig,
-    train: Sequence[System],
-    valid: Sequence[System],
+    train: Sequence[FrameSource],
+    valid: Sequence[FrameSource],
     nearest: float | None,
     seed: int,
     world: World,
@@ -179,7 +162,7 @@ def _with_model(
     """Return a task with a model whose weights come from the seed."""
     model = build_model(task.model, seed_for(stream_of("weights", task.name), seed))
     model.min_nbor_dist = nearest
-    return PreparedTask(task, train, valid, PairCache(model.layout), model, nearest)
+    return PreparedTask(task, train, valid, PairCache(model.layout, local_size=world.local_size), model, nearest)
 
 
 def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
@@ -208,10 +191,12 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
 
 
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
-    sizes, _ = batch_sizes(task.config.training_data.batch_size, [system.natoms for system in task.train])
-    for number, (system, size) in enumerate(zip(task.train, sizes)):
+    train, stream = task.train, stream_of("statistics", task.config.name)
+    rule = task.config.training_data.batch_size
+    plan = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
+    for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
-        order = permutation(system.num_frames, seed_for(stream_of("statistics", task.config.name), seed, number))
+        order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):

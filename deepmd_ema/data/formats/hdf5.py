@@ -1,4 +1,4 @@
-"""Systems inside an HDF5 file: a group is a folder, a dataset is a file."""
+"""DeePMD-kit's systems in an HDF5 file: a group is a folder, a dataset is a file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.folder import StoredArray
+from deepmd_ema.data.formats.system import StoredArray
 from deepmd_ema.errors import DataError
 
 Array: TypeAlias = np.ndarray
 
+_SUFFIXES = (".h5", ".hdf5", ".hdf")
+
 
 @dataclass(frozen=True)
-class Hdf5Folder:
+class Hdf5Store:
     """One system in a group of an HDF5 file, which stays open."""
 
     group: Any
@@ -66,7 +68,12 @@ class Hdf5Array:
             raise DataError(f"{self.name}: cannot be read: {error}") from error
 
 
-def hdf5_folders(file: Path, group: str) -> list[Hdf5Folder]:
+def is_hdf5(path: Path) -> bool:
+    """Whether ``path`` is a file named as HDF5 files are."""
+    return path.suffix in _SUFFIXES and path.is_file()
+
+
+def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     """Return the systems in ``group`` of ``file`` and in the groups below it, sorted by name.
 
     Raises:
@@ -85,7 +92,7 @@ def hdf5_folders(file: Path, group: str) -> list[Hdf5Folder]:
     found: list[str] = ["" if "type.raw" in root[top] else "."]
     root[top].visititems(lambda name, item: found.append(name) if _is_system(item) else None)
     names = sorted(n for n in found if n != ".")
-    return [Hdf5Folder(root[top][n] if n else root[top], f"{file}#{top.rstrip('/')}/{n}".rstrip("/")) for n in names]
+    return [Hdf5Store(root[top][n] if n else root[top], f"{file}#{top.rstrip('/')}/{n}".rstrip("/")) for n in names]
 
 
 def _is_system(item: Any) -> bool:

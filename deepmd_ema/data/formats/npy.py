@@ -1,10 +1,10 @@
-"""The files of one system as arrays that are read a few frames at a time, from a folder of npy files."""
+"""DeePMD-kit's systems in folders: npy files of which a few rows are read at a time, and small text files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,51 +13,8 @@ from deepmd_ema.errors import DataError
 Array: TypeAlias = np.ndarray
 
 
-class StoredArray(Protocol):
-    """An array on disk, of which rows are read when they are needed."""
-
-    @property
-    def name(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape; the first dimension counts frames."""
-        ...
-
-    def read(self, start: int, stop: int) -> Array:
-        """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        ...
-
-
-class Folder(Protocol):
-    """The files of one system, wherever they are kept."""
-
-    @property
-    def name(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    def set_names(self) -> list[str]:
-        """Return the names of the set.* parts, sorted."""
-        ...
-
-    def has(self, file: str) -> bool:
-        """Whether there is ``file`` (its path in the system)."""
-        ...
-
-    def words(self, file: str) -> list[str] | None:
-        """Return the words of a small text file, None if there is no such file."""
-        ...
-
-    def array(self, file: str) -> StoredArray | None:
-        """Return the array in ``file``, None if there is no such file; DataError if it cannot be read."""
-        ...
-
-
 @dataclass(frozen=True)
-class NpyFolder:
+class NpyStore:
     """A system in a folder: type.raw, type_map.raw, nopbc, set.*/coord.npy and so on."""
 
     path: Path
@@ -85,7 +42,7 @@ class NpyFolder:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as text: {error}") from error
 
-    def array(self, file: str) -> StoredArray | None:
+    def array(self, file: str) -> NpyFile | None:
         """Return the npy file, of which only the header is read now; None if there is no such file."""
         path = self.path / file
         return open_npy(path) if path.exists() else None
@@ -95,8 +52,8 @@ class NpyFolder:
 class NpyFile:
     """The rows of one npy file.
 
-    Rows are read at their place in the file: nothing stays open or mapped, so that a data set may have any number of
-    files, and the system's page cache keeps what is used often.
+    Rows are read at their offset. No file stays open or mapped, so that a data set may have any number of files; the
+    page cache of the operating system keeps what is read often.
     """
 
     path: Path
@@ -114,7 +71,7 @@ class NpyFile:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
         rows = stop - start
         if self.fortran_order:
-            return np.load(self.path, mmap_mode="r")[start:stop].reshape(rows, -1)
+            return np.array(np.load(self.path, mmap_mode="r")[start:stop]).reshape(rows, -1)
         width = int(np.prod(self.shape[1:], dtype=np.int64))
         offset = self.offset + self.dtype.itemsize * start * width
         try:
@@ -127,7 +84,7 @@ class NpyFile:
 
 
 def open_npy(path: Path) -> NpyFile:
-    """Return the npy file at ``path`` after a look at its header and size.
+    """Return the npy file at ``path`` after checking its header and size.
 
     Raises:
         DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.

@@ -1,17 +1,18 @@
-"""Checks of the data before training: what is broken, what is suspicious, and a summary of what there is."""
+"""Checks of the data before training: problems, warnings and a summary."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.npy import System
-from deepmd_ema.data.scan import Range, SystemScan, rows_at_once, scan_system
-from deepmd_ema.data.suspicion import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
+from deepmd_ema.data.check.heuristics import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
+from deepmd_ema.data.check.scan import Range, SystemScan, scan_system
+from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
@@ -28,11 +29,11 @@ class DataReport:
     """What the checks found.
 
     Attributes:
-        problems: what forbids to train, each with file and frame.
+        problems: faults that make training impossible, each with file and frame.
         warnings: what a user should look at.
-        training: one pass result per training system.
-        validation: one pass result per validation system.
-        neighbors: statistics of the neighbors over all usable frames, or of those that were looked at.
+        training: scan of each training system.
+        validation: scan of each validation system.
+        neighbors: statistics over the usable frames, or over a sample of them.
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
     """
@@ -84,8 +85,8 @@ class DataReport:
 
 
 def check_systems(
-    training: Sequence[System],
-    validation: Sequence[System],
+    training: Sequence[FrameSource],
+    validation: Sequence[FrameSource],
     type_map: Sequence[str],
     rcut: float,
     labels: Sequence[str] = (),
@@ -103,7 +104,7 @@ def check_systems(
         labels: labels that the loss has a prefactor for.
         min_distance: atoms closer than this, angstrom, are a problem; None for 0.3.
         sel: most neighbors that the model keeps, one number per element or one for all; None if not yet chosen.
-        max_searched: most frames whose neighbors are searched; of more, as many are taken evenly.
+        max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
     """
     report = DataReport(tuple(type_map), rcut)
     report.training = [scan_system(s, len(type_map)) for s in training]
@@ -141,27 +142,17 @@ def _choose_frames(scans: Sequence[SystemScan], most: int) -> list[tuple[int, in
 
 
 def _geometries(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]]) -> Iterator[FrameGeometry]:
-    wanted: dict[int, list[int]] = {}
-    for k, i in chosen:
-        wanted.setdefault(k, []).append(i)
-    for k, frames in wanted.items():
-        yield from _system_geometries(scans[k].system, frames)
-
-
-def _system_geometries(system: System, frames: Sequence[int]) -> Iterator[FrameGeometry]:
-    step = rows_at_once(system.natoms)
-    place = -1, 0, 0  # set's first frame, rows that are in memory
-    for index in frames:
-        part, k = system.locate(index)
-        first, start, stop = place
-        if first != part.first or not start <= k < stop:
-            start, stop = k, min(k + step, part.num_frames)
-            place = part.first, start, stop
-            coord = part.arrays["coord"].read(start, stop).astype(np.float64).reshape(stop - start, -1, 3)
-            box = part.arrays["box"].read(start, stop).astype(np.float64) if system.periodic else None
-            types = system.types(part, start, stop)
-        real = types[k - start] >= 0
-        yield coord[k - start][real], None if box is None else box[k - start].reshape(3, 3), types[k - start][real]
+    """Yield coordinates, cell and types of the frames ``chosen``, which are sorted."""
+    frames_of: dict[int, list[int]] = {}
+    for k, index in chosen:
+        frames_of.setdefault(k, []).append(index)
+    for k, frames in frames_of.items():
+        for chunk in scans[k].system.chunks((COORD, BOX)):
+            start, stop = bisect_left(frames, chunk.first), bisect_left(frames, chunk.first + chunk.num_frames)
+            for row in (index - chunk.first for index in frames[start:stop]):
+                exists = chunk.types[row] >= 0
+                box = chunk.arrays[BOX][row].reshape(3, 3) if BOX in chunk.arrays else None
+                yield chunk.arrays[COORD][row][exists], box, chunk.types[row][exists]
 
 
 def _too_close(
@@ -172,26 +163,25 @@ def _too_close(
     type_map: Sequence[str],
 ) -> list[str]:
     problems: list[str] = []
-    told: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for number in np.flatnonzero(found.frame_min < bound).tolist():
         k, index = chosen[number]
-        told[k] = told.get(k, 0) + 1
-        if told[k] > _MOST_MESSAGES:
+        counts[k] = counts.get(k, 0) + 1
+        if counts[k] > _MOST_MESSAGES:
             continue
         system = scans[k].system
-        part, row = system.locate(index)
-        frame = system.frame(index)
+        place, frame = system.where(index, COORD), system.frame(index)
         atoms = [
             (a if frame.file_index is None else frame.file_index[a], type_map[frame.atom_type[a]])
             for a in found.frame_pair[number]
         ]
         pair = " and ".join(f"{a} ({element})" for a, element in atoms)
         problems.append(
-            f"{part.arrays['coord'].name}: frame {row} (of {part.num_frames}, from 0): atoms {pair} are "
+            f"{place.file}: frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
             f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
             "Remove the frame or, if it is meant, lower training.training_data.min_pair_dist."
         )
-    more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in told.items() if count > _MOST_MESSAGES}
+    more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in counts.items() if count > _MOST_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
@@ -218,10 +208,9 @@ def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[st
 def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> list[str]:
     warnings = []
     for label in labels:
+        # an open frame has no virial by nature
         lacking = [
-            s
-            for s in scans
-            if s.label_frames.get(label, 0) < s.system.num_frames and (s.system.periodic or label != VIRIAL)
+            s for s in scans if s.label_frames.get(label, 0) < s.system.num_frames - s.open_frames * (label == VIRIAL)
         ]
         file = f"{LABELS[label].files[0]}.npy"
         if scans and not any(s.label_frames.get(label) for s in scans):
@@ -250,9 +239,9 @@ def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
     unseen = [name for name, n in zip(type_map, trained) if not n]
     if unseen:
         warnings.append(f"type_map has {', '.join(unseen)}, but no training frame does: their networks stay untrained.")
-    only_there = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
-    if only_there:
-        warnings.append(f"validation frames have {', '.join(only_there)}, but no training frame does.")
+    only_validated = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
+    if only_validated:
+        warnings.append(f"validation frames have {', '.join(only_validated)}, but no training frame does.")
     return warnings
 
 
@@ -267,10 +256,10 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         system = scan.system
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
-        cell = "periodic" if system.periodic else "open"
+        cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
         out.append(
             f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
-            f"{', '.join(_label_text(scan, label) for label in system.labels) or 'no labels'}"
+            f"{', '.join(_label_text(scan, label) for label in scan.label_frames) or 'no labels'}"
         )
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
@@ -283,13 +272,13 @@ def _label_text(scan: SystemScan, label: str) -> str:
 
 
 def _range_line(scans: Sequence[SystemScan], label: str) -> str:
-    there = [s for s in scans if label in s.ranges and s.ranges[label].count]
-    if not there:
+    labelled = [s for s in scans if label in s.ranges and s.ranges[label].count]
+    if not labelled:
         return ""
     total = Range()
-    for scan in there:
+    for scan in labelled:
         total.merge(scan.ranges[label])
-    worst = max(there, key=lambda s: s.ranges[label].largest)
+    worst = max(labelled, key=lambda s: s.ranges[label].largest)
     where = f"{worst.system.name} frame {worst.ranges[label].largest_frame}"
     unit = LABELS[label].unit + "/atom" * LABELS[label].extensive
     rms = f", RMS {total.rms:.4g}" if label != ENERGY else ""

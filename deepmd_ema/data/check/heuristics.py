@@ -1,4 +1,4 @@
-"""What makes data suspicious: outliers, duplicates, units that do not fit, forces that do not add up to zero."""
+"""Heuristics for suspicious data: outliers, duplicates, units that do not fit, net forces."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.scan import SystemScan
+from deepmd_ema.data.check.scan import SystemScan
 
 Array: TypeAlias = np.ndarray
 
-OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal sample has none in any data set
-OUTLIER_ENERGY = 0.02  # eV/atom, less is no outlier however narrow the data are
-NET_FORCE = 0.1  # eV/angstrom, and as large a part of the frame's RMS force
+OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal distribution never gets there
+OUTLIER_ENERGY = 0.02  # eV/atom; a smaller residual is no outlier, however narrow the distribution
+NET_FORCE = 0.1  # eV/angstrom, and also the least fraction of the frame's RMS force
 LARGE_FORCE_RMS = 15.0  # eV/angstrom, far beyond liquids at 3000 K, usual for kcal/mol/angstrom
 _MOST_NAMED = 3
 _FEWEST_PAIRS = 8  # of neighboring frames, to judge units
 _FEWEST_FRAMES = 10  # to judge outliers
 _HARTREE, _BOHR, _KCAL = 27.211386, 0.52917721, 0.0433641  # eV, angstrom, eV
-# energy difference over work of the forces, as it comes out when a file has another unit than eV and eV/angstrom
+# ratio of energy difference to work of the forces when a file has other units than eV and eV/angstrom
 _UNIT_RATIOS = {
     -1.0: "the forces have the wrong sign (gradients instead of forces)",
     1 / _HARTREE: "the energies look like Hartree",
@@ -34,7 +34,7 @@ _UNIT_RATIOS = {
 
 
 def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
-    """Return warnings about frames that stand twice in the training data, or in both training and validation."""
+    """Return warnings about frames that occur twice in the training data, or in both training and validation data."""
     warnings = []
     first_place: dict[bytes, str] = {}
     twice: list[str] = []
@@ -86,7 +86,8 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
 def unit_warnings(scans: Sequence[SystemScan]) -> list[str]:
     """Return warnings about energies and forces that do not belong together, or forces that are very large.
 
-    Between two frames close to each other the energy changes by the work of the forces; their ratio shows units.
+    Between two frames close to each other the energy changes by the work of the forces; another ratio shows other
+    units.
     """
     warnings = []
     for scan in scans:
@@ -124,7 +125,7 @@ def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:
 
 
 def _unit_ratio(pairs: Array) -> str:
-    """Return what the ratio of energy differences and works says, nothing if it is 1 or not clear."""
+    """Return which units the ratio of energy differences to works points to; empty if it is 1 or not significant."""
     if len(pairs) < _FEWEST_PAIRS:
         return ""
     rise, work = pairs[:, 0], pairs[:, 1]

@@ -1,0 +1,221 @@
+"""One pass over all numbers of a source: faults, and what the checks compare between frames."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
+from deepmd_ema.labels import ENERGY, FORCE, LABELS
+
+Array: TypeAlias = np.ndarray
+
+_FLAT_CELL = 1e-6  # volume over product of the lengths
+_SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
+
+
+@dataclass
+class Range:
+    """Smallest and largest value of a quantity, its mean square, and the frame with the largest magnitude."""
+
+    low: float = math.inf
+    high: float = -math.inf
+    sum_squares: float = 0.0
+    count: int = 0
+    largest_frame: int = -1
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean square."""
+        return math.sqrt(self.sum_squares / self.count) if self.count else math.nan
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude."""
+        return max(abs(self.low), abs(self.high)) if self.count else 0.0
+
+    def add(self, values: Array, first_frame: int) -> None:
+        """Add ``values`` (frames, numbers) of the frames from ``first_frame`` on; NaN are skipped."""
+        finite = np.isfinite(values)
+        if not finite.any():
+            return
+        known = np.where(finite, values, 0.0)
+        before = self.largest
+        self.low = min(self.low, float(values[finite].min()))
+        self.high = max(self.high, float(values[finite].max()))
+        self.sum_squares += float((known**2).sum())
+        self.count += int(finite.sum())
+        if self.largest > before or self.largest_frame < 0:
+            self.largest_frame = first_frame + int(np.abs(known).max(axis=1).argmax())
+
+    def merge(self, other: Range) -> None:
+        """Add another range; ``largest_frame`` stays, because frame numbers belong to one source."""
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.sum_squares += other.sum_squares
+        self.count += other.count
+
+
+@dataclass
+class SystemScan:
+    """What one pass over a source found.  F frames, T types.
+
+    Attributes:
+        system: the source.
+        problems: faults, with file and frame.
+        bad_frames: frames whose geometry cannot be used.
+        type_counts: (F, T) atoms of each type.
+        energy: (F,) eV, NaN where missing.
+        net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
+        force_rms: (F,) eV/angstrom, NaN where missing.
+        ranges: of the labels that metrics show, extensive ones per atom.
+        label_frames: number of frames that have each label.
+        open_frames: number of frames without a cell.
+        digests: one per frame, equal for equal types, positions and cells.
+        work: pairs of frames close to each other: energy difference and work of the forces between them, eV.
+    """
+
+    system: FrameSource
+    problems: list[str]
+    bad_frames: set[int]
+    type_counts: Array
+    energy: Array
+    net_force: Array
+    force_rms: Array
+    ranges: dict[str, Range] = field(default_factory=dict)
+    label_frames: dict[str, int] = field(default_factory=dict)
+    open_frames: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    work: list[tuple[float, float]] = field(default_factory=list)
+
+
+def scan_system(system: FrameSource, num_types: int) -> SystemScan:
+    """Read all numbers of ``system`` once and return what the checks need of them."""
+    frames = system.num_frames
+    scan = SystemScan(
+        system=system,
+        problems=[],
+        bad_frames=set(),
+        type_counts=np.zeros((frames, num_types), np.int64),
+        energy=np.full(frames, np.nan),
+        net_force=np.full(frames, np.nan),
+        force_rms=np.full(frames, np.nan),
+    )
+    broken: dict[tuple[str, str], _Broken] = {}
+    with np.errstate(all="ignore"):  # broken numbers are reported as problems, not as warnings of their arithmetic
+        for chunk in system.chunks():
+            _find_broken(scan, chunk, broken)
+            _describe(scan, chunk)
+    scan.problems += [one.message() for one in broken.values()]
+    return scan
+
+
+@dataclass
+class _Broken:
+    """Frames of one file that have the same fault, reported as one message."""
+
+    place: Place
+    fault: str
+    count: int = 0
+
+    def message(self) -> str:
+        more = f" and {self.count - 1} more frames" if self.count > 1 else ""
+        return f"{self.place.file}: frame {self.place.frame}{more} (of {self.place.num_frames}, from 0): {self.fault}"
+
+
+def _find_broken(scan: SystemScan, chunk: Chunk, broken: dict[tuple[str, str], _Broken]) -> None:
+    """Add the frames of ``chunk`` that hold numbers which are not finite, or cells without a volume."""
+    exists = (chunk.types >= 0)[:, :, None]
+    for name, array in chunk.arrays.items():
+        bad = ~np.isfinite(array)
+        if not bad.any():
+            continue
+        if array.ndim == 3:
+            bad &= exists
+        for k in np.flatnonzero(bad.reshape(chunk.num_frames, -1).any(axis=1)).tolist():
+            first = tuple(np.argwhere(bad[k])[0])
+            atom = f" at atom {first[0]}" if array.ndim == 3 else ""
+            fault = f"{array[k][first]}{atom}. Expected finite numbers; remove the frame or compute it again."
+            _add(broken, scan.system.where(chunk.first + k, name), "finite", fault)
+            if name in (COORD, BOX):
+                scan.bad_frames.add(chunk.first + k)
+    if BOX in chunk.arrays:
+        for k in np.flatnonzero(_has_no_volume(chunk.arrays[BOX])).tolist():
+            cell = " ".join(f"{v:g}" for v in chunk.arrays[BOX][k])
+            fault = f"the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
+            _add(broken, scan.system.where(chunk.first + k, BOX), "volume", fault)
+            scan.bad_frames.add(chunk.first + k)
+
+
+def _add(broken: dict[tuple[str, str], _Broken], place: Place, kind: str, fault: str) -> None:
+    """Count a fault of a kind in a file; the message is about the first."""
+    broken.setdefault((place.file, kind), _Broken(place, fault)).count += 1
+
+
+def _describe(scan: SystemScan, chunk: Chunk) -> None:
+    """Add counts, ranges, forces and digests of the frames of ``chunk``."""
+    types, arrays, first = chunk.types, chunk.arrays, chunk.first
+    here = slice(first, first + chunk.num_frames)
+    exists = types >= 0
+    num_atoms = exists.sum(axis=1)
+    scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
+    scan.open_frames += chunk.num_frames * (BOX not in arrays)
+    scan.digests += _digests(chunk)
+    for name, label in LABELS.items():
+        if name not in arrays:
+            continue
+        scan.label_frames[name] = scan.label_frames.get(name, 0) + chunk.num_frames
+        if any(quantity.metric for quantity in label.errors):
+            values = np.where(exists[:, :, None], arrays[name], 0.0) if label.per_atom else arrays[name]
+            values = values.reshape(chunk.num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
+            scan.ranges.setdefault(name, Range()).add(values, first)
+    if ENERGY in arrays:
+        scan.energy[here] = arrays[ENERGY][:, 0]
+    if FORCE in arrays:
+        force = np.where(exists[:, :, None], arrays[FORCE], 0.0)
+        scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
+        scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
+        if ENERGY in arrays:
+            scan.work += _work(types, arrays, force)
+
+
+def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> list[tuple[float, float]]:
+    """Return energy differences and works of the forces between frames that follow each other closely."""
+    coord = arrays[COORD]
+    step = np.where((types[1:] >= 0)[:, :, None], np.diff(coord, axis=0), 0.0)
+    near = (types[1:] == types[:-1]).all(axis=1)
+    if BOX in arrays:
+        box = arrays[BOX].reshape(-1, 3, 3)
+        near &= (np.abs(np.diff(box, axis=0)) < 1e-6).all(axis=(1, 2)) & (np.abs(np.linalg.det(box[1:])) > 0)
+        step[near] -= np.round(step[near] @ np.linalg.inv(box[1:][near])) @ box[1:][near]
+    size = np.linalg.norm(step, axis=2).max(axis=1, initial=0.0)
+    near &= (size > 0) & (size < _SMALL_STEP)
+    work = -0.5 * ((force[1:] + force[:-1]) * step).sum(axis=(1, 2))
+    rise = np.diff(arrays[ENERGY][:, 0])
+    use = near & np.isfinite(work) & np.isfinite(rise)
+    return list(zip(rise[use].tolist(), work[use].tolist()))
+
+
+def _digests(chunk: Chunk) -> list[bytes]:
+    # in float32: the same frame may be stored in double precision here and in single precision there; -0 becomes 0
+    types, coord = chunk.types.astype(np.int32), chunk.arrays[COORD].astype(np.float32) + np.float32(0)
+    box = chunk.arrays[BOX].astype(np.float32) + np.float32(0) if BOX in chunk.arrays else None
+    exists = types >= 0
+    digests = []
+    complete = np.asarray(exists.all(axis=1))
+    for k in range(chunk.num_frames):
+        # only atoms that exist: how far frames are padded depends on where they are stored
+        parts = [types[k], coord[k]] if complete[k] else [types[k][exists[k]], coord[k][exists[k]]]
+        content = b"".join(part.tobytes() for part in parts) + (b"" if box is None else box[k].tobytes())
+        digests.append(hashlib.blake2b(content, digest_size=16).digest())
+    return digests
+
+
+def _has_no_volume(box: Array) -> Array:
+    cells = box.reshape(-1, 3, 3)
+    lengths = np.linalg.norm(cells, axis=2).prod(axis=1)
+    return np.abs(np.linalg.det(cells)) <= _FLAT_CELL * lengths

@@ -1,0 +1,141 @@
+"""From the paths of a config to the sources that are stored there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
+from deepmd_ema.data.formats.npy import NpyStore
+from deepmd_ema.data.formats.system import open_system
+from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.errors import DataError, collect_problems
+
+Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
+
+_MOST_NAMES = 8  # neighbors of a missing path that a message lists
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format that is recognised by its path; folders that no format claims are searched for DeePMD-kit's systems.
+
+    Attributes:
+        claims: whether a path is of this format, without its part after ``#``.
+        find: what opens each source at a path (with the part after ``#``), sorted; may raise DataError.
+    """
+
+    claims: Callable[[Path], bool]
+    find: Callable[[Path, str], Sequence[Opener]]
+
+
+def _find_hdf5(file: Path, group: str) -> list[Opener]:
+    return [partial(open_system, store) for store in hdf5_stores(file, group)]
+
+
+def _refuse_lmdb(file: Path, group: str) -> list[Opener]:
+    raise DataError(f"{file}: LMDB data sets are not supported yet. Write deepmd/npy or HDF5 instead.")
+
+
+FORMATS = [
+    Format(lambda path: path.suffix == ".lmdb" or (path / "data.mdb").exists(), _refuse_lmdb),
+    Format(is_hdf5, _find_hdf5),
+]
+
+
+def open_systems(
+    paths: Sequence[str] | str,
+    spec: ReadSpec,
+    rglob_patterns: Sequence[str] | None = None,
+    where: str = "systems",
+) -> list[FrameSource]:
+    """Return the sources at ``paths``, sorted within each path, after checking names and shapes of all their arrays.
+
+    Values are not read yet (``check.check_systems`` does), only headers and types.
+
+    Args:
+        paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or ``file.h5#/group``.
+        spec: what to read; a set without the file of a label does not have this label.
+        rglob_patterns: when given, only folders below each path that match one of these patterns are taken.
+        where: what to call ``paths`` in messages.
+
+    Raises:
+        DataError: with all problems of all systems.
+    """
+    problems: list[str] = []
+    openers: list[Opener] = []
+    for number, path in enumerate([paths] if isinstance(paths, str) else paths):
+        with collect_problems(problems, f"{where}[{number}]: "):
+            openers += _find(str(path), rglob_patterns)
+    sources: list[FrameSource] = []
+    for open_one in openers:
+        with collect_problems(problems):
+            sources.append(open_one(spec))
+    if problems:
+        raise DataError(problems)
+    if not sources:
+        raise DataError(f"{where}: is empty. Name at least one folder with type.raw.")
+    return sources
+
+
+def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
+    file, _, group = path.partition("#")
+    claiming = [one for one in FORMATS if one.claims(Path(file))]
+    if not claiming and not Path(file).exists():
+        raise DataError(f"{file}: no such file or folder.{_similar(Path(file))}")
+    if claiming:
+        found = claiming[0].find(Path(file), group)
+    elif not Path(path).is_dir():
+        raise DataError(f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, or HDF5.")
+    else:
+        found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
+    if not found:
+        raise DataError(_nothing_found(path, patterns))
+    return found
+
+
+def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
+    if patterns:
+        return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
+    return sorted(_below(root, set()))
+
+
+def _below(folder: Path, seen: set[str]) -> Iterator[Path]:
+    real = os.path.realpath(folder)
+    if real in seen:  # a link to a folder above would never end
+        return
+    seen.add(real)
+    with os.scandir(folder) as entries:
+        names = sorted((e.name, e.is_dir()) for e in entries)
+    if ("type.raw", False) in names:
+        yield folder
+    for name, is_folder in names:
+        if is_folder and not name.startswith("set."):
+            yield from _below(folder / name, seen)
+
+
+def _similar(path: Path) -> str:
+    from_here = "" if path.is_absolute() else f" (looked up from {Path.cwd()})"
+    parent = path.parent
+    while not parent.exists():
+        path, parent = parent, parent.parent
+    names = sorted(os.listdir(parent)) if parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean {parent / close[0]}?"
+    listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return f" {parent}{from_here} holds: {listed or 'nothing'}."
+
+
+def _nothing_found(path: str, patterns: Sequence[str] | None) -> str:
+    if patterns:
+        return f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw."
+    sets = [] if "#" in path or not Path(path).is_dir() else sorted(Path(path).glob("set.*"))
+    if sets:
+        return f"{path}: type.raw is missing (the folder has {sets[0].name}). It lists the type of each atom."
+    return f"{path}: no system in it or below it. A system has type.raw and set.*/coord.npy."

@@ -1,0 +1,358 @@
+"""DeePMD-kit's systems (type.raw and set.*), plain and mixed: names and shapes are checked when they are opened."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import BOX, COORD, Chunk, Place, ReadSpec, frames_at_once, is_per_atom
+from deepmd_ema.errors import DataError, collect_problems, did_you_mean
+from deepmd_ema.labels import APARAM, FPARAM, LABELS
+
+Array: TypeAlias = np.ndarray
+
+TYPES = "real_atom_types"
+
+
+class StoredArray(Protocol):
+    """An array on disk, of which rows are read when they are needed."""
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; the first dimension counts frames."""
+        ...
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
+        ...
+
+
+class ArrayStore(Protocol):
+    """The files of one system, wherever they are kept."""
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    def set_names(self) -> list[str]:
+        """Return the names of the set.* parts, sorted."""
+        ...
+
+    def has(self, file: str) -> bool:
+        """Whether there is ``file`` (its path in the system)."""
+        ...
+
+    def words(self, file: str) -> list[str] | None:
+        """Return the words of a small text file, None if there is no such file."""
+        ...
+
+    def array(self, file: str) -> StoredArray | None:
+        """Return the array in ``file``, None if there is no such file; DataError if it cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class FrameSet:
+    """One set.* of a system: its first frame's number in the system, and its arrays by name."""
+
+    name: str
+    first: int
+    num_frames: int
+    arrays: Mapping[str, StoredArray]
+
+
+class DeepmdSystem:
+    """Frames of one system: a :class:`FrameSource` whose frames are read when asked for.
+
+    Attributes:
+        name: path, for messages.
+        num_frames: number of frames of all sets.
+        natoms: number of atoms in the files; mixed frames may have fewer, the rest being virtual.
+        is_mixed: whether each frame has its own types.
+        periodic: whether the frames have cells.
+        labels: names of the labels that at least one set has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: ReadSpec,
+        sets: Sequence[FrameSet],
+        atom_type: Array | None,
+        index_of: Array,
+        natoms: int,
+        periodic: bool,
+    ) -> None:
+        self.name = name
+        self.num_frames = sum(s.num_frames for s in sets)
+        self.natoms = natoms
+        self.is_mixed = atom_type is None
+        self.periodic = periodic
+        self.labels = tuple(label for label in spec.labels if any(label in s.arrays for s in sets))
+        self._spec = spec
+        self._sets = tuple(sets)
+        self._types = atom_type
+        self._index_of = index_of  # file type -> model type, with -1 for itself at the end
+        self._firsts = [s.first for s in sets]
+
+    def __repr__(self) -> str:
+        return f"DeepmdSystem({self.name!r}, num_frames={self.num_frames}, natoms={self.natoms})"
+
+    @property
+    def frame_sizes(self) -> Array:
+        """(num_frames,) integers: atoms of each frame in the files, virtual ones included, as batch rules count."""
+        return np.broadcast_to(np.int64(self.natoms), self.num_frames)  # takes no memory, however many frames
+
+    def frame(self, index: int) -> Frame:
+        """Return one frame, without its virtual atoms."""
+        part, k = self._locate(index)
+        types = self._types_of(part, k, k + 1)[0]
+        arrays = {name: self._read(part, name, k, k + 1)[0] for name in part.arrays if name != TYPES}
+        real = None
+        if types.min() < 0:
+            real = np.flatnonzero(types >= 0)
+            types = types[real]
+            arrays = {name: array[real] if is_per_atom(name) else array for name, array in arrays.items()}
+        fparam = arrays.get(FPARAM)
+        if fparam is None and self._spec.numb_fparam:
+            fparam = np.array(self._spec.default_fparam, np.float64)
+        return Frame(
+            coord=arrays[COORD],
+            atom_type=types,
+            box=arrays[BOX].reshape(3, 3) if self.periodic else None,
+            labels={name: _shaped(name, arrays[name]) for name in self.labels if name in arrays},
+            fparam=fparam,
+            aparam=arrays.get(APARAM),
+            source=(self.name, index),
+            file_index=real,
+        )
+
+    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
+        """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
+        step = frames_at_once(self.natoms)
+        for part in self._sets:
+            wanted = [name for name in part.arrays if name != TYPES and (names is None or name in names)]
+            for start in range(0, part.num_frames, step):
+                stop = min(start + step, part.num_frames)
+                arrays = {name: self._read(part, name, start, stop) for name in wanted}
+                yield Chunk(part.first + start, self._types_of(part, start, stop), arrays)
+
+    def where(self, index: int, array: str = "") -> Place:
+        """Return the set of a frame, or the file of one of its arrays, and the frame's number there."""
+        part, k = self._locate(index)
+        return Place(part.arrays[array].name if array else part.name, k, part.num_frames)
+
+    def _locate(self, index: int) -> tuple[FrameSet, int]:
+        """Return the set of a frame and the frame's number in the set."""
+        if not 0 <= index < self.num_frames:
+            raise IndexError(f"{self.name}: frame {index} of {self.num_frames}")
+        part = self._sets[bisect_right(self._firsts, index) - 1]
+        return part, index - part.first
+
+    def _types_of(self, part: FrameSet, start: int, stop: int) -> Array:
+        """Return (stop - start, natoms) the model types of some frames of a set, -1 for virtual atoms."""
+        if self._types is not None:
+            return np.broadcast_to(self._types, (stop - start, self.natoms))
+        return self._index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
+
+    def _read(self, part: FrameSet, name: str, start: int, stop: int) -> Array:
+        """Return an array of some frames of a set, as in a :class:`Chunk`."""
+        rows = part.arrays[name].read(start, stop).astype(np.float64, copy=False)
+        return rows.reshape(stop - start, self.natoms, -1) if is_per_atom(name) else rows
+
+
+def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
+    """Return the system in ``store``.
+
+    Raises:
+        DataError: with all problems of its files.
+    """
+    file_types = _read_types(store)
+    names = store.words("type_map.raw")
+    set_names = store.set_names()
+    if not set_names:
+        raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
+    mixed = {name: store.has(f"{name}/{TYPES}.npy") for name in set_names}
+    if len(set(mixed.values())) > 1:
+        raise DataError(
+            f"{store.name}: mixed and plain sets in one folder: {_named(mixed, True)} with {TYPES}.npy, "
+            f"{_named(mixed, False)} without. Put them into two systems."
+        )
+    is_mixed = mixed[set_names[0]]
+    if is_mixed and names is None:
+        raise DataError(f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it.")
+    periodic = not store.has("nopbc")
+    problems: list[str] = []
+    sets, first = [], 0
+    for name in set_names:
+        part = _open_set(store, name, first, len(file_types), is_mixed, periodic, spec, problems)
+        if part is not None and part.num_frames:
+            sets.append(part)
+            first += part.num_frames
+    if not sets and not problems:
+        problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
+    index_of = _type_table(store, spec, names, file_types, sets if is_mixed else None, problems)
+    if problems:
+        raise DataError(problems)
+    atom_type = None if is_mixed else index_of[file_types]
+    return DeepmdSystem(store.name, spec, sets, atom_type, index_of, len(file_types), periodic)
+
+
+def _read_types(store: ArrayStore) -> Array:
+    words = store.words("type.raw") or []
+    if not words:
+        raise DataError(f"{store.name}/type.raw: is empty. Expected one integer per atom.")
+    bad = [w for w in words if not w.isdigit()]
+    if bad:
+        raise DataError(f"{store.name}/type.raw: {bad[0]!r} is not a type. Expected one integer from 0 per atom.")
+    return np.array(words, np.int64)
+
+
+def _open_set(
+    store: ArrayStore,
+    name: str,
+    first: int,
+    natoms: int,
+    is_mixed: bool,
+    periodic: bool,
+    spec: ReadSpec,
+    problems: list[str],
+) -> FrameSet | None:
+    """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
+    before = len(problems)
+    arrays: dict[str, StoredArray] = {}
+    expected = _expected_arrays(store.name, natoms, is_mixed, periodic, spec)
+    for one in expected:
+        with collect_problems(problems):
+            stored = (store.array(f"{name}/{file}.npy") for file in one.files)
+            array = next((found for found in stored if found is not None), None)
+            if array is not None:
+                arrays[one.name] = array
+            elif one.required:
+                problems.append(f"{store.name}/{name}/{one.files[0]}.npy: missing. {one.required}")
+    with collect_problems(problems):
+        _refuse_copies(store, name)
+    if COORD not in arrays:
+        return None
+    frames = arrays[COORD].shape[0] if arrays[COORD].shape else 0
+    for one in expected:
+        if one.name in arrays:
+            problems += _shape_problems(arrays[one.name], one, frames, natoms)
+    return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """An array to look for: names of its file, numbers per frame, and why a set must have it (empty: it need not)."""
+
+    name: str
+    files: tuple[str, ...]
+    numbers: int
+    per_atom: bool
+    required: str = ""
+
+
+def _expected_arrays(path: str, natoms: int, is_mixed: bool, periodic: bool, spec: ReadSpec) -> list[_Expected]:
+    expected = [_Expected(COORD, (COORD,), 3 * natoms, True, "Every set needs it.")]
+    if periodic:
+        reason = f"A periodic system needs it; for open boundaries add an empty file {path}/nopbc."
+        expected.append(_Expected(BOX, (BOX,), 9, False, reason))
+    if is_mixed:
+        expected.append(_Expected(TYPES, (TYPES,), natoms, True))
+    for label in (LABELS[name] for name in spec.labels):
+        numbers = math.prod(label.shape_of(1, natoms))
+        expected.append(_Expected(label.name, label.files, numbers, label.per_atom))
+    if spec.numb_fparam:
+        reason = f"numb_fparam = {spec.numb_fparam} needs it, unless default_fparam is given."
+        required = reason if spec.default_fparam is None else ""
+        expected.append(_Expected(FPARAM, (FPARAM,), spec.numb_fparam, False, required))
+    if spec.numb_aparam:
+        reason = f"numb_aparam = {spec.numb_aparam} needs it."
+        expected.append(_Expected(APARAM, (APARAM,), spec.numb_aparam * natoms, True, reason))
+    return expected
+
+
+def _shape_problems(array: StoredArray, expected: _Expected, frames: int, natoms: int) -> list[str]:
+    shape = tuple(int(n) for n in array.shape)
+    width = math.prod(shape[1:])
+    if shape and shape[0] == frames and width == expected.numbers:
+        return []
+    wanted = (frames, expected.numbers) if expected.numbers > 1 else (frames,)
+    unit = f" for {natoms} atoms" if expected.per_atom else ""
+    if shape and width == expected.numbers:
+        unit = f": coord.npy has {frames} frames"
+    return [f"{array.name}: shape {shape}, expected {wanted}{unit}."]
+
+
+def _refuse_copies(store: ArrayStore, name: str) -> None:
+    """Raise DataError if the set says that frames count several times."""
+    copies = store.array(f"{name}/numb_copy.npy")
+    if copies is not None and copies.shape and (copies.read(0, copies.shape[0]) != 1).any():
+        raise DataError(f"{copies.name}: numb_copy is not supported. Remove the file and write such frames repeatedly.")
+
+
+def _type_table(
+    store: ArrayStore,
+    spec: ReadSpec,
+    names: list[str] | None,
+    file_types: Array,
+    mixed_sets: Sequence[FrameSet] | None,
+    problems: list[str],
+) -> Array:
+    """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown."""
+    used = np.unique(file_types)
+    place = f"{store.name}/type.raw"
+    if mixed_sets is not None:
+        used, place = _used_in_mixed(mixed_sets, problems), f"{store.name}/set.*/{TYPES}.npy"
+    known = names if names is not None else list(spec.type_map)
+    source = "type_map.raw" if names is not None else "model.type_map"
+    if used.size and used.max() >= len(known):
+        problems.append(f"{place}: type {used.max()}, but {source} has only {len(known)} elements (types from 0).")
+        return np.full(1, -1)
+    table = np.full(len(known) + 1, -1)
+    for number, element in enumerate(known):
+        if element in spec.type_map:
+            table[number] = spec.type_map.index(element)
+        elif number in used:
+            problems.append(
+                f'{store.name}/type_map.raw: element "{element}" is not in model.type_map. '
+                f"{did_you_mean(element, spec.type_map)} "
+                "Add it to model.type_map, or leave the system out."
+            )
+    return table
+
+
+def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
+    used: set[int] = set()
+    for part in sets:
+        array = part.arrays[TYPES]
+        types = array.read(0, part.num_frames)
+        used |= set(np.unique(types).astype(np.int64).tolist())
+        if types.min() < -1 or (types != np.floor(types)).any():
+            problems.append(f"{array.name}: has {types.min()}. Expected types from 0, and -1 for virtual atoms.")
+        empty = np.flatnonzero((types < 0).all(axis=1))
+        if len(empty):
+            problems.append(f"{array.name}: frame {empty[0]} has only virtual atoms (type -1).")
+    return np.array(sorted(t for t in used if t >= 0), np.int64)
+
+
+def _named(mixed: Mapping[str, bool], kind: bool) -> str:
+    return ", ".join(name for name, is_mixed in mixed.items() if is_mixed is kind)
+
+
+def _shaped(label: str, array: Array) -> Array:
+    """Return a label (atoms, numbers) or (numbers,) of a frame in the shape that is declared for it."""
+    rows = array.shape[:1] if LABELS[label].per_atom else ()
+    return array.reshape((*rows, *LABELS[label].shape))

@@ -1,0 +1,159 @@
+"""What a data format has to provide: frames one at a time for batches, and arrays of many frames for checks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.labels import APARAM, FPARAM, LABELS
+
+if TYPE_CHECKING:
+    from deepmd_ema.config import ModelConfig
+
+Array: TypeAlias = np.ndarray
+
+COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
+_NUMBERS_AT_ONCE = 4_000_000  # of one array in a chunk (32 MB), so that a data set need not fit in memory
+
+
+@dataclass(frozen=True)
+class ReadSpec:
+    """What is read from every source.
+
+    Attributes:
+        type_map: the model's elements; types count in it.
+        labels: names of labels (see ``labels``) to read where they are present.
+        numb_fparam: frame parameters per frame, 0 for none.
+        numb_aparam: atomic parameters per atom, 0 for none.
+        default_fparam: frame parameters where the data have none; None to refuse such data.
+    """
+
+    type_map: Sequence[str]
+    labels: Sequence[str] = ()
+    numb_fparam: int = 0
+    numb_aparam: int = 0
+    default_fparam: Sequence[float] | None = None
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
+        """Return what the section ``model`` reads beside ``labels``."""
+        fitting = model.fitting_net
+        return cls(model.type_map, labels, fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam)
+
+
+class Place(NamedTuple):
+    """Where a frame is stored, for messages: a file or folder, the frame's number in it (from 0), how many it has."""
+
+    file: str
+    frame: int
+    num_frames: int
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Arrays of consecutive frames that have the same arrays.  C frames, M atoms of the largest.
+
+    Attributes:
+        first: number of the first frame in its source.
+        types: (C, M) model types; -1 where a frame has no atom (it is smaller, or the atom is virtual).
+        arrays: by name, float64: (C, numbers) if a frame has a row, (C, M, numbers) if an atom has one; ``coord``,
+            ``box`` (rows of 9; absent for open frames), labels, ``fparam``, ``aparam``. Rows of atoms that do not
+            exist hold anything.
+    """
+
+    first: int
+    types: Array
+    arrays: Mapping[str, Array]
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames."""
+        return len(self.types)
+
+
+class FrameSource(Protocol):
+    """Frames that are stored in one place: a system, a trajectory, a data base. Sizes may differ between frames.
+
+    Sources are keys of caches: two are equal only if they are the same object.
+    """
+
+    @property
+    def name(self) -> str:
+        """Where the frames are, for messages."""
+        ...
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames."""
+        ...
+
+    @property
+    def frame_sizes(self) -> Array:
+        """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
+        ...
+
+    def frame(self, index: int) -> Frame:
+        """Return one frame, without virtual atoms."""
+        ...
+
+    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
+        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        ...
+
+    def where(self, index: int, array: str = "") -> Place:
+        """Return where a frame, or one of its arrays, is stored."""
+        ...
+
+
+def is_per_atom(name: str) -> bool:
+    """Whether an array of a chunk has a row per atom, not per frame."""
+    return LABELS[name].per_atom if name in LABELS else name in (COORD, APARAM)
+
+
+def frames_at_once(num_atoms: int) -> int:
+    """Return how many frames of ``num_atoms`` atoms a chunk has at most."""
+    return max(1, _NUMBERS_AT_ONCE // (3 * num_atoms))
+
+
+def frame_chunks(source: FrameSource, names: Collection[str] | None = None) -> Iterator[Chunk]:
+    """Yield the chunks of a source that stores its frames one by one, for its method ``chunks``."""
+    first, frames = 0, list[dict[str, Array]]()
+    most = 0
+    for index in range(source.num_frames):
+        arrays = _arrays_of(source.frame(index), names)
+        larger = max(most, len(arrays[""]))
+        if frames and (arrays.keys() != frames[0].keys() or len(frames) >= frames_at_once(larger)):
+            yield _stack(first, frames)
+            first, frames, larger = index, [], len(arrays[""])
+        frames.append(arrays)
+        most = larger
+    if frames:
+        yield _stack(first, frames)
+
+
+def _arrays_of(frame: Frame, names: Collection[str] | None) -> dict[str, Array]:
+    """Return the arrays of a frame with a row per atom or one row, and its types under ``""``."""
+    own = {COORD: frame.coord, BOX: frame.box, **frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
+    kept = {n: a for n, a in own.items() if a is not None and (names is None or n in names)}
+    shaped = {n: a.reshape(frame.num_atoms if is_per_atom(n) else 1, -1) for n, a in kept.items()}
+    return {"": frame.atom_type, **shaped}
+
+
+def _stack(first: int, frames: Sequence[Mapping[str, Array]]) -> Chunk:
+    most = max(len(arrays[""]) for arrays in frames)
+    types = np.full((len(frames), most), -1)
+    for row, arrays in zip(types, frames):
+        row[: len(arrays[""])] = arrays[""]
+    stacked = {}
+    for name in frames[0]:
+        if name and is_per_atom(name):
+            stacked[name] = np.zeros((len(frames), most, frames[0][name].shape[1]))
+            for block, arrays in zip(stacked[name], frames):
+                block[: len(arrays[name])] = arrays[name]
+        elif name:
+            stacked[name] = np.concatenate([arrays[name] for arrays in frames]).astype(np.float64)
+    return Chunk(first, types, stacked)

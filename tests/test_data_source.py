@@ -1,0 +1,199 @@
+"""A further format of data is one class: a source in memory whose frames differ in size goes through everything."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import open_data, tiny_input, toy_frame, toy_labels, write_system
+
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.cli import main
+from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.check import check_systems
+from deepmd_ema.data.formats import discover
+from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
+from deepmd_ema.data.sampler import Sampler, batch_sizes, plan_batches
+from deepmd_ema.data.source import Chunk, Place, frame_chunks
+
+LAYOUT = NeighborLayout(4.0, (24, 24), 2)
+SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)
+
+
+class MemorySource:
+    """Frames of different sizes, some of them open, some without a virial, from no file at all."""
+
+    def __init__(self, name="memory:toy", sizes=SIZES, seed=0, open_frames=(4,)):
+        self.name, self.num_frames, self.frame_sizes = name, len(sizes), np.array(sizes)
+        rng, self.frames = np.random.default_rng(seed), []
+        for k, size in enumerate(sizes):
+            coord, types, box = toy_frame(rng, size, pbc=k not in open_frames)
+            energy, force, virial, _ = toy_labels(coord, types, box)
+            labels = {"energy": np.array(energy), "force": force}
+            if box is not None and k % 3:
+                labels["virial"] = np.asarray(virial).reshape(9)
+            self.frames.append(Frame(coord, types, box, labels, source=(name, k)))
+
+    def frame(self, index):
+        return self.frames[index]
+
+    def chunks(self, names=None):
+        return frame_chunks(self, names)
+
+    def where(self, index, array=""):
+        return Place(f"{self.name}{'/' * bool(array)}{array}", index, self.num_frames)
+
+
+def find(path, group):
+    return [lambda spec: MemorySource(str(path), seed=3 if "valid" in path.name else 0)]
+
+
+@pytest.fixture
+def memory_format(monkeypatch):
+    """A format whose paths end in ``.memory``."""
+    monkeypatch.setattr(
+        discover, "FORMATS", [discover.Format(lambda path: path.suffix == ".memory", find), *discover.FORMATS]
+    )
+
+
+@pytest.mark.usefixtures("memory_format")
+def test_a_further_format_is_checked_trained_on_validated_and_restarted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_system("plain", frames=4, natoms=6)
+    content = tiny_input(
+        ["train.memory", "plain"],
+        ["valid.memory"],
+        num_steps=12,
+        training__training_data__batch_size="auto:16",
+        training__enable_ema=True,
+        training__save_freq=6,
+        model__descriptor__sel="auto",
+        validating={"full_validation": True, "validation_freq": 6, "full_val_start": 0},
+    )
+    (tmp_path / "input.json").write_text(json.dumps(content))
+    assert main(["check", "input.json"]) == 0
+    told = capsys.readouterr().out
+    assert "2 systems, 14 frames, 105 atoms" in told
+    assert "3-12 atoms  both" in told
+    assert "virial (5 frames)" in told
+    assert main(["train", "input.json"]) == 0
+    whole = torch.load("model.ckpt-12.pt", weights_only=True)
+    rows = (tmp_path / "val.log").read_text()
+    assert len(rows.splitlines()) > 2
+    assert "nan" not in rows
+    assert main(["train", "input.json", "--restart", "model.ckpt-6.pt"]) == 0
+    again = torch.load("model.ckpt-12.pt", weights_only=True)
+    assert all(
+        torch.equal(value, again["model"][name]) for name, value in whole["model"].items() if name != "_extra_state"
+    )
+    assert main(["test", "-m", "model.ckpt-12.pt", "-s", "valid.memory"]) == 0
+    assert "memory frame" in capsys.readouterr().out
+
+
+def test_chunks_pad_smaller_frames_and_hold_frames_of_the_same_arrays():
+    source = MemorySource()
+    chunks = list(source.chunks())
+    assert [chunk.first for chunk in chunks] == [0, 1, 3, 4, 5, 6, 7, 9]  # virial and cell come and go
+    assert sum(chunk.num_frames for chunk in chunks) == source.num_frames
+    for chunk in chunks:
+        assert ("box" in chunk.arrays) == (chunk.first != 4)
+        for k in range(chunk.num_frames):
+            frame = source.frame(chunk.first + k)
+            exists = chunk.types[k] >= 0
+            np.testing.assert_array_equal(chunk.types[k][exists], frame.atom_type)
+            np.testing.assert_array_equal(chunk.arrays["coord"][k][exists], frame.coord)
+            np.testing.assert_array_equal(chunk.arrays["force"][k][exists], frame.labels["force"])
+            assert chunk.arrays["energy"][k] == frame.labels["energy"]
+
+
+def test_files_and_memory_give_the_same_checks(tmp_path):
+    path = write_system(tmp_path / "w", frames=9, natoms=7, sets=2, seed=5)
+    [stored] = open_data([str(path)], ["O", "H"], ("energy", "force", "virial"))
+
+    class Copy(MemorySource):
+        def __init__(self):
+            self.name, self.num_frames, self.frame_sizes = stored.name, stored.num_frames, stored.frame_sizes
+            self.frames = [stored.frame(k) for k in range(9)]
+
+    one, other = (check_systems([s], [], ["O", "H"], 4.0, ("energy", "force", "virial")) for s in (stored, Copy()))
+    assert one.lines() == other.lines()
+    assert (one.problems, one.warnings) == (other.problems, other.warnings) == ([], [])
+    assert one.training[0].digests == other.training[0].digests
+    np.testing.assert_array_equal(one.neighbors.frame_min, other.neighbors.frame_min)
+
+
+def test_problems_of_frames_of_different_sizes_name_frame_and_atom():
+    source = MemorySource()
+    source.frames[5].labels["force"][6, 1] = np.nan
+    source.frames[9].coord[2] = source.frames[9].coord[1]
+    report = check_systems([source], [], ["O", "H"], 4.0)
+    assert report.problems == [
+        "memory:toy/force: frame 5 (of 10, from 0): nan at atom 6. Expected finite numbers; remove the frame or "
+        "compute it again.",
+        "memory:toy/coord: frame 9 (of 10, from 0): atoms 1 (H) and 2 (O) are 0.000 angstrom apart, expected at least "
+        "0.3. Remove the frame or, if it is meant, lower training.training_data.min_pair_dist.",
+    ]
+
+
+def test_copies_are_found_whatever_the_size_of_their_neighbors():
+    source, other = MemorySource(), MemorySource("memory:other", seed=1)
+    other.frames[0] = source.frames[7]
+    warnings = check_systems([source], [other], ["O", "H"], 4.0).warnings
+    assert any("1 of 10 validation frames are also training frames" in text for text in warnings)
+
+
+def test_batches_hold_every_frame_once_per_epoch():
+    source = MemorySource()
+    sampler = Sampler([source.num_frames], [source.frame_sizes], "auto:16")
+    with Loader([source], sampler, LAYOUT, cache=PairCache(LAYOUT)) as loader:
+        batches = [next(loader) for _ in range(sampler.batches_per_epoch)]
+    assert sorted(k for batch in batches for _, k in batch.frames) == list(range(10))
+    for batch in batches:
+        assert batch.num_atoms.tolist() == [SIZES[k] for _, k in batch.frames]
+
+
+def test_validation_batches_are_filled_by_the_size_of_each_frame():
+    source = MemorySource()
+    batches = list(sequential_batches([source], LAYOUT, max_atoms=20))
+    assert [[k for _, k in batch.frames] for batch in batches] == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9]]
+    assert num_batches([source], max_atoms=20) == 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "frames"),
+    [
+        (3, 3, 10),
+        ("auto:16", 2, 10),  # 8.1 atoms in the mean
+        ("auto:17", 3, 10),
+        ("max:24", 2, 10),  # of the largest frames, of 12 atoms
+        ("max:23", 1, 10),
+        ("filter:9", 1, 7),  # without the three frames of 12 atoms
+        ("filter:2", 0, 0),
+    ],
+)
+def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
+    assert batch_sizes(rule, [np.array(SIZES)])[0] == (size,)
+    plan = plan_batches([10, 4], [np.array(SIZES), 1], rule if isinstance(rule, str) else [rule, 1])
+    assert len(plan.frames[0]) == frames
+    assert all(SIZES[k] <= 9 for k in plan.frames[0]) or frames == 10
+
+
+def test_frames_that_a_filter_leaves_out_are_never_drawn_and_told():
+    sampler = Sampler([10], [np.array(SIZES)], "filter:9")
+    drawn = [k for n in range(sampler.batches_per_epoch) for k in sampler.batch(n)[1]]
+    assert sorted(drawn) == [k for k, size in enumerate(SIZES) if size <= 9]
+    assert sampler.warnings == ['batch_size = "filter:9": 3 frames have more than 9 atoms and are left out.']
+
+
+@pytest.mark.parametrize("rule", [2, "auto", "auto:40", "max:30", "filter:12"])
+def test_sizes_frame_by_frame_or_one_for_all_draw_the_same(rule):
+    one = Sampler([7, 20], [12, 5], rule, seed=8)
+    other = Sampler([7, 20], [np.full(7, 12), np.full(20, 5)], rule, seed=8)
+    assert [one.batch(n) for n in range(60)] == [other.batch(n) for n in range(60)]
+
+
+def test_a_chunk_counts_its_frames():
+    assert Chunk(3, np.zeros((2, 5), int), {}).num_frames == 2
