@@ -137,16 +137,14 @@ def _launch(args: argparse.Namespace, config: dict, stage: int, number: int, nam
 
 def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.config import load_config
-    from deepmd_ema.dist.device import select_device
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.train.assemble import assemble
     from deepmd_ema.train.prepare import prepare
     from deepmd_ema.train.start import find_start
 
-    device = select_device(args.device)
     config, start = load_config("input.json"), find_start(None, None)
-    with open_world(device, find_launch()) as world:
+    with open_world(args.device, find_launch()) as world:
         trainer = assemble(prepare(config, start, world), start, world)
         found = {"memory": _bytes_of, "speed": _times_of}[args.what](trainer, args)
         trainer.tasks.close()

@@ -48,6 +48,17 @@ class RankLostError(UserError):
     """Another process of the run has ended; nothing is wrong in this one."""
 
 
+class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
+    """The run ends with the error that is the ``__cause__`` of this one, and another rank reports why."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived outside the training loop, which would have saved and left."""
+
+    def __init__(self, message: str = "stopped by SIGTERM outside the training steps; nothing was saved") -> None:
+        super().__init__(message)
+
+
 @contextmanager
 def collect_problems(problems: list[str], place: str = "") -> Iterator[None]:
     """Add the problems of a UserError raised inside to ``problems``, after ``place``, and go on behind the block."""

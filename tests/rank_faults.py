@@ -130,6 +130,16 @@ def die_at_start():
     run.prepare = prepare
 
 
+def be_terminated_at_start():
+    """Be sent SIGTERM before the first step, as by torchrun when another rank has ended."""
+    _at_start(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def die_early():
+    """Be killed before the first step."""
+    _at_start(_die)
+
+
 def ask_to_stop():
     """Be sent SIGTERM after a step."""
     _after_step(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -211,9 +221,9 @@ def fill_disk():
 
 def be_quick():
     """Wait seconds, not minutes, for ranks that do not come."""
-    from deepmd_ema.dist import rendezvous as meeting
+    from deepmd_ema.dist import rendezvous
 
-    meeting.MEETING_S = 2.0
+    rendezvous.JOIN_S = 2.0
 
 
 def _load_once():
@@ -236,6 +246,16 @@ def _without_cache():
     from deepmd_ema.data.cache import PairCache
 
     PairCache.__init__.__defaults__ = (0, 1)
+
+
+def _at_start(action):
+    from deepmd_ema.dist.world import World
+
+    def act(*_arguments):
+        _note()
+        action()
+
+    World.broadcast_from_rank0 = act
 
 
 def _after_step(action):
@@ -273,7 +293,7 @@ def _note():
 FAULTS = {
     act.__name__: act
     for act in (
-        fail, die, die_in_validation, die_at_start, ask_to_stop, ask_in_validation, ask_often, lose_folder_at_start,
-        lose_file, lose_input, spoil_frame, fill_disk, be_quick,
+        fail, die, die_in_validation, die_at_start, die_early, be_terminated_at_start, ask_to_stop, ask_in_validation,
+        ask_often, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
     )
 }  # fmt: skip

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from bad_inputs import GOOD, USER, sit_down, write_systems
 
+from deepmd_ema.cli.options import validation_systems
+
 
 @pytest.fixture(scope="module")
 def systems(tmp_path_factory):
@@ -87,6 +89,17 @@ def test_a_wrong_option_is_told_with_its_line_and_path(desk, changes, line, phra
     told = desk.train()
     told.must_say(f"dp-ema: input.json:{line_of(line)}: ", *phrases)
     assert len(told.text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_input_for_several_processes_is_good_in_one_that_does_not_train(desk, stage):
+    """`check`, `test --valid-data` and `posthoc --valid-data` refused it: this process was alone."""
+    desk.write(training__zero_stage=stage)
+    assert desk.run("check", "input.json", "--config-only").code == GOOD
+    assert desk.run("check", "input.json").code == GOOD
+    assert validation_systems("input.json")[0] == ["valid"]
+    desk.change_array("force", lambda forces: forces[:, :-1])
+    desk.run("check", "input.json").must_say("force.npy: shape")
 
 
 AVERAGE = {"name": "slow", "decay": 0.5}

@@ -12,7 +12,15 @@ import pytest
 from helpers import tiny_input
 
 from deepmd_ema import __version__, cli
-from deepmd_ema.errors import ConfigError, DataError, Interrupted, UserError
+from deepmd_ema.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    RankLostError,
+    ReportedElsewhere,
+    Terminated,
+    UserError,
+)
 
 QUICK_S = 0.3  # what --help may take
 
@@ -163,12 +171,16 @@ def test_another_rank_says_which_it_is(failing, monkeypatch, capsys):
     assert capsys.readouterr().err == "dp-ema (rank 3): no such file\n"
 
 
-@pytest.mark.parametrize("error", [ConfigError("a"), Interrupted("stopped", 2), KeyboardInterrupt()])
-def test_what_is_the_same_on_every_rank_is_said_once(failing, monkeypatch, capsys, error):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "1")
-    failing(error)
-    assert cli.main(["show", "x"]) in (2, 130)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a"), 2), (Interrupted("stopped", 15), 143), (KeyboardInterrupt(), 130), (Terminated(), 143),
+     (RankLostError("gone"), 1), (ValueError("a bug"), 1)],
+)  # fmt: skip
+def test_what_another_rank_reports_is_not_said_again(failing, capsys, error, code):
+    elsewhere = ReportedElsewhere()
+    elsewhere.__cause__ = error
+    failing(elsewhere)
+    assert cli.main(["show", "x"]) == code
     assert capsys.readouterr().err == ""
 
 

@@ -9,9 +9,9 @@ import pytest
 from config_inputs import REMOVE, spoiled, write
 
 from deepmd_ema.config import (
-    EmaAverage,
-    PowerAverage,
-    SwaAverage,
+    EmaAverageConfig,
+    PowerAverageConfig,
+    SwaAverageConfig,
     config_from_dict,
     config_summary,
     config_warnings,
@@ -19,13 +19,14 @@ from deepmd_ema.config import (
     load_config,
     to_dict,
 )
-from deepmd_ema.config.average_rules import AVERAGE_RULES
 from deepmd_ema.config.manual import manual
 from deepmd_ema.config.messages import dotted, path_of
+from deepmd_ema.config.rules import RULES
 from deepmd_ema.errors import ConfigError
 
 SLOW = {"name": "slow", "decay": 0.99}
 POWER = {"type": "power", "name": "p1", "sigma_rel": 0.05}
+FLAT = {"type": "swa", "name": "flat"}
 
 
 def bank(*entries, **changes):
@@ -56,14 +57,16 @@ def test_there_is_no_average_unless_asked_for():
 
 def test_an_average_has_these_defaults():
     (average,) = bank_of(SLOW)
-    assert average == EmaAverage(
+    assert average == EmaAverageConfig(
         name="slow", decay=0.99, half_life=None, half_life_unit="steps", warmup=True, start_step=0, start_epoch=None,
         update_every=1, device="live", dtype="float32", layout="local_shard", buffers="copy", full_validation=False,
         lcurve=False, ckpt_keep=None,
     )  # fmt: skip
-    assert bank_of(POWER) == [PowerAverage(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)]
+    assert bank_of(POWER) == [
+        PowerAverageConfig(name="p1", sigma_rel=0.05, gamma=None, snapshots=False, snapshot_freq=None)
+    ]
     assert bank_of({"name": "flat", "type": "swa", "start_step": 5}) == [
-        SwaAverage(name="flat", start_step=5, snapshots=False, snapshot_freq=None)
+        SwaAverageConfig(name="flat", start_step=5, snapshots=False, snapshot_freq=None)
     ]
 
 
@@ -71,10 +74,48 @@ def test_the_type_of_an_entry_is_ema_unless_said_otherwise():
     assert bank_of(SLOW) == bank_of({"type": "ema", **SLOW})
 
 
-def test_averages_of_all_types_stand_beside_the_short_form_in_their_order():
-    config = config_from_dict(bank(POWER, SLOW, {"type": "swa", "name": "flat"}, training__enable_ema=True))
-    assert [(a.type, a.name) for a in config.training.averaging] == [("power", "p1"), ("ema", "slow"), ("swa", "flat")]
-    assert config.training.enable_ema
+def test_the_short_form_is_an_entry_named_ema_before_the_others():
+    config = config_from_dict(bank(POWER, {"type": "swa", "name": "flat"}, training__enable_ema=True))
+    assert config.training.averaging == [EmaAverageConfig(name="ema", decay=0.999), *bank_of(POWER), *bank_of(FLAT)]
+    changes = {"ema_decay": 0.9, "ema_warmup": False, "ema_ckpt_keep": 3, "enable_ema": True}
+    (average,) = config_from_dict(
+        spoiled({f"training.{k}": v for k, v in changes.items()} | {"validating.ema_full_validation": True})
+    ).training.averaging
+    assert average == EmaAverageConfig(name="ema", decay=0.9, warmup=False, ckpt_keep=3, full_validation=True)
+
+
+def test_the_normalized_config_has_the_short_form_as_an_entry_and_is_read_back_the_same():
+    config = config_from_dict(bank(SLOW, training__enable_ema=True, validating__ema_full_validation=True))
+    written = json.loads(json.dumps(to_dict(config)))
+    assert [entry["name"] for entry in written["training"]["averaging"]] == ["ema", "slow"]
+    assert not {"enable_ema", "ema_decay", "ema_full_validation"} & {*written["training"], *written["validating"]}
+    assert config_from_dict(written) == config
+
+
+def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_them(tmp_path):
+    values = bank({**SLOW, "lcurve": True}, SLOW, training__enable_ema=True, training__disp_training=False,
+                  training__validation_data=REMOVE, validating__ema_full_validation=True)  # fmt: skip
+    path = write(tmp_path, values)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = path.read_text().splitlines()
+    found = [p.removeprefix(f"{path}:").split(": ", 1) for p in caught.value.problems]
+    assert [text.split(" ")[0] for _, text in found] == [
+        "training.averaging[0].lcurve", "training.averaging[1].name", "validating.ema_full_validation",
+    ]  # fmt: skip
+    for line, text in found:
+        assert text.split(" ")[0].rpartition(".")[2] in lines[int(line) - 1]
+    assert "training.averaging[0] has this name" in found[1][1]
+
+
+def test_options_of_the_short_form_count_as_given():
+    config = config_from_dict(bank(SLOW, training__enable_ema=True, training__ema_decay=0.9))
+    assert {"training.averaging[0].decay", "training.averaging[1].decay"} <= config.given
+    assert "training.averaging[0].warmup" not in config.given
+    never = bank(training__enable_ema=True, validating__ema_full_validation=True, validating__full_val_start=1)
+    assert ignored_options(config_from_dict(never)) == [
+        "validating.ema_full_validation = true: no effect, validating.full_val_start = 1 means never"
+    ]
 
 
 def test_whole_numbers_stand_for_numbers_in_an_entry():
@@ -305,7 +346,8 @@ BROKEN_RULES = {
         ),
     ],
 }
-BROKEN = [(r.check.__name__, case) for r in AVERAGE_RULES for case in BROKEN_RULES[r.check.__name__]]
+AVERAGE_RULES = [r.check.__name__ for r in RULES if r.about == "average"]
+BROKEN = [(name, case) for name in AVERAGE_RULES for case in BROKEN_RULES[name]]
 
 
 @pytest.mark.parametrize(("rule", "case"), BROKEN, ids=[name for name, _ in BROKEN])
@@ -320,7 +362,7 @@ def test_each_rule_for_averages_has_a_message(rule, case):
 @pytest.mark.parametrize(
     ("entries", "changes"),
     [
-        ([SLOW, POWER], {"training__enable_ema": True}),
+        ([SLOW, POWER], {}),
         ([{**SLOW, "name": "ema"}], {}),
         ([{**SLOW, "start_step": 0, "start_epoch": 1}], {}),
         ([{"name": "a", "decay": 0}, {"name": "b", "half_life": 0.5}], {}),

@@ -7,7 +7,7 @@ import json
 import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
-from deepmd_ema.config import config_from_dict, load_config, model_config_from_dict
+from deepmd_ema.config import config_from_dict, launch_problems, load_config, model_config_from_dict
 from deepmd_ema.config.rules import RULES
 from deepmd_ema.errors import ConfigError
 
@@ -292,11 +292,6 @@ BROKEN_RULES = {
         "validating.full_validation = true",
         "needs training.validation_data",
     ),
-    "ema_validation_needs_ema": (
-        {"validating.ema_full_validation": True, "validating.full_val_start": 1.0},
-        "validating.ema_full_validation = true",
-        '"enable_ema": true',
-    ),
     "rows_have_files_of_their_own": (
         {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
         "validating.full_val_file: ",
@@ -310,7 +305,12 @@ BROKEN_RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
+def test_validation_of_the_short_form_needs_the_short_form():
+    (found,) = problems_of(spoiled({"validating.ema_full_validation": True, "validating.full_val_start": 1.0}))
+    assert found.startswith('input.json: validating.ema_full_validation = true: needs "enable_ema": true')
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.about != "average"], ids=lambda rule: rule.check.__name__)
 def test_each_rule_between_options_has_a_message(rule):
     changes, place, phrase = BROKEN_RULES[rule.check.__name__]
     found = problems_of(spoiled(changes))
@@ -393,20 +393,27 @@ def test_errors_that_the_kalman_filter_does_not_know_are_refused(name, value, sh
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharing_out_in_a_process_that_no_launcher_started_is_refused(tmp_path, stage):
+def test_sharing_out_in_a_process_that_no_launcher_started_is_refused_at_the_start(tmp_path, stage):
+    """`dp-ema check` refused such an input, and hid the mistakes of the data behind it."""
     path = write(tmp_path, spoiled({"training.zero_stage": stage}))
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, {})
-    (found,) = caught.value.problems
-    assert f"training.zero_stage = {stage}" in found
+    (found,) = launch_problems(load_config(path), world_size=1, launched=False)
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "zero_stage" in text)
+    assert found.startswith(f"{path}:{line}: training.zero_stage = {stage}: needs several ranks, and this process is")
     assert "torchrun --nproc_per_node=2 -m deepmd_ema train input.json" in found
 
 
+def test_the_kalman_filter_on_several_processes_is_refused_at_the_start():
+    config = config_from_dict(spoiled({"optimizer": {"type": "LKF"}}))
+    (found,) = launch_problems(config, world_size=2, launched=True)
+    assert found.startswith('<dict>: optimizer.type = "LKF": trains in one process only, and 2 were launched.')
+    assert launch_problems(config, world_size=1, launched=True) == []
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", ["1", "2"])
-def test_processes_started_by_torchrun_may_train_at_every_stage(tmp_path, stage, size):
-    path = write(tmp_path, spoiled({"training.zero_stage": stage}))
-    assert load_config(path, {"WORLD_SIZE": size, "LOCAL_RANK": "0", "RANK": "0"}).training.zero_stage == stage
+@pytest.mark.parametrize("size", [1, 2])
+def test_processes_started_by_torchrun_may_train_at_every_stage(stage, size):
+    config = config_from_dict(spoiled({"training.zero_stage": stage}))
+    assert launch_problems(config, size, launched=True) == []
 
 
 # text of a file -> what its one message holds
@@ -435,6 +442,7 @@ BROKEN_JSON = [
     ('{"a": 1,,"b": 2}', ["a comma too many"]),
     ('{"a": 1,\n"b": {"c": 1, "c": 2},\n"a": 2}', [":2: b.c: given twice, first on line 2", ":3: a: given twice"]),
     ("[" * 100000, ["nested too deeply"]),
+    ('{"a":' * 600 + "1" + "}" * 600, ["nested too deeply"]),
     ('{"a": ' + "1" * 5000 + "}", ["digits"]),
 ]
 
@@ -460,6 +468,15 @@ BROKEN_YAML = [
     ("a: 1\nb:\n  c: 1\n  c: 2\n", [":4: b.c: given twice, first on line 3"]),
     ("a: &x\n  b: *x\n", ["an anchor that contains itself"]),
     ("a: !!python/object:os.system x\n", ["not YAML", "could not determine a constructor"]),
+    ("a: !!bool x\n", ["not YAML", "a tag"]),
+    ("a: !!timestamp x\n", ["not YAML", "a tag"]),
+    ("a: !!int x\n", ["not YAML", "a tag"]),
+    ("a: \x07\n", ["not YAML", "special characters"]),
+    ("a: " + "[" * 200 + "]" * 200, ["nested too deeply"]),
+    (
+        "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]),
+        ["anchors that stand for more than 100,000 values"],
+    ),
     ("a: *nowhere\n", ["not YAML", "found undefined alias"]),
 ]
 

@@ -10,9 +10,10 @@ import pytest
 import yaml
 from config_inputs import GOOD, REMOVE, spoiled
 
-from deepmd_ema.config.fields import arguments, options
+from deepmd_ema.config import run_arguments
+from deepmd_ema.config.fields import input_options, options
 from deepmd_ema.config.manual import json_schema, json_schema_text, manual
-from deepmd_ema.config.run import RunConfig
+from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -64,7 +65,7 @@ def keys_fit(value, schema):
 @pytest.mark.parametrize("section", list(dict.fromkeys(sections())), ids=lambda s: s.__name__)
 def test_every_option_has_a_manual_text(section):
     assert section.__doc__
-    for option in options(section):
+    for option in input_options(section):
         assert option.doc.strip().endswith("."), option.name
         assert re.search(rf"(\.|^){option.name}$", manual(), re.MULTILINE) or section is RunConfig
 
@@ -147,9 +148,7 @@ def test_the_schema_judges_as_the_checks_do(changes, good):
 
 
 def test_dargs_reads_the_whole_input_from_the_same_declarations():
-    from dargs import Argument
-
-    whole = Argument("input", dict, arguments(RunConfig))
+    whole = run_arguments()
     values = whole.normalize_value(
         spoiled(
             {

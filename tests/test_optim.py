@@ -6,14 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_ema.config import Adam, AdamW
+from deepmd_ema.config import AdamConfig, AdamWConfig
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.optim.build import build_optimizer, guarded_step, load_optimizer_state_by_name, optimizer_state_by_name
 from deepmd_ema.optim.clip import clip_gradients
 
 SAME_MATH = 1e-12
 CPU = torch.device("cpu")
-CONFIGS = [Adam(), Adam(weight_decay=0.1, adam_beta1=0.8), AdamW(weight_decay=0.05), AdamW(adam_beta2=0.99)]
+CONFIGS = [
+    AdamConfig(),
+    AdamConfig(weight_decay=0.1, adam_beta1=0.8),
+    AdamWConfig(weight_decay=0.05),
+    AdamWConfig(adam_beta2=0.99),
+]
 
 
 def make_model(frozen=False):
@@ -83,7 +88,7 @@ def test_a_step_called_off_changes_no_bit(config, steps_before):
 
 def test_a_guarded_step_is_a_plain_step_when_nothing_is_wrong_also_after_one_called_off():
     model, other = make_model(), make_model()
-    guarded, plain = (build_optimizer(AdamW(), m.named_parameters(), CPU) for m in (model, other))
+    guarded, plain = (build_optimizer(AdamWConfig(), m.named_parameters(), CPU) for m in (model, other))
     for k in range(4):
         fill_gradients(model, 9, bad=True)
         step(guarded, found_inf=1.0)
@@ -98,7 +103,7 @@ def test_a_guarded_step_is_a_plain_step_when_nothing_is_wrong_also_after_one_cal
 def test_frozen_parameters_are_left_out():
     model = make_model(frozen=True)
     before = model[0].bias.detach().clone()
-    optimizer = build_optimizer(AdamW(weight_decay=0.5), model.named_parameters(), CPU)
+    optimizer = build_optimizer(AdamWConfig(weight_decay=0.5), model.named_parameters(), CPU)
     fill_gradients(model, 0)
     step(optimizer)
     assert torch.equal(model[0].bias, before)
@@ -108,13 +113,13 @@ def test_frozen_parameters_are_left_out():
 
 def test_state_by_name_continues_to_the_last_bit(tmp_path):
     model = make_model()
-    optimizer = build_optimizer(Adam(), model.named_parameters(), CPU)
+    optimizer = build_optimizer(AdamConfig(), model.named_parameters(), CPU)
     for k in range(3):
         fill_gradients(model, k)
         step(optimizer)
     torch.save(optimizer_state_by_name(optimizer, model.named_parameters()), tmp_path / "state.pt")
     other = copy.deepcopy(model)
-    restored = build_optimizer(Adam(), other.named_parameters(), CPU)
+    restored = build_optimizer(AdamConfig(), other.named_parameters(), CPU)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     load_optimizer_state_by_name(restored, other.named_parameters(), state)
     for k in range(3, 6):
@@ -127,7 +132,7 @@ def test_state_by_name_continues_to_the_last_bit(tmp_path):
 
 def test_saved_state_does_not_follow_later_steps():
     model = make_model()
-    optimizer = build_optimizer(Adam(), model.named_parameters(), CPU)
+    optimizer = build_optimizer(AdamConfig(), model.named_parameters(), CPU)
     state = optimizer_state_by_name(optimizer, model.named_parameters())
     fill_gradients(model, 0)
     step(optimizer)
@@ -137,7 +142,7 @@ def test_saved_state_does_not_follow_later_steps():
 
 def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
     model = make_model()
-    optimizer = build_optimizer(Adam(), model.named_parameters(), CPU)
+    optimizer = build_optimizer(AdamConfig(), model.named_parameters(), CPU)
     state = optimizer_state_by_name(optimizer, model.named_parameters())
     moments = state["state"]
     moments["2.new"] = moments.pop("2.weight")
@@ -154,8 +159,10 @@ def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
 
 def test_state_of_another_optimizer_is_refused():
     model = make_model()
-    state = optimizer_state_by_name(build_optimizer(Adam(), model.named_parameters(), CPU), model.named_parameters())
-    other = build_optimizer(AdamW(), model.named_parameters(), CPU)
+    state = optimizer_state_by_name(
+        build_optimizer(AdamConfig(), model.named_parameters(), CPU), model.named_parameters()
+    )
+    other = build_optimizer(AdamWConfig(), model.named_parameters(), CPU)
     with pytest.raises(CheckpointError, match=r"it is of Adam, optimizer\.type is AdamW"):
         load_optimizer_state_by_name(other, model.named_parameters(), state)
 

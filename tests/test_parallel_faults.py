@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import torch
 from parallel_runs import free_port, launcher_environment
 from rank_faults import AT_STEP, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
 
-from deepmd_ema.dist import rendezvous as meeting
+from deepmd_ema.dist import rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
 
@@ -24,8 +25,8 @@ LIMIT_S = 30  # from the start; without a fault noticed it would take minutes
 @pytest.fixture
 def no_last_words(monkeypatch):
     """Where nobody who knows why can speak, it is not waited for."""
-    monkeypatch.setattr(meeting, "NEWS_S", 0.3)
-    monkeypatch.setattr(meeting, "SEE_OFF_S", 0.3)
+    monkeypatch.setattr(rendezvous, "PEER_ERROR_S", 0.3)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0.3)
 
 
 def start(folder, faults, environ=None):
@@ -95,6 +96,42 @@ def test_a_rank_that_is_killed_elsewhere_ends_all_as_well(tmp_path, fault):
     codes, said = run(make_run(tmp_path / "run"), "", fault)
     assert codes == [1, -signal.SIGKILL]
     assert len(said) == 1
+
+
+@pytest.mark.usefixtures("no_last_words")
+def test_a_rank_that_a_launcher_ends_before_the_first_step_names_the_killed_one(tmp_path):
+    """torchrun sends SIGTERM to the ranks that are left, which had ended without a message."""
+    codes, said = run(make_run(tmp_path / "run"), "be_terminated_at_start", "die_early")
+    assert codes == [128 + signal.SIGTERM, -signal.SIGKILL]
+    (line,) = said
+    assert line.startswith(
+        "dp-ema (rank 0): stopped by SIGTERM outside the training steps; nothing was saved. rank 1 ("
+    )
+    assert "did not answer: if it was killed, the launcher has ended the others." in line
+
+
+def test_all_ranks_that_are_told_to_stop_before_the_first_step_report_it_once(tmp_path):
+    codes, said = run(make_run(tmp_path / "run"), "be_terminated_at_start", "be_terminated_at_start")
+    assert codes == [128 + signal.SIGTERM] * 2
+    (line,) = said
+    assert line.endswith("stopped by SIGTERM outside the training steps; nothing was saved.")
+
+
+def test_torchrun_is_told_what_the_rank_reports_that_knows_why(tmp_path):
+    folder, file = make_run(tmp_path / "run"), tmp_path / "error.json"
+    codes, said = run(folder, "", "fail", environ={"TORCHELASTIC_ERROR_FILE": str(file)})
+    assert codes == [1, 1]
+    found = json.loads(file.read_text())
+    assert found["message"].splitlines() == said
+    assert abs(found["timestamp"] - time.time()) < LIMIT_S
+
+
+def test_a_network_interface_that_does_not_exist_is_no_lost_rank(tmp_path):
+    codes, said = run(make_run(tmp_path / "run"), "", "", environ={"GLOO_SOCKET_IFNAME": "nowhere"})
+    assert codes == [2, 2]
+    (line,) = said
+    assert "the ranks cannot exchange tensors" in line
+    assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in line
 
 
 @pytest.mark.parametrize("fault", ["lose_folder_at_start", "lose_file"])
@@ -187,6 +224,7 @@ def test_ranks_that_cannot_meet_say_why(tmp_path, environ, fault, message):
     [
         ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK = 5: expected 0 to 1, because WORLD_SIZE = 2."),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE = 'two': expected a whole number."),
+        ({"WORLD_SIZE": "²", "RANK": "0"}, "WORLD_SIZE = '²': expected a whole number."),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but RANK is not set"),
         (
             {"SLURM_PROCID": "2", "SLURM_NTASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},

@@ -137,8 +137,8 @@ def test_D5_a_step_that_is_not_finite_ends_all_ranks_and_changes_nothing(tmp_pat
         [water_like], num_steps=60, training__zero_stage=stage, training__save_freq=1, training__enable_ema=True, **wild
     )
     ended = train(tmp_path, 2, config, may_fail=True)
-    assert {e.error for e in ended} <= {"DivergedError", "RankLostError"}
-    (said, *_) = [e for e in ended if e.error == "DivergedError"]
+    assert sorted(e.error for e in ended) == ["DivergedError", "ReportedElsewhere"]
+    (said,) = [e for e in ended if e.error == "DivergedError"]
     assert re.search(r"step \d+: .*not finite. Frames of the batch: .*water_like frame \d+", said.message)
     files = list(tmp_path.glob("model*.ckpt-*.pt"))
     assert files

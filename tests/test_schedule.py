@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_ema.config import CosineSchedule, ExpSchedule, WsdSchedule
+from deepmd_ema.config import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.optim.schedule import build_schedule
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "schedule.json").read_text())
-KINDS = {"exp": ExpSchedule, "cosine": CosineSchedule, "wsd": WsdSchedule}
+KINDS = {"exp": ExpScheduleConfig, "cosine": CosineScheduleConfig, "wsd": WsdScheduleConfig}
 SAME_MATH = 1e-12
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import ConfigError
-
-LIVE = "live"  # what the weights of the model itself are called; no average may have this name
-WIDEST_SIGMA_REL = 1 / math.sqrt(12)  # gamma 0: equal weights from the start to now
+from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, WIDEST_SIGMA_REL
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _CHOICES = {
-    "device": (LIVE, "cpu"),
-    "dtype": ("float32", "float64"),
-    "layout": ("local_shard", "full_tensor", "rank_range"),
-    "buffers": ("copy", "average"),
+    "device": DEVICES,
+    "dtype": DTYPES,
+    "layout": LAYOUTS,
+    "buffers": BUFFERS,
 }
 _LAYOUTS = {"full_tensor": ["whole on every rank"], "rank_range": ["a range of it on each rank"]}
 
@@ -258,6 +256,30 @@ class SwaProfile(Profile):
 
     def _formula_in_words(self) -> str:
         return "equal weights"
+
+
+PROFILES: dict[str, type[Profile]] = {kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile)}
+
+_OTHER_LENGTHS: dict[str, Callable[..., Profile]] = {
+    "half_life": EmaProfile.from_half_life,
+    "sigma_rel": PowerProfile.from_sigma_rel,
+}
+
+
+def make_profile(kind: str, settings: Mapping[str, Any]) -> Profile:
+    """Return a profile from settings by name, such as the options of an average in an input.
+
+    Args:
+        kind: its type.
+        settings: ``half_life`` (in steps) may stand for ``decay``, ``sigma_rel`` for ``gamma``. None is the default;
+            names that are not settings of this type are not looked at.
+    """
+    profile = PROFILES[kind]
+    known = {f.name: settings[f.name] for f in fields(profile) if settings.get(f.name) is not None}
+    for name, make in _OTHER_LENGTHS.items():
+        if settings.get(name) is not None:
+            return make(known.pop("name"), settings[name], **known)
+    return profile(**known)
 
 
 def sigma_rel_of(gamma: float) -> float:

@@ -73,7 +73,7 @@ class BestFiles:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric and the records, best first."""
-        return {"metric": self.metric, "records": [list(record) for record in self.records]}
+        return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the records of ``state`` whose files are still there; put the ranks in their names right.

@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from deepmd_ema import __version__
 from deepmd_ema.cli import change_bias, check, doc, freeze, peer, plot, posthoc, show, test, train
-from deepmd_ema.dist.launch import speaker
-from deepmd_ema.errors import ConfigError, DataError, Interrupted, RankLostError, UserError, did_you_mean
+from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
+from deepmd_ema.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    RankLostError,
+    ReportedElsewhere,
+    Terminated,
+    UserError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,30 +70,18 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128 + n for signal n."""
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
+    launch = Launch()
     try:
         args = _parse(words)
+        args.launch = launch = find_launch()
         args.run(args)
         sys.stdout.flush()
-    except Interrupted as error:
-        return _leave(error, str(error), 128 + error.signal_number, debug)
-    except RankLostError as error:
-        return _leave(error, _one_screen(error, words), EXIT_BUG, debug)  # the rank that has ended knows whose fault
-    except UserError as error:
-        return _leave(error, _one_screen(error, words), EXIT_USER, debug)
-    except KeyboardInterrupt as error:
-        return _leave(error, "dp-ema: stopped by Ctrl-C", 130, debug)
     except BrokenPipeError:
         # the reader of the pipe has left: nothing more can be said, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
-    except ModuleNotFoundError as error:
-        top = (error.name or "").split(".")[0]
-        if top in INSTALL:
-            return _leave(error, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}", EXIT_USER, debug)
-        return _leave(error, _bug(error, debug), EXIT_BUG, debug)
-    except Exception as error:
-        return _leave(error, _bug(error, debug), EXIT_BUG, debug)
+    except (Exception, KeyboardInterrupt) as error:
+        return _leave(error, words, launch)
     return 0
 
 
@@ -106,38 +104,48 @@ def build_parser() -> _Parser:
     return parser
 
 
-def _leave(error: BaseException, message: str, code: int, debug: bool) -> int:
+def _leave(error: BaseException, words: Sequence[str], launch: Launch) -> int:
+    """Report ``error``, unless another rank does, and return the exit code."""
+    elsewhere = isinstance(error, ReportedElsewhere)
+    code, message = _explain((error.__cause__ or error) if elsewhere else error, words, launch)
     sys.stdout.flush()
-    if _says(error):
-        if debug:
+    if not elsewhere:
+        if "--debug" in words:
             import traceback
 
             traceback.print_exception(error)
         print(message, file=sys.stderr, flush=True)
+        write_error_file(message)
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
-        sys.stdout.flush()
         os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
     return code
 
 
-def _says(error: BaseException) -> bool:
-    """Whether this process tells the error; of several that have the same one, only one does."""
-    told: bool | None = getattr(error, "says", None)
-    if told is not None:
-        return told
-    return speaker().rank == 0 or not isinstance(error, ConfigError | Interrupted | KeyboardInterrupt)
+def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tuple[int, str]:
+    """Return the exit code and the message of an error."""
+    head = "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
+    if isinstance(error, Interrupted):
+        return 128 + error.signal_number, str(error)
+    if isinstance(error, UserError):
+        # the rank that has ended knows whose fault it is
+        return EXIT_BUG if isinstance(error, RankLostError) else EXIT_USER, _one_screen(error, words, head)
+    if isinstance(error, Terminated):
+        return 128 + signal.SIGTERM, f"{head}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
+    top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if top in INSTALL:
+        return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}"
+    line = f"{head}: {type(error).__name__}: {(' '.join(str(error).split()) or 'no message')[:400]}"
+    if "--debug" in words:
+        return EXIT_BUG, line
+    return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
 
 
-def _bug(error: Exception, debug: bool) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    line = f"{_head()}: {type(error).__name__}: {text[:400]}"
-    return line if debug else f"{line}\nThis should not happen. Run again with --debug for the traceback."
-
-
-def _one_screen(error: UserError, words: Sequence[str]) -> str:
+def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
     """Return the problems of an error as one screen: a line alone, or a numbered list."""
-    head, problems = _head(), error.problems
+    problems = error.problems
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
     where = next((w for w in words if w.endswith((".json", ".yaml", ".yml"))), None)
@@ -149,11 +157,6 @@ def _one_screen(error: UserError, words: Sequence[str]) -> str:
     if len(shown) < len(problems):
         lines.append(f"     and {len(problems) - len(shown)} more; `dp-ema check` shows all")
     return "\n".join(lines)
-
-
-def _head() -> str:
-    launch = speaker()
-    return "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
 
 
 class _Parser(argparse.ArgumentParser):

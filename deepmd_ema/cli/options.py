@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def start_logging(args: argparse.Namespace) -> None:
     """Send log messages where ``-v`` and ``-l`` say."""
     from deepmd_ema.report import set_up_logging
 
-    set_up_logging(args.log_level, args.log_path, is_main=find_launch().rank == 0)
+    set_up_logging(args.log_level, args.log_path, is_main=args.launch.is_main)
 
 
 def read_datafile(datafile: str) -> list[str]:

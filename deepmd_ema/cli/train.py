@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.options import add_device, add_input, start_logging
-from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.dist.launch import raise_on_sigterm
+from deepmd_ema.errors import ReportedElsewhere
 
 if TYPE_CHECKING:
     import argparse
@@ -30,11 +32,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Train."""
     start_logging(args)
-    if find_launch().launched:
+    if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from deepmd_ema.train.run import run_training
+    with raise_on_sigterm() if args.launch.size > 1 else nullcontext():
+        _train(args)
 
+
+def _train(args: argparse.Namespace) -> None:
+    try:
+        from deepmd_ema.train.run import run_training
+    except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
+        if args.launch.is_main:
+            raise
+        raise ReportedElsewhere from error
     run_training(
         args.input,
         restart=args.restart,

@@ -1,118 +1,38 @@
-"""Rules for the entries of ``training.averaging``: each one function, asked about one entry after the other."""
+"""Rules for one entry of ``training.averaging``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from deepmd_ema.config.averaging import SHORT_FORM, Average, EmaAverage, PowerAverage, SwaAverage
-from deepmd_ema.config.messages import Problem, path_of, show
-from deepmd_ema.config.rules import is_broken
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.run import RunConfig
-    from deepmd_ema.config.walk import Walk
-
-Found = Iterator[tuple[str, str]]
-"""Option of the entry that a message begins with (empty: the entry), and the rest of the message."""
+from deepmd_ema.config.messages import dotted, show
+from deepmd_ema.config.rules import NEEDS_DATA, AverageEntry, Violations, rule
+from deepmd_ema.config.schema.averaging import EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One entry of the list.
-
-    Attributes:
-        average: what it says.
-        number: its place, from 0.
-        config: the run around it.
-    """
-
-    average: Average
-    number: int
-    config: RunConfig
-
-    @property
-    def path(self) -> str:
-        """Dotted path of the entry."""
-        return f"training.averaging[{self.number}]"
-
-
-@dataclass(frozen=True)
-class AverageRule:
-    """A rule for an entry; it is silent about an entry in which an option that it looks at is wrong in itself."""
-
-    check: Callable[[Entry], Found]
-    looks_at: tuple[str, ...]
-
-
-AVERAGE_RULES: list[AverageRule] = []
-
-
-def average_rule(*looks_at: str) -> Callable[[Callable[[Entry], Found]], Callable[[Entry], Found]]:
-    """Enter a function into the registry.
-
-    Args:
-        looks_at: options that it reads: a name in the entry, or a path with a dot elsewhere.
-    """
-
-    def register(check: Callable[[Entry], Found]) -> Callable[[Entry], Found]:
-        AVERAGE_RULES.append(AverageRule(check, looks_at))
-        return check
-
-    return register
-
-
-def average_problems(config: RunConfig, walk: Walk) -> list[Problem]:
-    """Return what the rules find in the entries of ``training.averaging``."""
-    found = []
-    for number, average in enumerate(config.training.averaging):
-        entry = Entry(average, number, config)
-        for r in AVERAGE_RULES:
-            paths = [path if "." in path else f"{entry.path}.{path}" for path in r.looks_at]
-            if not any(is_broken(path_of(path), walk.broken) for path in paths):
-                found += [Problem(path_of(f"{entry.path}.{name}"), text) for name, text in r.check(entry)]
-    return found
-
-
-@average_rule("name", "training.enable_ema")
-def names_are_unique(entry: Entry) -> Found:
+@rule("average")
+def names_are_unique(entry: AverageEntry) -> Violations:
     """No two averages have one name; upper and lower case are one on some disks."""
-    name, averages = entry.average.name, entry.config.training.averaging
-    same = [n for n in range(entry.number) if averages[n].name and averages[n].name.lower() == name.lower()]
-    if same:
-        yield (
-            "name",
-            f" = {show(name)}: training.averaging[{same[0]}] has this name{_but_case(averages[same[0]].name, name)}. "
-            "Choose another.",
-        )
-    elif entry.config.training.enable_ema and name.lower() == SHORT_FORM:
-        yield (
-            "name",
-            f" = {show(name)}: training.enable_ema already tracks one of that name{_but_case(SHORT_FORM, name)}. "
-            "Choose another name, or remove enable_ema.",
-        )
+    name, averages = entry.average.name, entry.run.training.averaging
+    same = next((n for n in range(entry.number) if averages[n].name.lower() == name.lower()), None)
+    if same is not None:
+        case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
+        first = dotted(entry.run.source.path(f"training.averaging[{same}]"))
+        yield "name", f" = {show(name)}: {first} has this name{case}. Choose another."
 
 
-def _but_case(one: str, other: str) -> str:
-    return "" if one == other else " but for upper and lower case, and so have its files"
-
-
-@average_rule("decay", "half_life", "gamma", "sigma_rel")
-def one_length_of_the_average(entry: Entry) -> Found:
+@rule("average")
+def one_length_of_the_average(entry: AverageEntry) -> Violations:
     """An average of type ema has exactly one of ``decay`` and ``half_life``."""
-    if isinstance(entry.average, EmaAverage):
+    if isinstance(entry.average, EmaAverageConfig):
         yield from _one_of("decay", "half_life", entry, '"decay": 0.999')
 
 
-@average_rule("decay", "half_life", "gamma", "sigma_rel")
-def one_width_of_the_average(entry: Entry) -> Found:
+@rule("average")
+def one_width_of_the_average(entry: AverageEntry) -> Violations:
     """An average of type power has exactly one of ``gamma`` and ``sigma_rel``."""
-    if isinstance(entry.average, PowerAverage):
+    if isinstance(entry.average, PowerAverageConfig):
         yield from _one_of("gamma", "sigma_rel", entry, '"sigma_rel": 0.05')
 
 
-def _one_of(first: str, second: str, entry: Entry, example: str) -> Found:
+def _one_of(first: str, second: str, entry: AverageEntry, example: str) -> Violations:
     a, b = getattr(entry.average, first), getattr(entry.average, second)
     if a is not None and b is not None:
         yield second, f" = {b:g}: {first} = {a:g} is given too. Remove one of the two."
@@ -120,8 +40,8 @@ def _one_of(first: str, second: str, entry: Entry, example: str) -> Found:
         yield "", f": {first} or {second} is required for type {entry.average.type}. Add one, e.g. {example}."
 
 
-@average_rule("start_step", "start_epoch")
-def one_start_of_the_average(entry: Entry) -> Found:
+@rule("average")
+def one_start_of_the_average(entry: AverageEntry) -> Violations:
     """``start_step`` and ``start_epoch`` exclude each other."""
     average = entry.average
     if average.start_step > 0 and average.start_epoch is not None:
@@ -131,25 +51,29 @@ def one_start_of_the_average(entry: Entry) -> Found:
         )
 
 
-@average_rule("full_validation", "training.validation_data")
-def validated_average_needs_data(entry: Entry) -> Found:
+@rule("average")
+def validated_average_needs_data(entry: AverageEntry) -> Violations:
     """``full_validation`` of an average needs ``validation_data``."""
-    if entry.average.full_validation and entry.config.training.validation_data is None:
-        yield "full_validation", " = true: needs training.validation_data. Add it, or set this to false."
+    if entry.average.full_validation and entry.run.training.validation_data is None:
+        yield "full_validation", NEEDS_DATA
 
 
-@average_rule("lcurve", "training.disp_training")
-def displayed_average_needs_display(entry: Entry) -> Found:
+@rule("average")
+def displayed_average_needs_display(entry: AverageEntry) -> Violations:
     """``lcurve`` of an average needs ``disp_training``."""
-    if entry.average.lcurve and not entry.config.training.disp_training:
+    if entry.average.lcurve and not entry.run.training.disp_training:
         yield "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
 
 
-@average_rule("snapshots", "snapshot_freq", "training.save_freq")
-def snapshots_have_a_frequency(entry: Entry) -> Found:
+@rule("average")
+def snapshots_have_a_frequency(entry: AverageEntry) -> Violations:
     """``snapshots`` come with the checkpoints, unless ``snapshot_freq`` says otherwise."""
-    average, save_freq = entry.average, entry.config.training.save_freq
-    stored = isinstance(average, PowerAverage | SwaAverage) and average.snapshots and average.snapshot_freq is None
+    average, save_freq = entry.average, entry.run.training.save_freq
+    stored = (
+        isinstance(average, PowerAverageConfig | SwaAverageConfig)
+        and average.snapshots
+        and average.snapshot_freq is None
+    )
     if stored and save_freq <= 0:
         yield (
             "snapshots",

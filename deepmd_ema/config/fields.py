@@ -8,10 +8,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dargs import Argument
+from typing import Any
 
 _MISSING = dataclasses.MISSING
 
@@ -95,6 +92,12 @@ def option(default: Any = _MISSING, *, doc: str, **about: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def redefined(section: type, name: str, default: Any) -> Any:
+    """Declare an option as the base class ``section`` has it, with another default."""
+    declared = next(f for f in dataclasses.fields(section) if f.name == name)
+    return dataclasses.field(default=default, metadata=declared.metadata)
+
+
 @cache
 def options(section: type) -> tuple[Option, ...]:
     """Return the options of a section class, in the order in which they were declared."""
@@ -102,10 +105,24 @@ def options(section: type) -> tuple[Option, ...]:
     return tuple(_read_option(f, hints[f.name]) for f in dataclasses.fields(section) if f.metadata)
 
 
+@cache
+def input_options(section: type) -> tuple[Option, ...]:
+    """Return the options that an input may give in a section: its own, and those of its ``shorthand``, if any.
+
+    A shorthand is a class of options that stand for other ones; ``deepmd_ema.config.upgrade`` replaces them.
+    """
+    return options(section) + (options(section.shorthand) if hasattr(section, "shorthand") else ())
+
+
 def keys_of(section: type) -> tuple[str, ...]:
     """Return every key that a section accepts: canonical names and aliases, and ``type`` where there is a choice."""
     first = ("type",) if hasattr(section, "type") else ()
-    return first + tuple(key for o in options(section) for key in o.keys)
+    return first + tuple(key for o in input_options(section) for key in o.keys)
+
+
+def is_comment(key: Any) -> bool:
+    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an editor."""
+    return isinstance(key, str) and (key.startswith("_") or key == "$schema")
 
 
 def section_by_type(sections: Sequence[type], name: str) -> type | None:
@@ -117,17 +134,6 @@ def type_names(sections: Iterable[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
     chosen: list[Any] = list(sections)
     return [s.type for s in chosen] + [a for s in chosen for a in getattr(s, "aliases", ())]
-
-
-@cache
-def argument(section: type, name: str) -> Argument:
-    """Return the dargs argument of one plain option of ``section``; dargs checks types and values with it."""
-    return _argument(next(o for o in options(section) if o.name == name))
-
-
-def arguments(section: type) -> tuple[Argument, ...]:
-    """Return the dargs arguments of a whole section, nested sections included; registries may grow between calls."""
-    return tuple(_argument(o) for o in options(section))
 
 
 def wants(option: Option) -> str:
@@ -150,13 +156,21 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
         parts = tuple(p for p in parts if p is type(None))
     return Option(
         name=field.name,
-        types=(*(p for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)), *about.pop("also", ())),
+        types=(
+            *(_in_file(p) for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)),
+            *about.pop("also", ()),
+        ),
         classes=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
         many=many,
         nullable=type(None) in parts,
         default=default,
         **about,
     )
+
+
+def _in_file(kind: Any) -> Any:
+    """Return the type of a value before ``convert``: a text with parts is a text."""
+    return str if isinstance(kind, type) and issubclass(kind, str) else kind
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -168,34 +182,6 @@ def _is_union(hint: Any) -> bool:
     return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
 
 
-def _argument(option: Option) -> Argument:
-    from dargs import Argument, Variant  # a third of the time that `--help` may take
-
-    extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}
-    null = [type(None)] if option.nullable else []
-    common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}
-    kind = list if option.many else dict
-    if option.by_type:
-        kinds: tuple[Any, ...] = option.sections
-        choices = [
-            Argument(s.type, dict, arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "") for s in kinds
-        ]
-        tag = option.default_type or ""
-        flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
-        return Argument(option.name, [kind, *null], [], [flag], repeat=option.many, **common)
-    if option.sections:
-        return Argument(option.name, [kind, *null], arguments(option.sections[0]), repeat=option.many, **common)
-    test = _value_test(option)
-    return Argument(option.name, [*option.types, *null], extra_check=test, extra_check_errmsg=wants(option), **common)
-
-
-def _value_test(option: Option) -> Callable[[Any], bool] | None:
-    if not option.choices and option.check is None:
-        return None
-    test = option.check.test if option.check is not None else lambda value: False
-    return lambda value: value is None or value in option.choices or test(value)
-
-
 def plain(value: Any) -> Any:
     """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first where there is one."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -205,7 +191,7 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
-    return value
+    return str(value) if isinstance(value, str) else value  # a text with parts is a text in a file
 
 
 def _type_words(kind: Any) -> str:

@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.average_rules import average_problems
-from deepmd_ema.config.legacy import modernize
+from deepmd_ema.config import average_rules  # noqa: F401 - enters its rules into the registry
+from deepmd_ema.config.argcheck import normalized, run_arguments
+from deepmd_ema.config.build import build
+from deepmd_ema.config.explain import explain
 from deepmd_ema.config.messages import Path as ConfigPath
-from deepmd_ema.config.messages import render
-from deepmd_ema.config.read import read_config_file
-from deepmd_ema.config.rules import launch_problems, rule_problems
-from deepmd_ema.config.run import RunConfig
-from deepmd_ema.config.walk import Walk
+from deepmd_ema.config.messages import Problem, Source, render
+from deepmd_ema.config.rules import model_problems, rule_problems
+from deepmd_ema.config.schema.model import ModelConfig
+from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.text import read_config_file
+from deepmd_ema.config.upgrade import expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deepmd_ema.config.model import ModelConfig
+    from dargs import Argument
 
 
-def load_config(path: str | Path, environ: Mapping[str, str] | None = None) -> RunConfig:
+def load_config(path: str | Path) -> RunConfig:
     """Return the run that a ``.json``, ``.yaml`` or ``.yml`` file describes.
-
-    Args:
-        path: the file.
-        environ: environment variables of this process, which say how many ranks there are; None is ``os.environ``.
 
     Raises:
         ConfigError: with every mistake of the file, each with its line.
     """
     text = read_config_file(Path(path))
-    return _build(text.values, str(path), text.lines, os.environ if environ is None else environ)
+    return _load(text.values, str(path), text.lines)
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
     """Return the run that a dictionary describes, for example the config of a checkpoint.
 
-    How this process was launched is not looked at.
-
     Raises:
         ConfigError: with every mistake of the dictionary.
     """
-    return _build(values, source, {}, None)
+    return _load(values, source, {})
 
 
 def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> ModelConfig:
@@ -54,22 +49,36 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     Raises:
         ConfigError: with every mistake of the section.
     """
-    walk = Walk()
-    config = walk.section(RunConfig, {"model": values})  # the other sections are missing, and nobody asked for them
-    problems = [p for p in (*walk.problems, *rule_problems(config, walk)) if p.path[:1] == ("model",)]
+    upgraded = upgrade({"model": values}, {})
+    found, problems = _checked(ModelConfig, run_arguments()["model"], upgraded.values["model"], ("model",))
+    model: ModelConfig = build(ModelConfig, found)
+    problems += model_problems(model)
     if problems:
-        raise ConfigError(render(problems, source, {}))
-    model: ModelConfig = config.model
+        raise ConfigError(render(problems, Source(source)))
     return model
 
 
-def _build(values: Any, source: str, lines: Mapping[ConfigPath, int], environ: Mapping[str, str] | None) -> RunConfig:
-    modern = modernize(values, lines)
-    walk = Walk(problems=list(modern.problems))
-    config = walk.section(RunConfig, modern.values)
-    problems = [*walk.problems, *rule_problems(config, walk), *average_problems(config, walk)]
-    if environ is not None:
-        problems += launch_problems(config, environ, walk)
+def _load(values: Any, name: str, lines: Mapping[ConfigPath, int]) -> RunConfig:
+    upgraded = upgrade(values, lines)
+    found, problems = _checked(RunConfig, run_arguments(), upgraded.values)
+    expand_short_form(upgraded, found)
+    source = Source(name, upgraded.lines, upgraded.source_paths, frozenset(upgraded.given))
+    config: RunConfig = build(
+        RunConfig, found, source=source, notes=tuple(upgraded.notes), unused=tuple(upgraded.unused)
+    )
+    problems += [*upgraded.problems, *rule_problems(config)]
     if problems:
-        raise ConfigError(render(problems, source, modern.lines))
-    return replace(config, given=frozenset(walk.given), notes=(*modern.notes, *walk.notes))
+        raise ConfigError(render(problems, source))
+    return config
+
+
+def _checked(
+    section: type, declared: Argument, values: Any, path: ConfigPath = ()
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values of a section under canonical keys, and the mistakes; dargs judges whether there is one."""
+    found, refusal = normalized(declared, values)
+    if not refusal:
+        return found, []
+    found, problems = explain(section, values, path)
+    # what dargs refuses is never accepted, even if it cannot be said better
+    return found, problems or [Problem(path, f": {refusal}")]

@@ -10,9 +10,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.fields import Option, options, plain, type_names, wants
+from deepmd_ema.config.fields import Option, input_options, options, plain, type_names, wants
 from deepmd_ema.config.messages import close_names, show
-from deepmd_ema.config.run import RunConfig
+from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
 if typing.TYPE_CHECKING:
@@ -76,7 +76,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _entries(section: type, path: str) -> Iterator[Entry]:
-    for o in options(section):
+    for o in input_options(section):
         here = f"{path}.{o.name}" if path else o.name
         yield Entry(here, o, o.doc)
         if len(o.sections) == 1:
@@ -148,7 +148,7 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
     if hasattr(section, "type"):
         properties["type"] = {"enum": type_names([section])}
     needed = []
-    for o in options(section):
+    for o in input_options(section):
         schema = _option_schema(o)
         for key in o.keys:
             properties[key] = schema if key == o.name else {**schema, "description": f"The same as `{o.name}`."}

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import typing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from deepmd_ema.config.fields import Option, wants
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 Path = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""
 
+DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
 NOT_AVAILABLE = "known to DeePMD-kit, not available in dp-ema 0.1"
 
 
@@ -26,6 +28,31 @@ class ConfigText:
 
     values: Any
     lines: dict[Path, int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input comes from, so that messages can name its places.
+
+    Attributes:
+        name: the file.
+        lines: line of each key, by the path that the input spells.
+        paths: canonical path of an option -> the path that the input spells, or would.
+        given: canonical paths of the options that the input names; the others have their defaults.
+    """
+
+    name: str = "<dict>"
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    paths: Mapping[Path, Path] = field(default_factory=dict)
+    given: frozenset[Path] = frozenset()
+
+    def path(self, canonical: str) -> Path:
+        """Return the path that the input spells for a canonical one, e.g. of an option that it gives by an alias."""
+        path = path_of(canonical)
+        for depth in range(len(path), 0, -1):
+            if path[:depth] in self.paths:
+                return (*self.paths[path[:depth]], *path[depth:])
+        return path
 
 
 @dataclass(frozen=True)
@@ -50,14 +77,14 @@ def path_of(text: str) -> Path:
     return tuple(int(number) if number else name for number, name in parts)
 
 
-def render(problems: Iterable[Problem], source: str, lines: Mapping[Path, int]) -> list[str]:
+def render(problems: Iterable[Problem], source: Source) -> list[str]:
     """Return the messages in the order of the file, each beginning with ``source:line: path``."""
     found = list(dict.fromkeys(problems))
-    found.sort(key=lambda p: _line_of(p.path, lines) or 0)
+    found.sort(key=lambda p: _line_of(p.path, source.lines) or 0)
     messages = []
     for problem in found:
-        line = _line_of(problem.path, lines)
-        place = source if line is None else f"{source}:{line}"
+        line = _line_of(problem.path, source.lines)
+        place = source.name if line is None else f"{source.name}:{line}"
         messages.append(f"{place}: {dotted(problem.path)}{problem.text}")
     return messages
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_ema.config.averaging import LIVE, SHORT_FORM
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.run import RunConfig
+    from deepmd_ema.config.schema.run import RunConfig
 
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
 SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
@@ -103,12 +103,11 @@ class Outputs:
 
     def _files(self) -> Iterator[Output]:
         training = self._config.training
-        averages = [SHORT_FORM] * training.enable_ema + [a.name for a in training.averaging]
         yield Output("name of the newest file", "the newest checkpoint", Path(POINTER))
         if training.disp_training:
             for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
                 yield Output("training.disp_file", f"the learning curve of {name}", self.lcurve(name), has_rows=True)
-        for name in (LIVE, *averages):
+        for name in (LIVE, *(a.name for a in training.averaging)):
             yield Output("training.save_ckpt", f"the newest weights of {name}", self.checkpoint_link(name))
         for name in self._config.fully_validated:
             for task in self._config.tasks:

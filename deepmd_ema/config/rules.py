@@ -1,153 +1,180 @@
-"""Rules between options: each one function, all in one registry, and each judges only what is right in itself."""
+"""Rules between options. Each is a function of one section, one task, or the run, and yields what is wrong."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.messages import NOT_AVAILABLE, Path, Problem, path_of, show
-from deepmd_ema.config.optim import LKF
+from deepmd_ema.config.build import InvalidOptionError
+from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, render, show
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.config.run import RunConfig
-from deepmd_ema.dist.launch import Launch, find_launch
+from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.walk import Walk
+    from deepmd_ema.config.schema.averaging import AverageConfig
+    from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.training import TrainingConfig
 
-Found = Iterator[tuple[str, str]]
-"""Dotted path that a message begins with, and the rest of the message."""
+Violations = Iterator[tuple[str, str]]
+"""Dotted path of an option, as seen from what the rule is about, and the rest of the message."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule and the options that it looks at; it is silent when one of them is wrong in itself."""
+    """A rule and what it is about: a key of ``SUBJECTS``."""
 
-    check: Callable[[RunConfig], Found]
-    looks_at: tuple[str, ...]
+    check: Callable[[Any], Violations]
+    about: str
 
+
+@dataclass(frozen=True)
+class AverageEntry:
+    """One entry of ``training.averaging``, its place in the list, from 0, and the run around it."""
+
+    average: AverageConfig
+    number: int
+    run: RunConfig
+
+
+# what a rule may be about -> every such thing of a run, with the dotted path at which it stands; of a run of several
+# tasks each task has its own
+SUBJECTS: dict[str, Callable[[RunConfig], Iterable[tuple[str, Any]]]] = {
+    "model": lambda run: [("model", task.model) for task in run.tasks.values()],
+    "loss": lambda run: [("loss", task.loss) for task in run.tasks.values()],
+    "task": lambda run: [("training", task) for task in run.tasks.values()],
+    "learning_rate": lambda run: [("learning_rate", run.learning_rate)],
+    "training": lambda run: [("training", run.training)],
+    "average": lambda run: [
+        (f"training.averaging[{n}]", AverageEntry(average, n, run)) for n, average in enumerate(run.training.averaging)
+    ],
+    "run": lambda run: [("", run)],
+}
 
 RULES: list[Rule] = []
 
 
-def rule(*looks_at: str) -> Callable[[Callable[[RunConfig], Found]], Callable[[RunConfig], Found]]:
-    """Enter a function into the registry; ``looks_at`` are the dotted paths of the options that it reads."""
+def rule(about: str) -> Callable[[Callable[[Any], Violations]], Callable[[Any], Violations]]:
+    """Enter a function into the registry; ``about`` says what it is called with: a key of ``SUBJECTS``."""
 
-    def register(check: Callable[[RunConfig], Found]) -> Callable[[RunConfig], Found]:
-        RULES.append(Rule(check, looks_at))
+    def register(check: Callable[[Any], Violations]) -> Callable[[Any], Violations]:
+        RULES.append(Rule(check, about))
         return check
 
     return register
 
 
-def rule_problems(config: RunConfig, walk: Walk) -> list[Problem]:
-    """Return what the rules find; a rule that looks at a broken option is left out."""
+def rule_problems(run: RunConfig) -> list[Problem]:
+    """Return what the rules find in a run; a rule finds nothing once it reads an option that is wrong in itself."""
     found = []
-    for r in RULES:
-        if not any(is_broken(path_of(path), walk.broken) for path in r.looks_at):
-            judged = [(path, text) for path, text in r.check(config) if not is_broken(path_of(path), walk.broken)]
-            found += [_problem(path, text, walk) for path, text in judged]
+    for about, subjects in SUBJECTS.items():
+        with suppress(InvalidOptionError):
+            for path, subject in subjects(run):
+                found += _violations(about, path, subject, run.source)
     return found
 
 
-def launch_problems(config: RunConfig, environ: Mapping[str, str], walk: Walk) -> list[Problem]:
-    """Return what speaks against the ranks that this process was launched with."""
-    found = _launch(config, find_launch(environ))
-    return [_problem(path, text, walk) for path, text in found if not is_broken(path_of(path), walk.broken)]
+def model_problems(model: ModelConfig) -> list[Problem]:
+    """Return what the rules find in a section ``model`` that stands alone."""
+    return _violations("model", "model", model, Source())
 
 
-def _launch(config: RunConfig, launch: Launch) -> Found:
-    stage = config.training.zero_stage
-    if isinstance(config.optimizer, LKF):
-        if launch.size > 1:
-            yield (
-                "optimizer.type",
-                f' = "LKF": trains in one process only, and {launch.size} were launched. Start it without a launcher, '
-                "or choose Adam, AdamW, AdaMuon or HybridMuon.",
-            )
-    elif stage > 0 and not launch.launched:
-        yield (
-            "training.zero_stage",
+def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str]:
+    """Return the messages of what cannot be trained by the processes that were started.
+
+    This is about a start, not about an input, so loading an input does not ask.
+
+    Args:
+        run: the run.
+        world_size: number of processes.
+        launched: whether a launcher, such as torchrun, has started this process.
+    """
+    stage = run.training.zero_stage
+    problem = None
+    if isinstance(run.optimizer, LKFConfig) and world_size > 1:
+        problem = Problem(
+            run.source.path("optimizer.type"),
+            f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
+            "or choose Adam, AdamW, AdaMuon or HybridMuon.",
+        )
+    elif stage > 0 and not launched:
+        problem = Problem(
+            run.source.path("training.zero_stage"),
             f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
             "torchrun --nproc_per_node=2 -m deepmd_ema train input.json",
         )
+    return render([problem], run.source) if problem is not None else []
 
 
-def is_broken(path: Path, broken: set[Path]) -> bool:
-    """Whether the option, a section around it or something in it is broken."""
-    return any(path[: len(b)] == b or b[: len(path)] == path for b in broken)
-
-
-def _problem(path: str, text: str, walk: Walk) -> Problem:
-    here = path_of(path)
-    return Problem(walk.spelled.get(here, here), text)
+def _violations(about: str, path: str, subject: Any, source: Source) -> list[Problem]:
+    found = []
+    for r in RULES:
+        if r.about == about:
+            with suppress(InvalidOptionError):
+                for name, text in r.check(subject):
+                    found.append(Problem(source.path(".".join(filter(None, (path, name)))), text))
+    return found
 
 
 # ---- model
 
 
-@rule("model.type_map")
-def model_fits_together(config: RunConfig) -> Found:
+@rule("model")
+def model_fits_together(model: ModelConfig) -> Violations:
     """Elements, excluded types and preset biases fit together."""
-    yield from _inside("model", config.model.problems())
+    yield from model.problems()
 
 
-@rule("model.descriptor", "model.type_map")
-def descriptor_fits_together(config: RunConfig) -> Found:
+@rule("model")
+def descriptor_fits_together(model: ModelConfig) -> Violations:
     """The options of the descriptor fit together and to the elements."""
-    yield from _inside("model.descriptor", config.model.descriptor.problems(config.model.type_map))
+    yield from ((f"descriptor.{option}", text) for option, text in model.descriptor.problems(model.type_map))
 
 
-@rule("model.fitting_net", "model.type_map")
-def fitting_net_fits_together(config: RunConfig) -> Found:
+@rule("model")
+def fitting_net_fits_together(model: ModelConfig) -> Violations:
     """The options of the fitting network fit together and to the elements."""
-    yield from _inside("model.fitting_net", config.model.fitting_net.problems(config.model.type_map))
-
-
-def _inside(section: str, found: Found) -> Found:
-    return ((f"{section}.{option}", text) for option, text in found)
+    yield from ((f"fitting_net.{option}", text) for option, text in model.fitting_net.problems(model.type_map))
 
 
 # ---- learning_rate
 
 
-@rule("learning_rate.stop_lr", "learning_rate.stop_lr_ratio")
-def one_end_of_learning_rate(config: RunConfig) -> Found:
+@rule("learning_rate")
+def one_end_of_learning_rate(lr: Any) -> Violations:
     """``stop_lr`` and ``stop_lr_ratio`` exclude each other."""
-    lr = config.learning_rate
     if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
-        yield "learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. Remove one of the two."
+        yield "stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. Remove one of the two."
 
 
-@rule("learning_rate.start_lr", "learning_rate.stop_lr")
-def learning_rate_goes_down(config: RunConfig) -> Found:
+@rule("learning_rate")
+def learning_rate_goes_down(lr: Any) -> Violations:
     """``stop_lr`` is not above ``start_lr``."""
-    lr = config.learning_rate
     if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
-        yield "learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
+        yield "stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
 
 
-@rule("learning_rate.stop_lr", "learning_rate.stop_lr_ratio", "learning_rate.decay_type")
-def inverse_decay_ends_above_zero(config: RunConfig) -> Found:
+@rule("learning_rate")
+def inverse_decay_ends_above_zero(lr: Any) -> Violations:
     """The inverse linear decay of wsd, which divides by the last rate, does not end at 0."""
-    lr = config.learning_rate
     if lr.type == "wsd" and lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear":
-        yield "learning_rate.stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
+        yield "stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
 
 
-@rule("learning_rate.warmup_steps", "learning_rate.warmup_ratio")
-def one_length_of_warmup(config: RunConfig) -> Found:
+@rule("learning_rate")
+def one_length_of_warmup(lr: Any) -> Violations:
     """``warmup_steps`` and ``warmup_ratio`` exclude each other."""
-    lr = config.learning_rate
     if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
-        yield "learning_rate.warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. Remove one of the two."
+        yield "warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. Remove one of the two."
 
 
-@rule("learning_rate.warmup_steps", "training.numb_steps")
-def warmup_ends_in_the_run(config: RunConfig) -> Found:
+@rule("run")
+def warmup_ends_in_the_run(run: RunConfig) -> Violations:
     """The warm-up is shorter than the run."""
-    steps, warmup = config.training.numb_steps, config.learning_rate.warmup_steps
+    steps, warmup = run.training.numb_steps, run.learning_rate.warmup_steps
     if steps is not None and warmup >= steps:
         yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
 
@@ -155,110 +182,102 @@ def warmup_ends_in_the_run(config: RunConfig) -> Found:
 # ---- optimizer
 
 
-@rule("optimizer", "training.zero_stage")
-def lkf_shares_nothing_out(config: RunConfig) -> Found:
+@rule("run")
+def lkf_shares_nothing_out(run: RunConfig) -> Violations:
     """LKF trains in one process: a block of its covariance has weights of several layers."""
-    stage = config.training.zero_stage
-    if isinstance(config.optimizer, LKF) and stage > 0:
+    stage = run.training.zero_stage
+    if isinstance(run.optimizer, LKFConfig) and stage > 0:
         yield (
             "training.zero_stage",
             f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
         )
 
 
-@rule("optimizer", "training.gradient_max_norm")
-def lkf_does_not_clip(config: RunConfig) -> Found:
+@rule("run")
+def lkf_does_not_clip(run: RunConfig) -> Violations:
     """The length of an update of LKF is the filter's, not the gradient's."""
-    norm = config.training.gradient_max_norm
-    if isinstance(config.optimizer, LKF) and norm:
+    norm = run.training.gradient_max_norm
+    if isinstance(run.optimizer, LKFConfig) and norm:
         yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
 
 
-@rule("optimizer", "loss")
-def lkf_fits_energies_and_forces(config: RunConfig) -> Found:
+@rule("run")
+def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
     """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
-    if not isinstance(config.optimizer, LKF):
+    if not isinstance(run.optimizer, LKFConfig):
         return
-    loss = config.loss
-    for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
-        if getattr(loss, name):
-            yield f"loss.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
-    for name, plain in LKF_LOSS.items():
-        value = getattr(loss, name)
-        if value != plain:
-            yield f"loss.{name}", f" = {show(value)}: LKF does not know it. Set it to {show(plain)}."
-
-
-LKF_LOSS = {"loss_func": "mse", "use_huber": False, "f_use_norm": False, "relative_f": None,
-            "intensive_ener_virial": False}  # fmt: skip
+    for path, loss in SUBJECTS["loss"](run):
+        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
+            if getattr(loss, name):
+                yield f"{path}.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
+        for name in ("loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial"):
+            value, default = getattr(loss, name), getattr(EnerLossConfig, name)
+            if value != default:
+                yield f"{path}.{name}", f" = {show(value)}: LKF does not know it. Set it to {show(default)}."
 
 
 # ---- loss
 
 
-@rule("loss.f_use_norm", "loss.use_huber", "loss.loss_func")
-def force_norm_needs_mae_or_huber(config: RunConfig) -> Found:
+@rule("loss")
+def force_norm_needs_mae_or_huber(loss: EnerLossConfig) -> Violations:
     """``f_use_norm`` works with absolute or Huber errors only."""
-    loss = config.loss
     if loss.f_use_norm and not (loss.use_huber or loss.loss_func == "mae"):
-        yield "loss.f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
-
-
-@rule("loss.use_huber", "loss.loss_func", "loss.relative_f", "loss.start_pref_pf", "loss.limit_pref_pf")
-def huber_has_no_weighted_forces(config: RunConfig) -> Found:
-    """The Huber loss has no per-atom weights and no relative forces."""
-    loss = config.loss
-    huber = loss.use_huber and loss.loss_func == "mse"
-    if huber and loss.relative_f is not None:
-        yield "loss.relative_f", f" = {loss.relative_f:g}: not possible with use_huber. Remove one of the two."
-    if huber and (loss.start_pref_pf or loss.limit_pref_pf):
-        yield "loss.start_pref_pf", f" = {loss.start_pref_pf:g}: not possible with use_huber. Remove one of the two."
+        yield "f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
 
 
 @rule("loss")
-def something_is_minimized(config: RunConfig) -> Found:
+def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
+    """The Huber loss has no per-atom weights and no relative forces."""
+    huber = loss.use_huber and loss.loss_func == "mse"
+    if huber and loss.relative_f is not None:
+        yield "relative_f", f" = {loss.relative_f:g}: not possible with use_huber. Remove one of the two."
+    if huber and (loss.start_pref_pf or loss.limit_pref_pf):
+        yield "start_pref_pf", f" = {loss.start_pref_pf:g}: not possible with use_huber. Remove one of the two."
+
+
+@rule("loss")
+def something_is_minimized(loss: EnerLossConfig) -> Violations:
     """At least one weight of the loss is not zero."""
-    loss = config.loss
     terms = ("e", "f", "v", "ae", "pf")
     if not any(getattr(loss, f"start_pref_{t}") or getattr(loss, f"limit_pref_{t}") for t in terms):
-        yield "loss", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
+        yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
 
 
 # ---- training
 
 
-@rule("training.numb_steps", "training.numb_epoch")
-def one_length_of_run(config: RunConfig) -> Found:
+@rule("training")
+def one_length_of_run(training: TrainingConfig) -> Violations:
     """Exactly one of ``numb_steps`` and ``numb_epoch`` is given."""
-    t = config.training
-    if t.numb_steps is not None and t.numb_epoch is not None:
-        yield "training.numb_epoch", f" = {t.numb_epoch:g}: numb_steps = {t.numb_steps} is given too. Remove one."
-    if t.numb_steps is None and t.numb_epoch is None:
-        yield "training", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.'
+    steps, epochs = training.numb_steps, training.numb_epoch
+    if steps is not None and epochs is not None:
+        yield "numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
+    if steps is None and epochs is None:
+        yield "", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.'
 
 
-@rule("training.stat_file", "training.stat_file_mode")
-def reading_statistics_needs_a_file(config: RunConfig) -> Found:
+@rule("training")
+def reading_statistics_needs_a_file(training: TrainingConfig) -> Violations:
     """``stat_file_mode`` read needs a ``stat_file``."""
-    t = config.training
-    if t.stat_file_mode == "read" and t.stat_file is None:
-        yield "training.stat_file_mode", ' = "read": needs training.stat_file. Add it, or remove stat_file_mode.'
+    if training.stat_file_mode == "read" and training.stat_file is None:
+        yield "stat_file_mode", ' = "read": needs training.stat_file. Add it, or remove stat_file_mode.'
 
 
-@rule("training.training_data.systems")
-def training_systems_are_folders(config: RunConfig) -> Found:
+@rule("task")
+def training_systems_are_folders(task: TaskConfig) -> Violations:
     """Training systems are of a format that is read."""
-    yield from _no_lmdb("training.training_data.systems", config.training.training_data.systems)
+    yield from _no_lmdb("training_data.systems", task.training_data.systems)
 
 
-@rule("training.validation_data.systems")
-def validation_systems_are_folders(config: RunConfig) -> Found:
+@rule("task")
+def validation_systems_are_folders(task: TaskConfig) -> Violations:
     """Validation systems are of a format that is read."""
-    if config.training.validation_data is not None:
-        yield from _no_lmdb("training.validation_data.systems", config.training.validation_data.systems)
+    if task.validation_data is not None:
+        yield from _no_lmdb("validation_data.systems", task.validation_data.systems)
 
 
-def _no_lmdb(path: str, systems: Sequence[str]) -> Found:
+def _no_lmdb(path: str, systems: Sequence[str]) -> Violations:
     bad = [s for s in systems if s.rstrip("/").endswith(".lmdb")]
     if bad:
         yield path, f": {show(bad[0])}: LMDB data are {NOT_AVAILABLE}. Use deepmd/npy folders or HDF5."
@@ -267,48 +286,35 @@ def _no_lmdb(path: str, systems: Sequence[str]) -> Found:
 # ---- validating
 
 
-@rule("training.validation_data", "validating.full_validation", "validating.ema_full_validation")
-def full_validation_needs_data(config: RunConfig) -> Found:
-    """Full validation, of live or averaged weights, needs ``validation_data``."""
-    v = config.validating
-    if config.training.validation_data is None:
-        for name in ("full_validation", "ema_full_validation"):
-            if getattr(v, name):
-                yield f"validating.{name}", " = true: needs training.validation_data. Add it, or set this to false."
+@rule("run")
+def full_validation_needs_data(run: RunConfig) -> Violations:
+    """Full validation of the live weights needs ``validation_data``."""
+    if run.validating.full_validation and run.training.validation_data is None:
+        yield "validating.full_validation", NEEDS_DATA
 
 
-@rule("training.enable_ema", "validating.ema_full_validation")
-def ema_validation_needs_ema(config: RunConfig) -> Found:
-    """``ema_full_validation`` needs ``enable_ema``, whatever ``full_val_start`` says."""
-    if config.validating.ema_full_validation and not config.training.enable_ema:
-        instead = ', and "full_validation": true in an entry of training.averaging' * bool(config.training.averaging)
-        yield (
-            "validating.ema_full_validation",
-            f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.',
-        )
+NEEDS_DATA = " = true: needs training.validation_data. Add it, or set this to false."
 
 
-@rule(
-    "loss", "training.averaging", "validating.validation_metric", "validating.full_validation",
-    "validating.ema_full_validation",
-)  # fmt: skip
-def metric_is_trained(config: RunConfig) -> Found:
-    """What ranks the weights has weights in the loss, at the start and at the end."""
-    v = config.validating
-    letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[v.validation_metric[0]]
-    start, limit = (getattr(config.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
-    if config.fully_validated and not (start and limit):
-        yield (
-            "validating.validation_metric",
-            f" = {show(v.validation_metric)}: not in the loss, whose start_pref_{letter} = {start:g} and "
-            f"limit_pref_{letter} = {limit:g} must both be > 0. Set them, or choose another metric.",
-        )
+@rule("run")
+def metric_is_trained(run: RunConfig) -> Violations:
+    """The metric that ranks weights has weights in the loss of every task, at the start and at the end."""
+    metric = run.validating.validation_metric
+    letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
+    for task in run.tasks.values():
+        start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
+        if run.fully_validated and not (start and limit):
+            yield (
+                "validating.validation_metric",
+                f" = {show(metric)}: not in the loss, whose start_pref_{letter} = {start:g} and "
+                f"limit_pref_{letter} = {limit:g} must both be > 0. Set them, or choose another metric.",
+            )
 
 
-@rule("training.disp_training", "training.disp_file", "training.averaging", "validating")
-def rows_have_files_of_their_own(config: RunConfig) -> Found:
+@rule("run")
+def rows_have_files_of_their_own(run: RunConfig) -> Violations:
     """No two of learning curves and logs of full validation are written to one file."""
-    for output, first in Outputs(config).shared_rows():
+    for output, first in Outputs(run).shared_rows():
         yield (
             output.option,
             f": {output.content} would be written to {os.path.normpath(output.path)}, as {first.content} is. "

@@ -13,7 +13,7 @@ from deepmd_ema.errors import DataError, UserError, collect_problems
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import RunConfig, TaskConfig, TrainingData, ValidationData
+    from deepmd_ema.config import RunConfig, TaskConfig, TrainingDataConfig, ValidationDataConfig
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
@@ -105,7 +105,7 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
     return lines
 
 
-def _sections(task: TaskConfig) -> dict[str, TrainingData | ValidationData | None]:
+def _sections(task: TaskConfig) -> dict[str, TrainingDataConfig | ValidationDataConfig | None]:
     """Return the data sections of a task by their path in the input."""
     place = f"training.data_dict.{task.name}" if task.name else "training"
     return {f"{place}.training_data": task.training_data, f"{place}.validation_data": task.validation_data}

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.schema.texts import BatchSizeRule, SystemProbability
 from deepmd_ema.errors import ConfigError, DataError
 
 Array: TypeAlias = np.ndarray
@@ -19,7 +20,6 @@ Array: TypeAlias = np.ndarray
 BatchRule: TypeAlias = "int | str | Sequence[int]"
 Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many
 
-_ATOMS_OF_AUTO = 32  # `auto` is `auto:32`, as in DeePMD-kit
 _GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
 _GOLDEN = 679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
 _ORDER, _FRAMES = 1, 2  # streams of the seed: order of systems in an epoch, order of frames in a system
@@ -172,8 +172,8 @@ def plan_batches(
     sizes, warnings = batch_sizes(batch_size, natoms)
     if not any(sizes):
         raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
-    name, _, number = str(batch_size).partition(":")
-    most = int(number) if name == "filter" else math.inf
+    rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
+    most = rule.atoms if rule is not None and rule.kind == "filter" else math.inf
     frames = [np.flatnonzero(np.broadcast_to(np.less_equal(n, most), count)) for count, n in zip(num_frames, natoms)]
     batches = tuple(-(-len(f) // (size * world_size)) if size else 0 for f, size in zip(frames, sizes))
     return BatchPlan(sizes, frames, batches, system_probabilities(batches, auto_prob, sys_probs), warnings)
@@ -220,17 +220,13 @@ def system_probabilities(
     """
     if sys_probs is not None:
         return _given_probabilities(batches, sys_probs)
-    if auto_prob == "prob_uniform":
+    rule = SystemProbability(auto_prob)
+    if rule.kind == "prob_uniform":
         weights = [Fraction(1 if b else 0) for b in batches]
-    elif auto_prob == "prob_sys_size":
-        weights = [Fraction(b) for b in batches]
-    elif auto_prob.startswith("prob_sys_size;"):
-        weights = _block_weights(batches, auto_prob)
+    elif rule.blocks:
+        weights = _block_weights(batches, rule)
     else:
-        raise ConfigError(
-            f'auto_prob = "{auto_prob}" is unknown. Known: prob_uniform, prob_sys_size, '
-            "prob_sys_size;start:stop:weight;..."
-        )
+        weights = [Fraction(b) for b in batches]
     return _normalized(weights)
 
 
@@ -241,22 +237,9 @@ def permutation(size: int, *numbers: int) -> Array:
     return np.argsort(bits, kind="stable")
 
 
-@dataclass(frozen=True)
-class _Block:
-    start: int
-    stop: int
-    weight: Fraction
-
-
 def _sizes_by_rule(rule: str, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
-    name, colon, number = rule.partition(":")
-    if name == "auto" and not colon:
-        number = str(_ATOMS_OF_AUTO)
-    if name in ("mix", "mixed"):
-        raise ConfigError(f'batch_size = "{rule}": the rule {name}:N is not supported. Use auto:N, max:N or filter:N.')
-    if name not in ("auto", "max", "filter") or not number.isdigit() or int(number) < 1:
-        raise ConfigError(f'batch_size = "{rule}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N.')
-    atoms = int(number)
+    read = BatchSizeRule(rule)
+    name, atoms = read.kind, read.atoms
     if name == "auto":
         # N over the mean, in integers: the same as N / n where all frames have n atoms
         return tuple(-(-atoms * np.size(n) // int(np.sum(n))) for n in natoms), []
@@ -289,28 +272,18 @@ def _given_probabilities(batches: Sequence[int], sys_probs: Sequence[float]) -> 
     return _normalized([a if b else Fraction(0) for a, b in zip(assigned, batches)])
 
 
-def _block_weights(batches: Sequence[int], auto_prob: str) -> list[Fraction]:
+def _block_weights(batches: Sequence[int], rule: SystemProbability) -> list[Fraction]:
     weights = [Fraction(0)] * len(batches)
-    for text in auto_prob.split(";")[1:]:
-        block = _parse_block(text, auto_prob, len(batches))
-        inside = batches[block.start : block.stop]
+    for start, stop, weight in rule.blocks:
+        if stop > len(batches):
+            raise ConfigError(
+                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {len(batches)} systems: expected '
+                f"0 <= start < stop <= {len(batches)} and a weight from 0."
+            )
+        inside = batches[start:stop]
         for k, b in enumerate(inside):
-            weights[block.start + k] += block.weight * Fraction(b, sum(inside) or 1)
+            weights[start + k] += weight * Fraction(b, sum(inside) or 1)
     return weights
-
-
-def _parse_block(text: str, auto_prob: str, num_systems: int) -> _Block:
-    try:
-        start, stop, weight = text.split(":")
-        block = _Block(int(start), int(stop), Fraction(float(weight)))
-    except ValueError as error:
-        raise ConfigError(f'auto_prob = "{auto_prob}": "{text}" is not start:stop:weight.') from error
-    if not 0 <= block.start < block.stop <= num_systems or block.weight < 0:
-        raise ConfigError(
-            f'auto_prob = "{auto_prob}": "{text}" does not fit {num_systems} systems: expected '
-            f"0 <= start < stop <= {num_systems} and a weight from 0."
-        )
-    return block
 
 
 def _normalized(weights: Sequence[Fraction]) -> list[Fraction]:

@@ -7,23 +7,26 @@ import platform
 
 import torch
 
-from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
 
 # parameters of mallopt(3): free memory that is kept at the top, what is taken at once, blocks outside the heap
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
-def select_device(name: str | None = None) -> torch.device:
-    """Return the device called ``name``; without one the CUDA device of this rank where there is one, else the CPU.
+def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
+    """Return the device called ``name``; without one CUDA where there is a GPU, else the CPU.
+
+    Args:
+        name: ``cpu``, ``cuda`` or ``cuda:N``.
+        local_rank: of this process on its machine: which GPU ``cuda`` without a number is.
 
     Raises:
         UserError: if the device is unknown or absent on this machine.
     """
     if name is None:
-        name = f"cuda:{find_launch().local_rank}" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(name)
+        chosen = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
     except RuntimeError as error:
         raise UserError(f"--device {name}: unknown device. Use cpu, cuda or cuda:0.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():

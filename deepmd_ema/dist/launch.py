@@ -1,15 +1,23 @@
-"""How this process was launched: which of how many it is. Free of torch, so that the command line can ask at once."""
+"""How this process was launched: its rank and the number of ranks. Free of torch, so that the command line is quick."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import Terminated, UserError
 
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+# rank, number of ranks, rank on this machine; the first that a launcher sets wins
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
@@ -20,15 +28,20 @@ class Launch:
         rank: of this process, from 0.
         size: number of processes.
         local_rank: of this process on its machine, from 0.
-        launched: whether a launcher has said so, or this is an ordinary process.
         local_size: number of processes on this machine; all of them where the launcher does not say.
+        launched: whether a launcher has started this process.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    launched: bool = False
     local_size: int = 1
+    launched: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and logs."""
+        return self.rank == 0
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -40,34 +53,52 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         UserError: if what is set makes no sense.
     """
     if "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
-        return _read(environ, _TORCHRUN)
-    if "SLURM_PROCID" in environ and all(name in environ for name in MEETING):
-        return _read(environ, _SLURM)
-    return Launch()
-
-
-def speaker(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Return what :func:`find_launch` does, and an ordinary process where that fails: for messages."""
-    try:
-        return find_launch(environ)
-    except UserError:
+        names = TORCHRUN
+    elif "SLURM_PROCID" in environ and all(name in environ for name in ADDRESS):
+        names = SLURM
+    else:
         return Launch()
-
-
-def _read(environ: Mapping[str, str], names: tuple[tuple[str, str], ...]) -> Launch:
-    found = {name: environ.get(name, default) for name, default in names}
-    wrong = [f"{name} = {value!r}: expected a whole number." for name, value in found.items() if not value.isdigit()]
+    found = {name: environ.get(name, default) for name, default in zip(names, ("0", "1", "0"))}
+    wrong = [f"{name} = {value!r}: expected a whole number." for name, value in found.items() if not value.isdecimal()]
     if wrong:
         raise UserError(wrong)
-    rank, size, local = map(int, found.values())
-    (rank_name, _), (size_name, _), _ = names
-    if size > 1 and rank_name not in environ:
-        raise UserError(f"{size_name} = {size}, but {rank_name} is not set: which one is this process? Use torchrun.")
+    rank, size, local_rank = map(int, found.values())
+    if size > 1 and names[0] not in environ:
+        raise UserError(f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun.")
     if rank >= size:
-        raise UserError(f"{rank_name} = {rank}: expected 0 to {size - 1}, because {size_name} = {size}.")
+        raise UserError(f"{names[0]} = {rank}: expected 0 to {size - 1}, because {names[1]} = {size}.")
+    # SLURM writes 4(x2),3 for two machines with 4 tasks and one with 3: the first number will do
     together = re.match(r"[1-9][0-9]*", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
-    return Launch(rank, size, local, launched=True, local_size=int(together[0]) if together else size)
+    return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
 
 
-_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-_SLURM = (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("SLURM_LOCALID", "0"))
+@contextlib.contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise :class:`Terminated` in the body; only in the main thread, where Python can.
+
+    torchrun sends it to the ranks that are left when one has ended. By default they would end without a message.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        # an error keeps what the rendezvous has set: a rank that reports one ignores SIGTERM until it has ended
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, before)
+
+
+def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Let torchrun, where it has started this process, show ``message`` as the root cause on its own page."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        import json
+
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": int(time.time())}, file)

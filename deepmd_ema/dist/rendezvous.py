@@ -1,4 +1,4 @@
-"""Where the ranks of a run find each other, and which of them says why it ended."""
+"""Where the ranks of a run find each other, and which of them reports why it ended."""
 
 from __future__ import annotations
 
@@ -7,183 +7,192 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from deepmd_ema.errors import Interrupted, RankLostError, UserError
-from deepmd_ema.dist.launch import MEETING, Launch
+from deepmd_ema.dist.launch import ADDRESS, Launch
+from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError
+from deepmd_ema.text import first_few
 
-MEETING_S = 300.0  # for all ranks to come: more than the start of a job on many machines takes
-NEWS_S = 2.0  # that a rank which was left alone waits for the one that knows why
-SEE_OFF_S = 1.0  # that rank 0 waits for others to hear from it
-HEAD_START_S = 0.3  # for the rank that knows why to end first, so that a launcher names it
-_LONGEST_PAUSE_S = 0.5  # between two questions
+JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
+PEER_ERROR_S = 2.0  # that a rank which lost another one waits for one that knows why
+LINGER_S = 1.0  # that the host of the store waits for others to read it
+HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
+LONGEST_POLL_S = 0.5
 
 
-class Meeting:
-    """A notice board that every rank reads and writes, until the process that holds it ends.
+class Rendezvous:
+    """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
-    Under ``torchrun`` its agent holds it; without, rank 0 does.
+    Keys: ``joined K`` and ``left K`` of rank K, ``who K`` (its process and machine), and ``error``, the number of ranks
+    that wanted to report one. Methods raise a RuntimeError of torch where the host of the store has ended.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store, address: tuple[str, int], hosted: bool) -> None:
-        self.store = store
-        self._launch, self._address, self._hosted = launch, address, hosted
+    def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
+        self._launch = launch
+        self._address = host, port = _address(launch, environ)
+        self._is_host = launch.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        me = f"rank {launch.rank} of {launch.size}"
+        if self._is_host and self.is_up():
+            raise UserError(f"MASTER_PORT = {port}: in use on {host}. Choose another port; every run needs its own.")
+        if not self._is_host and not _wait_for(self.is_up, JOIN_S):
+            raise UserError(
+                f"{me}: nobody has answered at {host}:{port} within {JOIN_S:.0f} s. MASTER_ADDR and MASTER_PORT must "
+                "be those of the machine of rank 0, and rank 0 must be running."
+            )
+        try:
+            limit = timedelta(seconds=JOIN_S)
+            store = dist.TCPStore(host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+            raise UserError(f"{me}: cannot meet at {host}:{port} ({str(error).splitlines()[0]}).") from error
+        # an agent that starts the ranks again keeps its store, with the keys of the first attempt
+        self.store = dist.PrefixStore(f"dp-ema/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def come(self) -> None:
+    def is_up(self) -> bool:
+        """Whether somebody listens at the address of the store; unlike the store itself, answers within 5 s."""
+        try:
+            socket.create_connection(self._address, timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def join(self) -> None:
         """Wait until all ranks are here.
 
         Raises:
-            UserError: naming who is missing, or came twice.
+            UserError: naming the ranks that are missing, or joined twice.
         """
         rank, size = self._launch.rank, self._launch.size
-        if self.store.add(_came(rank), 1) > 1:
+        if self.store.add(f"joined {rank}", 1) > 1:
             raise UserError(
                 f"another process has come as rank {rank} already: RANK is the same twice, or two runs have the same "
                 f"MASTER_PORT = {self._address[1]}. Give every process its own RANK and every run its own port."
             )
-        self.store.set(_who(rank), f"process {os.getpid()} on {socket.gethostname()}")
-        if _wait_for(lambda: not self._is_open() or not self._missing(_came), MEETING_S) and self._is_open():
+        self.store.set(f"who {rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        if _wait_for(lambda: not self._missing("joined"), JOIN_S):
             return
-        missing = self._missing(_came) if self._is_open() else [0]
-        if rank > 0 and rank > min(set(range(size)) - set(missing)):
-            raise RankLostError("the ranks did not find each other")  # the first that is here says it
+        missing = self._missing("joined")
+        names = f"rank{'s' if len(missing) > 1 else ''} {first_few([str(k) for k in missing], 8)}"
+        if rank > min(set(range(size)) - set(missing)):
+            raise RankLostError("the ranks did not find each other")  # the first that is here reports it
         raise UserError(
-            f"started as rank {rank} of {size}, but {_named(missing)} did not come within {MEETING_S:.0f} s. "
+            f"started as rank {rank} of {size}, but {names} did not come within {JOIN_S:.0f} s. "
             "WORLD_SIZE must be the number of processes that are started; look for messages of those that are missing."
         )
 
-    def take_the_word(self) -> bool:
-        """Whether this rank is the first to say why the run ends."""
-        try:
-            if not self._is_open():
-                return True
-            self.store.set(_left(self._launch.rank), "")
-            return self.store.add("word", 1) == 1
-        except RuntimeError:  # closed in between
-            return True
+    def claim_error(self) -> bool:
+        """Whether this rank is the first that has an error to report."""
+        first = self.store.add("error", 1) == 1
+        self._leave()
+        return first
 
-    def last_words(self) -> str | None:
-        """Return what to say where another rank has ended, or None where it has been said; takes a moment at most."""
-        try:
-            if self._is_open():
-                return self._news()
-        except RuntimeError:  # closed in between
-            pass
-        # one line is enough, though nobody can be asked any more
-        return "rank 0 has ended; if it left no message, it was killed." if self._launch.rank == 1 else None
+    def peer_error(self) -> list[str] | None:
+        """Wait for the rank that knows why the run ends; return None once it has claimed the error.
 
-    def see_off(self) -> None:
-        """Hold the board for a moment, for those who are about to read it."""
-        if self._hosted:
-            _wait_for(lambda: not self._missing(_left), SEE_OFF_S)
-
-    def _news(self) -> str | None:
-        self.store.set(_left(self._launch.rank), "")
-        _wait_for(lambda: not self._is_open() or self.store.check(["word"]), NEWS_S)
-        if self.store.add("word", 1) > 1:
+        If none does, this rank must report it: the result names the ranks that have ended without a message.
+        """
+        self._leave()
+        _wait_for(lambda: self.store.check(["error"]) or not self._missing("left"), PEER_ERROR_S)
+        if not self.claim_error():
             time.sleep(HEAD_START_S)
             return None
-        lost = self._missing(_left)
-        places = ", ".join(f"rank {k} ({self.store.get(_who(k)).decode()})" for k in lost[:4])
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        return (
-            f"{places or 'another rank'}{more} ended without a message or does not answer: killed by hand, by the "
-            "system for want of memory, or its machine is gone. Checkpoints on the disk are whole."
-        )
+        return [f"rank {k} ({self.store.get(f'who {k}').decode()})" for k in self._missing("left")]
 
-    def _missing(self, key: Callable[[int], str]) -> list[int]:
+    def linger(self) -> None:
+        """Keep the store for a moment, for ranks that are about to read it."""
+        if self._is_host:
+            _wait_for(lambda: not self._missing("left"), LINGER_S)
+
+    def _leave(self) -> None:
+        self.store.set(f"left {self._launch.rank}", "")
+
+    def _missing(self, key: str) -> list[int]:
+        """Return the ranks that have not set ``key``."""
         ranks = range(self._launch.size)
-        if self.store.check([key(k) for k in ranks]):
+        if self.store.check([f"{key} {k}" for k in ranks]):  # one question for all, where there are many
             return []
-        return [k for k in ranks if not self.store.check([key(k)])]
-
-    def _is_open(self) -> bool:
-        # asked before the store is: that one fills the screen when its host is gone
-        return self._hosted or _listens(self._address)
+        return [k for k in ranks if not self.store.check([f"{key} {k}"])]
 
 
 @contextmanager
-def meet(launch: Launch, environ: Mapping[str, str] = os.environ) -> Iterator[Meeting]:
-    """Find the other ranks; on an error in the body, settle which of them tells it: ``says`` of the error.
+def join_ranks(launch: Launch, environ: Mapping[str, str] = os.environ) -> Iterator[dist.Store]:
+    """Find the other ranks and yield their store; of what ends the body, one rank reports it.
 
     Raises:
         UserError: if the environment does not say where the ranks meet, or they do not.
+        RankLostError: where this rank is to report that another one has ended without a message.
+        ReportedElsewhere: from the error of the body, where another rank reports why the run ends.
     """
-    address = _address(launch, environ)
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    meeting = Meeting(launch, _open_store(launch, address, agent, environ), address, launch.rank == 0 and not agent)
+    rendezvous = Rendezvous(launch, environ)
     try:
-        meeting.come()
-        yield meeting
-    except Interrupted:
-        raise  # all ranks have it, and rank 0 says it
-    except RankLostError as error:
-        _be_left_in_peace()
-        words = meeting.last_words()
-        meeting.see_off()
-        raise _saying(RankLostError(words or str(error)), words is not None) from error
+        rendezvous.join()
+        yield rendezvous.store
     except (Exception, KeyboardInterrupt) as error:
-        _be_left_in_peace()
-        says = meeting.take_the_word()
-        meeting.see_off()
-        raise _saying(error, says)  # noqa: B904 - it is the same error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that ends the others would cut the report off
+        report = _choose_report(rendezvous, error, launch.rank)
+        if report is error:
+            raise
+        raise (report or ReportedElsewhere()) from error
 
 
-def _saying(error: BaseException, says: bool) -> BaseException:
-    error.says = says  # type: ignore[attr-defined]
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether ``error`` is the news that another rank has ended."""
+    if isinstance(error, RankLostError | Terminated | dist.DistError):  # NCCL and the store raise a DistError
+        return True
+    # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail" is a wrong setting
+    return isinstance(error, RuntimeError) and "gloo" in str(error) and "enforce fail" not in str(error)
+
+
+def _choose_report(rendezvous: Rendezvous, error: BaseException, rank: int) -> BaseException | None:
+    """Return the error that this rank reports, or None where another rank reports one."""
+    if isinstance(error, Interrupted):  # all ranks have it
+        return error if rank == 0 else None
+    lost = is_peer_lost(error)
+    try:
+        if rendezvous.is_up():  # asked first, because the store would wait minutes for a machine that is gone
+            if not lost:
+                report = error if rendezvous.claim_error() else None
+            else:
+                names = rendezvous.peer_error()
+                report = None if names is None else _lost_error(error, names)
+            rendezvous.linger()
+            return report
+    except RuntimeError:  # it was closed in between
+        pass
+    # Rank 0 held the store and has ended: nobody can be asked any more, but one message is enough.
+    if lost:
+        return RankLostError("rank 0 has ended; if it left no message, it was killed.") if rank == 1 else None
     return error
 
 
-def _be_left_in_peace() -> None:
-    """Let no launcher that ends the others cut off the last words of this rank."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _lost_error(error: BaseException, names: list[str]) -> BaseException:
+    places = first_few(names, 4) or "another rank"
+    if isinstance(error, Terminated):
+        # sent by a user to all ranks, or by a launcher to those that are left
+        silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
+        return Terminated(f"{error}.{silent}")
+    return RankLostError(
+        f"{places} ended without a message or does not answer: killed by hand, by the system for want of memory, or "
+        "its machine is gone. Checkpoints on the disk are whole."
+    )
 
 
 def _address(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
-    rank, size = launch.rank, launch.size
-    missing = [name for name in MEETING if name not in environ]
+    missing = [name for name in ADDRESS if name not in environ]
     if missing:
         raise UserError(
-            f"started as rank {rank} of {size}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            "set, so the ranks cannot meet. Launch with torchrun, or set MASTER_ADDR to the first machine and "
-            "MASTER_PORT to a free port of it."
+            f"started as rank {launch.rank} of {launch.size}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot meet. Launch with torchrun, or set "
+            "MASTER_ADDR to the first machine and MASTER_PORT to a free port of it."
         )
-    host, port = (environ[name] for name in MEETING)
-    if not port.isdigit() or not 0 < int(port) < 2**16:
+    host, port = (environ[name] for name in ADDRESS)
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"MASTER_PORT = {port!r}: expected a port number, 1 to 65535, that is free on {host}.")
     return host, int(port)
-
-
-def _open_store(launch: Launch, address: tuple[str, int], agent: bool, environ: Mapping[str, str]) -> dist.Store:
-    host, port = address
-    hosts = launch.rank == 0 and not agent
-    if hosts and _listens(address):
-        raise UserError(f"MASTER_PORT = {port}: in use on {host}. Choose another port; every run needs its own.")
-    if not hosts and not _wait_for(lambda: _listens(address), MEETING_S):
-        raise UserError(
-            f"rank {launch.rank} of {launch.size}: nobody has answered at {host}:{port} within {MEETING_S:.0f} s. "
-            "MASTER_ADDR and MASTER_PORT must be those of the machine of rank 0, and rank 0 must be running."
-        )
-    try:
-        patience = timedelta(seconds=MEETING_S)
-        store = dist.TCPStore(host, port, launch.size, is_master=hosts, timeout=patience, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-        reason = str(error).splitlines()[0]
-        raise UserError(f"rank {launch.rank} of {launch.size}: cannot meet at {host}:{port} ({reason}).") from error
-    return dist.PrefixStore(f"dp-ema/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _listens(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
@@ -193,23 +202,5 @@ def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
         waited = time.monotonic() - began
         if waited > seconds:
             return False
-        time.sleep(min(_LONGEST_PAUSE_S, 0.02 + waited / 10))
+        time.sleep(min(LONGEST_POLL_S, 0.02 + waited / 10))
     return True
-
-
-def _named(ranks: Iterable[int]) -> str:
-    names = [str(k) for k in ranks]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{more}"
-
-
-def _came(rank: int) -> str:
-    return f"came {rank}"
-
-
-def _who(rank: int) -> str:
-    return f"who {rank}"
-
-
-def _left(rank: int) -> str:
-    return f"left {rank}"

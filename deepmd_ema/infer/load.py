@@ -14,8 +14,8 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.tensors import check_weights
+from deepmd_ema.weights import LIVE
 
-LIVE = "live"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo")
 
 

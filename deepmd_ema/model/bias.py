@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.energy import EnergyModel
     from deepmd_ema.model.model_set import TaskModel
 

@@ -12,7 +12,7 @@ from deepmd_ema.model.fitting.ener import EnergyFitting
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.interface import Descriptor, Fitting
 
 # by the ``type`` of their sections; called with the section, the number of elements and the seed

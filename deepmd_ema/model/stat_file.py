@@ -16,7 +16,7 @@ from deepmd_ema.files import atomic_write
 from deepmd_ema.model.statistics import Statistics
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.interface import Descriptor
 
 Array: TypeAlias = np.ndarray

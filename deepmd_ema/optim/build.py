@@ -25,7 +25,7 @@ NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]
 
 
 def build_optimizer(
-    config: sections.Adam | sections.AdamW | sections.AdaMuon | sections.HybridMuon,
+    config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
     named_parameters: NamedParameters,
     device: torch.device,
     shared: bool = False,

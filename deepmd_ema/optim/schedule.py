@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import CosineSchedule, ExpSchedule, WsdSchedule
+    from deepmd_ema.config import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 
 LEAST_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
 
@@ -46,7 +46,7 @@ class Schedule:
         return self.decay(step - self.warmup_steps)
 
 
-def build_schedule(config: ExpSchedule | CosineSchedule | WsdSchedule, num_steps: int) -> Schedule:
+def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig, num_steps: int) -> Schedule:
     """Return the schedule that ``config`` describes for a run of ``num_steps`` updates.
 
     Raises:
@@ -62,7 +62,7 @@ def build_schedule(config: ExpSchedule | CosineSchedule | WsdSchedule, num_steps
     return Schedule(start, stop, num_steps, warmup, config.warmup_start_factor, decay)
 
 
-def _exp(config: ExpSchedule, length: int, _: int) -> Callable[[int], float]:
+def _exp(config: ExpScheduleConfig, length: int, _: int) -> Callable[[int], float]:
     start, stop, every, rate = config.start_lr, config.end_lr, config.decay_steps, config.decay_rate
     if rate is None:
         if every >= length:
@@ -73,12 +73,12 @@ def _exp(config: ExpSchedule, length: int, _: int) -> Callable[[int], float]:
     return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)
 
 
-def _cosine(config: CosineSchedule, length: int, _: int) -> Callable[[int], float]:
+def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Callable[[int], float]:
     start, stop = config.start_lr, config.end_lr
     return lambda step: _fall("cosine", step / length, start, stop) if step < length else stop
 
 
-def _wsd(config: WsdSchedule, length: int, num_steps: int) -> Callable[[int], float]:
+def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Callable[[int], float]:
     start, stop, kind = config.start_lr, config.end_lr, config.decay_type
     if kind == "inverse_linear" and stop == 0:
         raise ConfigError(

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deepmd_ema.averaging import EmaProfile, PowerProfile, Profile, SwaProfile
+from deepmd_ema.averaging.profile import Profile, make_profile
+from deepmd_ema.config import EmaAverageConfig
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.config import RunConfig
+    from deepmd_ema.config import AverageConfig, RunConfig
     from deepmd_ema.train.task import TaskMixture
-
-EMA = "ema"  # name of the average of the short form, training.enable_ema
 
 Hook = Callable[[int, float], bool]
 
@@ -47,7 +46,7 @@ class Tracked:
 def tracked_averages(
     config: RunConfig, sampler: TaskMixture, should_update: Mapping[str, Hook] | None
 ) -> list[Tracked]:
-    """Return every average of the run: that of ``enable_ema`` first, then the list ``training.averaging``.
+    """Return the averages of the list ``training.averaging``.
 
     Args:
         config: of the run.
@@ -57,14 +56,8 @@ def tracked_averages(
     Raises:
         ConfigError: if ``should_update`` names an average that the run does not track.
     """
-    training = config.training
-    hooks = dict(should_update or {})
-    keep = training.max_ckpt_keep if training.ema_ckpt_keep is None else training.ema_ckpt_keep
-    tracked = []
-    if training.enable_ema:
-        profile = EmaProfile(EMA, training.ema_decay, training.ema_warmup, should_update=hooks.pop(EMA, None))
-        tracked.append(Tracked(profile, config.validating.ema_full_validation, lcurve=False, keep=keep))
-    tracked += [
+    training, hooks = config.training, dict(should_update or {})
+    tracked = [
         Tracked(
             _profile(section, sampler, hooks.pop(section.name, None)),
             section.full_validation,
@@ -104,35 +97,19 @@ def averages_in_words(bank: AverageBank) -> str:
     )
 
 
-def _profile(section: Any, sampler: TaskMixture, hook: Hook | None) -> Profile:
-    """Return the profile of one entry of ``training.averaging``."""
-    start = section.start_step
+def _profile(section: AverageConfig, sampler: TaskMixture, hook: Hook | None) -> Profile:
+    """Return the profile of one average, with every length in optimizer steps."""
+    settings = vars(section) | {"should_update": hook}
+    epoch = float(sampler.batches_per_epoch)
     if section.start_epoch is not None:
-        start = math.ceil(section.start_epoch * sampler.batches_per_epoch)
-    common: dict[str, Any] = {
-        "start_step": start,
-        "update_every": section.update_every,
-        "device": section.device,
-        "dtype": section.dtype,
-        "layout": section.layout,
-        "buffers": section.buffers,
-        "should_update": hook,
-    }
-    if section.type == "swa":
-        return SwaProfile(section.name, **common)
-    if section.type == "power":
-        if section.gamma is not None:
-            return PowerProfile(section.name, section.gamma, **common)
-        return PowerProfile.from_sigma_rel(section.name, section.sigma_rel, **common)
-    common["warmup"] = section.warmup
-    if section.decay is not None:
-        return EmaProfile(section.name, section.decay, **common)
-    unit = {"steps": 1.0, "frames": 1 / sampler.frames_per_step, "epochs": float(sampler.batches_per_epoch)}
-    return EmaProfile.from_half_life(section.name, section.half_life * unit[section.half_life_unit], **common)
+        settings["start_step"] = math.ceil(section.start_epoch * epoch)
+    if settings.get("half_life") is not None:
+        unit = {"steps": 1.0, "frames": 1 / sampler.frames_per_step, "epochs": epoch}
+        settings["half_life"] *= unit[settings["half_life_unit"]]
+    return make_profile(section.type, settings)
 
 
-def _snapshot_every(section: Any, save_freq: int) -> int:
-    if not getattr(section, "snapshots", False):
+def _snapshot_every(section: AverageConfig, save_freq: int) -> int:
+    if isinstance(section, EmaAverageConfig) or not section.snapshots:
         return 0
-    every = section.snapshot_freq if section.snapshot_freq is not None else save_freq
-    return max(0, every)
+    return max(0, save_freq if section.snapshot_freq is None else section.snapshot_freq)

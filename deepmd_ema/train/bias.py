@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.model.bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.train.prepare import stream_of
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

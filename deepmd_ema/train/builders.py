@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
 from deepmd_ema import config as sections
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler
@@ -27,6 +26,7 @@ from deepmd_ema.train.step.gradient import GradientStep
 from deepmd_ema.train.step.kalman import KalmanStep
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.validate import FullValidation, Validated, ValidationData
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +87,7 @@ def build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
     """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
     config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
     schedule = build_schedule(config.learning_rate, num_steps)
-    if isinstance(config.optimizer, sections.LKF):
+    if isinstance(config.optimizer, sections.LKFConfig):
         kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
     clip = config.training.gradient_max_norm or None

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from deepmd_ema.config import ignored_options, load_config
+from deepmd_ema.config import ignored_options, launch_problems, load_config
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import open_world
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
 from deepmd_ema.train.output_paths import check_output_paths, write_config
@@ -58,9 +59,12 @@ def run_training(
     Raises:
         UserError: for everything that the user can mend.
     """
-    with open_world(device, find_launch()) as world:
+    launch = find_launch()
+    with open_world(device, launch) as world:
         with world.all_ranks_ok():
             config = load_config(input_file)
+            if problems := launch_problems(config, world.size, launch.launched):
+                raise ConfigError(problems)
             start = find_start(restart, init_model)
             config = start.adopt_from_checkpoint(config)
             start.check_resumable(config, allow_config_change)

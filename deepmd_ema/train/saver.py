@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from pathlib import Path

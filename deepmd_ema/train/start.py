@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.averaging import note_unused
-from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.tensors import check_weights
@@ -165,7 +165,8 @@ class Restart(FromWeights):
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
-        before = self.payload["config"]
+        # both in the form of today: the checkpoint may be of an older version, with options under other names
+        before = to_dict(config_from_dict(self.payload["config"], str(self.path)))
         differences = list(_differences(before, to_dict(config)))
         for path, old, new in differences:
             if path in LENGTH:

@@ -10,9 +10,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.averaging import LIVE
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank

@@ -11,13 +11,13 @@ import torch
 
 from deepmd_ema import __version__
 from deepmd_ema.config.load import model_config_from_dict
-from deepmd_ema.config.run import to_dict
+from deepmd_ema.config.schema.run import to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.model import check_available, config_from_tree, model_from_tree, model_tree
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.energy import EnergyModel
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here

@@ -9,7 +9,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import array, chosen, fill, fill_networks, layer_trees, precision_of
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.fitting.ener import EnergyFitting
 
 OPTIONS = (

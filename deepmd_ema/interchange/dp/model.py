@@ -15,7 +15,7 @@ from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
 from deepmd_ema.model.build import build_model
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.model import ModelConfig
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.energy import EnergyModel
 
 

@@ -52,7 +52,7 @@ class KalmanStep(Step):
     remedy = "or lower optimizer.kf_start_pref_e and optimizer.kf_start_pref_f"
 
     def __init__(
-        self, module: nn.Module, filter: LKF, schedule: Schedule, config: sections.LKF, num_steps: int, seed: int
+        self, module: nn.Module, filter: LKF, schedule: Schedule, config: sections.LKFConfig, num_steps: int, seed: int
     ) -> None:
         super().__init__(module)
         self._filter, self._schedule, self._config = filter, schedule, config

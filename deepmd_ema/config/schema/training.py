@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from deepmd_ema.config.averaging import EmaAverage, PowerAverage, SwaAverage
 from deepmd_ema.config.fields import (
     Check,
     file_name,
-    fraction,
     not_negative,
     not_negative_int,
     option,
     positive,
     positive_int,
 )
+from deepmd_ema.config.schema.averaging import (
+    EmaAverageConfig,
+    EmaShorthand,
+    EmaValidationShorthand,
+    PowerAverageConfig,
+    SwaAverageConfig,
+)
+from deepmd_ema.config.schema.texts import (
+    BatchSizeRule,
+    Metric,
+    SystemProbability,
+    check_text,
+    is_readable,
+    read_if_text,
+)
 
 
 def _is_batch_size(value: Any) -> bool:
     if isinstance(value, str):
-        found = re.fullmatch(r"auto|(?:auto|max|filter):(\d+)", value)
-        return found is not None and (found[1] is None or int(found[1]) > 0)
+        return is_readable(BatchSizeRule, value)
     return len(value) > 0 and min(value) > 0 if isinstance(value, list) else value > 0
-
-
-def _is_auto_prob(value: str) -> bool:
-    if value in ("prob_uniform", "prob_sys_size"):
-        return True
-    head, *blocks = [part.strip() for part in value.split(";")]
-    found = [re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", block) for block in blocks if block]
-    return (
-        head == "prob_sys_size"
-        and len(found) > 0
-        and all(m is not None and int(m[1]) < int(m[2]) for m in found)
-        and sum(float(m[3]) for m in found if m) > 0
-    )
 
 
 def _is_probs(value: list[float]) -> bool:
@@ -48,13 +46,13 @@ _systems = Check(
     lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
 )
 _batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
-_auto_prob = Check(_is_auto_prob, '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."')
+_auto_prob = check_text(SystemProbability, '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."')
 _probs = Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    """What training and validation data have in common."""
+    """Options of training and of validation data."""
 
     systems: list[str] = option(
         check=_systems,
@@ -66,43 +64,46 @@ class _Data:
     rglob_patterns: list[str] | None = option(
         None, doc="Patterns that folders of systems must match when parent folders are searched."
     )
-    batch_size: int | list[int] | str = option(
-        "auto",
+    batch_size: int | list[int] | BatchSizeRule = option(
+        BatchSizeRule("auto"),
         check=_batch_size,
+        convert=read_if_text(BatchSizeRule),
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
         "N atoms are left out.",
     )
-    auto_prob: str = option(
-        "prob_sys_size",
+    auto_prob: SystemProbability = option(
+        SystemProbability("prob_sys_size"),
         alias=("auto_prob_style",),
         check=_auto_prob,
-        doc="How often a system is drawn: `prob_uniform`: all alike; `prob_sys_size`: by its number of batches; "
-        "`prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
+        convert=SystemProbability,
+        doc="Probability with which a system is drawn: `prob_uniform`: the same for all; `prob_sys_size`: by its "
+        "number of batches; `prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
     )
     sys_probs: list[float] | None = option(
         None,
         alias=("sys_weights",),
         check=_probs,
-        doc="Probability of each system instead of `auto_prob`; negative ones share the rest by size.",
+        doc="Probability of each system, instead of `auto_prob`; systems with a negative number share what is left, "
+        "by their number of batches.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingData(_Data):
+class TrainingDataConfig(_Data):
     """Where the frames to train on are, and how they are drawn."""
 
     min_pair_dist: float = option(
         0.0,
         unit="angstrom",
         check=not_negative,
-        doc="Frames with two atoms closer than this are an error; 0 is 0.3 angstrom.",
+        doc="A frame with two atoms closer than this is an error; 0 is 0.3 angstrom.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationData(_Data):
+class ValidationDataConfig(_Data):
     """Where the frames to validate on are."""
 
     numb_btch: int = option(
@@ -111,11 +112,13 @@ class ValidationData(_Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """How long, on which data, and what is written when."""
+class TrainingConfig:
+    """Length and data of the run, and what it writes."""
 
-    training_data: TrainingData = option(doc="Data to train on.")
-    validation_data: ValidationData | None = option(None, doc="Data to validate on.")
+    shorthand: ClassVar[type] = EmaShorthand
+
+    training_data: TrainingDataConfig = option(doc="Data to train on.")
+    validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
     stat_file: str | None = option(
         None, check=file_name, doc="Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder."
     )
@@ -139,7 +142,7 @@ class Training:
     seed: int | None = option(
         None,
         check=not_negative_int,
-        doc="Seed of every random stream (initial parameters, order of frames); null is another one in each run.",
+        doc="Seed of every random stream (initial parameters, order of frames); null draws one for each run.",
     )
     disp_file: str = option("lcurve.out", check=file_name, doc="File of the learning curve.")
     disp_freq: int = option(1000, check=positive_int, unit="steps", doc="Steps between two lines of `disp_file`.")
@@ -148,33 +151,21 @@ class Training:
     )
     save_ckpt: str = option("model.ckpt", check=file_name, doc="Prefix of checkpoint files; may have a folder.")
     save_dir: str | None = option(
-        None, doc="Folder of the numbered checkpoints; null: where `save_ckpt` says. The latest link stays there."
+        None,
+        doc="Folder of the numbered checkpoints; null: the folder of `save_ckpt`, where the link to the newest one "
+        "always is.",
     )
     max_ckpt_keep: int = option(5, doc="Checkpoints kept; less than 1 keeps all.")
     ckpt_keep_ratio: float | None = option(
         None,
         check=Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
-        doc="Part of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
+        doc="Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
     )
-    enable_ema: bool = option(
-        False, doc="Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
-    )
-    ema_decay: float = option(
-        0.999, check=fraction, doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps."
-    )
-    ema_warmup: bool = option(
-        True,
-        doc="Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
-        "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
-    )
-    ema_ckpt_keep: int | None = option(
-        None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
-    )
-    averaging: list[EmaAverage | PowerAverage | SwaAverage] = option(
+    averaging: list[EmaAverageConfig | PowerAverageConfig | SwaAverageConfig] = option(
         [],
         default_type="ema",
-        doc="Averages of the weights that are kept beside each other, each with a `name`. `enable_ema` adds one named "
-        "`ema`. Only in dp-ema.",
+        doc="Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "
+        "the first of the list. Only in dp-ema.",
     )
     change_bias_after_training: bool = option(
         False,
@@ -190,34 +181,32 @@ class Training:
     tensorboard_log_dir: str = option("log", check=file_name, doc="Folder of the TensorBoard files.")
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
     gradient_max_norm: float = option(
-        0.0, check=not_negative, doc="Gradients longer than this are scaled down to it; 0 leaves them alone."
+        0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
     )
     zero_stage: int = option(
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
-        doc="What ranks share out: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too: a choice of "
-        "memory only. Above 0 the run must be launched by torchrun or srun.",
+        doc="What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
+        "parameters. It changes memory, not results. Above 0 the run must be launched by torchrun or srun.",
     )
 
 
-_metric = Check(
-    lambda v: re.fullmatch(r"[EFVS]:(MAE|RMSE)", v.upper()) is not None,
-    "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE",
-)
+_metric = check_text(Metric, "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validating:
-    """Full validation: the whole validation set at regular steps, and the best weights kept."""
+class ValidatingConfig:
+    """Full validation: errors over the whole validation set at regular steps; the best weights are kept."""
+
+    shorthand: ClassVar[type] = EmaValidationShorthand
 
     full_validation: bool = option(False, doc="Whether the live weights are validated on all validation data.")
-    ema_full_validation: bool = option(False, doc="The same for the averaged weights; needs `training.enable_ema`.")
     validation_freq: int = option(5000, check=positive_int, unit="steps", doc="Steps between two full validations.")
     save_best: bool = option(True, doc="Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
     save_best_dir: str | None = option(None, doc="Folder of the best weights; null: the folder of `save_ckpt`.")
     max_best_ckpt: int = option(1, check=positive_int, doc="Best weights kept.")
-    validation_metric: str = option(
-        "E:MAE", check=_metric, convert=str.upper, doc="The error that ranks weights: E, F, V or S : MAE or RMSE."
+    validation_metric: Metric = option(
+        Metric("E:MAE"), check=_metric, convert=Metric, doc="The error that ranks weights: E, F, V or S : MAE or RMSE."
     )
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."

@@ -1,18 +1,20 @@
-"""What a config comes to: options without effect in this run, things to be careful about, and a short summary."""
+"""What a run is told about its input: options without effect, what is likely not meant, and a short summary."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.average_effects import average_words, bank_warnings, of_averages
-from deepmd_ema.config.messages import path_of, show
-from deepmd_ema.config.optim import LKF, ExpSchedule, WsdSchedule
+from deepmd_ema.config.average_notices import average_words, averages_unused, bank_warnings
+from deepmd_ema.config.fields import plain
+from deepmd_ema.config.messages import dotted, path_of, show
+from deepmd_ema.config.schema.optim import ExpScheduleConfig, LKFConfig, WsdScheduleConfig
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.run import RunConfig
+    from deepmd_ema.config.schema.optim import EnerLossConfig
+    from deepmd_ema.config.schema.run import RunConfig
 
-Ignored = Iterator[tuple[str, str]]
+Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
 
 _FULL_VALIDATION = (
@@ -24,19 +26,12 @@ _TERMS = {"e": "energy", "f": "force", "v": "virial", "ae": "atomic energy", "pf
 
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
-    found = []
-    for of_section in (
-        _of_model,
-        _of_learning_rate,
-        _of_optimizer,
-        _of_loss,
-        of_averages,
-        _of_training,
-        _of_validating,
-    ):
+    found = list(config.unused)
+    for of_section in _UNUSED:
         for path, why in of_section(config):
-            if path in config.given:
-                found.append(f"{path} = {show(_value_at(config, path))}: no effect, {why}")
+            if path_of(path) in config.source.given:
+                spelled = dotted(config.source.path(path))
+                found.append(f"{spelled} = {show(plain(_value_at(config, path)))}: no effect, {why}")
     return found
 
 
@@ -52,7 +47,7 @@ def config_warnings(
             said about these.
     """
     steps = config.training.numb_steps or num_steps
-    found = [text for check in _CAREFUL for text in check(config, steps)]
+    found = [text for check in _WARNINGS for text in check(config, steps)]
     return found + list(bank_warnings(config, steps, {"steps": 1.0, **(steps_per or {})}))
 
 
@@ -77,39 +72,44 @@ def config_summary(config: RunConfig) -> list[str]:
 # ---- options without effect
 
 
-def _of_model(config: RunConfig) -> Ignored:
-    yield "model.data_bias_nsample", "the bias is fitted on data_stat_nbatch batches"
-    yield "model.fitting_net.layer_name", "layers are not shared by name"
+def _of_tasks(config: RunConfig) -> Unused:
+    for task in config.tasks.values():
+        yield "model.data_bias_nsample", "the bias is fitted on data_stat_nbatch batches"
+        yield "model.fitting_net.layer_name", "layers are not shared by name"
+        yield from ((f"loss.{name}", why) for name, why in _of_loss(task.loss))
+        for name in ("training_data", "validation_data"):
+            data = getattr(task, name)
+            if data is not None and data.sys_probs is not None:
+                yield f"training.{name}.auto_prob", "sys_probs is given"
 
 
-def _of_learning_rate(config: RunConfig) -> Ignored:
+def _of_loss(loss: EnerLossConfig) -> Unused:
+    if loss.loss_func == "mae":
+        yield "use_huber", "loss_func is mae"
+    if not loss.use_huber or loss.loss_func == "mae":
+        yield "huber_delta", "the loss is not Huber's"
+    if not (loss.start_pref_pf or loss.limit_pref_pf):
+        yield "use_default_pf", "the weights start_pref_pf and limit_pref_pf are 0"
+    if loss.use_huber or loss.loss_func == "mae":
+        yield "intensive_ener_virial", "absolute and Huber errors are per atom anyway"
+
+
+def _of_learning_rate(config: RunConfig) -> Unused:
     lr = config.learning_rate
     yield "learning_rate.scale_by_worker", "the learning rate is taken as it is"
     if lr.warmup_steps == 0 and not lr.warmup_ratio:
         yield "learning_rate.warmup_start_factor", "there is no warm-up"
-    if isinstance(config.optimizer, LKF):
+    if isinstance(config.optimizer, LKFConfig):
         yield "learning_rate.start_lr", "LKF has no learning rate"
 
 
-def _of_optimizer(config: RunConfig) -> Ignored:
+def _of_optimizer(config: RunConfig) -> Unused:
     if getattr(config.optimizer, "lr_adjust", 0) > 0:
         yield "optimizer.lr_adjust_coeff", "lr_adjust is above 0"
     yield "optimizer.flash_muon", "it names a kernel of DeePMD-kit for the same numbers"
 
 
-def _of_loss(config: RunConfig) -> Ignored:
-    loss = config.loss
-    if loss.loss_func == "mae":
-        yield "loss.use_huber", "loss_func is mae"
-    if not loss.use_huber or loss.loss_func == "mae":
-        yield "loss.huber_delta", "the loss is not Huber's"
-    if not (loss.start_pref_pf or loss.limit_pref_pf):
-        yield "loss.use_default_pf", "the weights start_pref_pf and limit_pref_pf are 0"
-    if loss.use_huber or loss.loss_func == "mae":
-        yield "loss.intensive_ener_virial", "absolute and Huber errors are per atom anyway"
-
-
-def _of_training(config: RunConfig) -> Ignored:
+def _of_training(config: RunConfig) -> Unused:
     training = config.training
     if training.ckpt_keep_ratio is not None:
         yield "training.max_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
@@ -122,20 +122,16 @@ def _of_training(config: RunConfig) -> Ignored:
         yield "training.disp_file", "disp_training is false"
     if training.stat_file is None:
         yield "training.stat_file_mode", "there is no stat_file"
-    if training.training_data.sys_probs is not None:
-        yield "training.training_data.auto_prob", "sys_probs is given"
-    if training.validation_data is not None and training.validation_data.sys_probs is not None:
-        yield "training.validation_data.auto_prob", "sys_probs is given"
 
 
-def _of_validating(config: RunConfig) -> Ignored:
+def _of_validating(config: RunConfig) -> Unused:
     v = config.validating
     if not config.fully_validated:
         none = ", and no entry of training.averaging has it" if config.training.averaging else ""
         for name in _FULL_VALIDATION:
             yield f"validating.{name}", f"full_validation and ema_full_validation are false{none}"
     elif v.full_val_start == 1:
-        for name in ("full_validation", "ema_full_validation", *_FULL_VALIDATION[:-1]):
+        for name in ("full_validation", *_FULL_VALIDATION[:-1]):
             yield f"validating.{name}", "full_val_start = 1 means never"
     elif not v.save_best:
         yield "validating.save_best_dir", "save_best is false"
@@ -149,12 +145,11 @@ def _value_at(config: RunConfig, path: str) -> Any:
     return value
 
 
-_OF_SECTIONS: tuple[Callable[[RunConfig], Ignored], ...] = (
-    _of_model,
+_UNUSED: tuple[Callable[[RunConfig], Unused], ...] = (
+    _of_tasks,
     _of_learning_rate,
     _of_optimizer,
-    _of_loss,
-    of_averages,
+    averages_unused,
     _of_training,
     _of_validating,
 )
@@ -165,7 +160,7 @@ _OF_SECTIONS: tuple[Callable[[RunConfig], Ignored], ...] = (
 
 def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
     lr = config.learning_rate
-    if not isinstance(lr, ExpSchedule) or num_steps is None or lr.decay_rate is not None:
+    if not isinstance(lr, ExpScheduleConfig) or num_steps is None or lr.decay_rate is not None:
         return
     steps = num_steps - lr.num_warmup_steps(num_steps)
     if lr.decay_steps >= steps:
@@ -180,17 +175,17 @@ def _of_the_model(config: RunConfig, num_steps: int | None) -> Iterator[str]:
     yield from config.model.warnings()
 
 
-def _pairs_that_stand_twice(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+def _validates_on_training_data(config: RunConfig, num_steps: int | None) -> Iterator[str]:
     data = config.training.validation_data
     both = set(config.training.training_data.systems) & set(data.systems) if data is not None else set()
     if both:
         yield f"training.validation_data.systems: {', '.join(sorted(both))} is training data too; it validates nothing."
 
 
-_CAREFUL: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
+_WARNINGS: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
     _decay_steps_against_run,
     _of_the_model,
-    _pairs_that_stand_twice,
+    _validates_on_training_data,
 )
 
 
@@ -200,10 +195,10 @@ _CAREFUL: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
 def _schedule_words(config: RunConfig) -> str:
     lr = config.learning_rate
     words = f"{lr.type}, {lr.start_lr:g} to {lr.end_lr:g}"
-    if isinstance(lr, ExpSchedule):
+    if isinstance(lr, ExpScheduleConfig):
         rate = "" if lr.decay_rate is None else f" by {lr.decay_rate:g}"
         words += f", every {'step' if lr.smooth else f'{lr.decay_steps} steps'}{rate}"
-    if isinstance(lr, WsdSchedule):
+    if isinstance(lr, WsdScheduleConfig):
         words += f", {lr.decay_type} over the last {100 * lr.decay_phase_ratio:g} %"
     if lr.warmup_steps or lr.warmup_ratio:
         warmup = f"{lr.warmup_steps} steps" if lr.warmup_steps else f"{100 * (lr.warmup_ratio or 0):g} %"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from deepmd_ema.config.messages import ConfigText, dotted
+from deepmd_ema.config.messages import DEEPEST, ConfigText, dotted
 from deepmd_ema.config.messages import Path as ConfigPath
 from deepmd_ema.errors import ConfigError
 
@@ -42,10 +42,10 @@ def parse_yaml(text: str, source: str) -> ConfigText:
     Raises:
         ConfigError: with line and column of the first mistake.
     """
-    loader = _Loader(text)
+    marks = _Marks()
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
-        marks = _Marks()
         if node is not None:
             marks.visit(node, (), ())
         values = None if node is None else loader.construct_document(node)
@@ -53,10 +53,10 @@ def parse_yaml(text: str, source: str) -> ConfigText:
         raise ConfigError(_yaml_message(text, error, source)) from None
     except (RecursionError, _LoopError):
         raise ConfigError(f"{source}: an anchor that contains itself, or nested too deeply to be an input.") from None
-    except ValueError as error:
-        raise ConfigError(f"{source}: not YAML: {error}.") from None
-    finally:
-        loader.dispose()
+    except _TooManyError:
+        raise ConfigError(f"{source}: anchors that stand for more than {_MOST:,} values: this is no input.") from None
+    except (ValueError, KeyError, AttributeError) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
+        raise ConfigError(f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}.") from None
     if marks.twice:
         raise ConfigError(
             f"{source}:{line}: {dotted(path)}: given twice, first on line {first}. Remove one of the two."
@@ -69,17 +69,28 @@ class _LoopError(Exception):
     """An alias stands inside its own anchor."""
 
 
+class _TooManyError(Exception):
+    """Aliases of aliases multiply what a text stands for."""
+
+
+_MOST = 100_000  # values of an input
+
+
 class _Marks:
     """Lines of the keys and items of a tree of YAML nodes."""
 
     def __init__(self) -> None:
+        self.visited = 0
         self.lines: dict[ConfigPath, int] = {}
         self.twice: list[tuple[ConfigPath, int, int]] = []
 
     def visit(self, node: yaml.Node, path: ConfigPath, above: tuple[int, ...]) -> None:
         """Note the lines of everything in ``node``; ``above`` are the nodes around it."""
-        if id(node) in above:
+        self.visited += 1
+        if id(node) in above or len(path) > DEEPEST:
             raise _LoopError
+        if self.visited > _MOST:
+            raise _TooManyError
         self.lines.setdefault(path, node.start_mark.line + 1)
         inside = (*above, id(node))
         if isinstance(node, yaml.SequenceNode):

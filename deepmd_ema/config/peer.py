@@ -14,15 +14,15 @@ class Unavailable:
     """An option of DeePMD-kit that is not here.
 
     Attributes:
-        harmless: values that ask for nothing (its default in DeePMD-kit); they are accepted and dropped. None: every
-            value, because the option only informs.
+        no_op_values: values that ask for nothing (its default in DeePMD-kit); they are accepted and dropped. None:
+            every value, because the option only informs.
         instead: what to do, or an empty string.
-        covers: required keys of the section that are not missed when this one is given.
+        replaces: required keys of the section that need not be there when this one is given.
     """
 
-    harmless: tuple[Any, ...] | None = (None,)
+    no_op_values: tuple[Any, ...] | None = (None,)
     instead: str = ""
-    covers: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
 
 
 _OFF = Unavailable((None, False))
@@ -38,7 +38,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "loss_dict": _MULTI_TASK,
     },
     "model": {
-        "model_dict": Unavailable((None, {}), _ONE_TASK, covers=("type_map", "descriptor", "fitting_net")),
+        "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
         "shared_dict": _MULTI_TASK,
         "use_srtab": Unavailable(),
         "smin_alpha": Unavailable(),
@@ -51,7 +51,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "type_embedding": _EMPTY,
         "finetune_head": Unavailable((None, "")),
         "model_branch_alias": _EMPTY,
-        "info": Unavailable(harmless=None),
+        "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
         "bridging_r_outer": Unavailable((None, 0.8)),
@@ -65,7 +65,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        "data_dict": Unavailable((None, {}), _ONE_TASK, covers=("training_data",)),
+        "data_dict": Unavailable((None, {}), _ONE_TASK, replaces=("training_data",)),
         "model_prob": _MULTI_TASK,
         "num_epoch_dict": _MULTI_TASK,
         "mixed_precision": Unavailable((None, {}), 'Set "precision": "float32" in descriptor and fitting_net instead.'),
@@ -112,16 +112,16 @@ def unavailable_key(section: str, key: str) -> Unavailable | None:
     return UNAVAILABLE.get(section, {}).get(key)
 
 
-def is_covered(section: str, name: str, keys: Iterable[str]) -> bool:
-    """Whether a required key is not missed, because a key of an absent feature stands for it."""
+def is_replaced(section: str, name: str, keys: Iterable[str]) -> bool:
+    """Whether a required key need not be there, because a key of an absent feature replaces it."""
     known = UNAVAILABLE.get(section, {})
-    return any(name in known[key].covers for key in keys if key in known)
+    return any(name in known[key].replaces for key in keys if key in known)
 
 
-def is_harmless(known: Unavailable, value: Any) -> bool:
-    """Whether the value asks for nothing; true is not 1 here."""
-    return known.harmless is None or any(
-        value == h and isinstance(value, bool) == isinstance(h, bool) for h in known.harmless
+def is_no_op(known: Unavailable, value: Any) -> bool:
+    """Whether the value asks for nothing (true is not 1 here)."""
+    return known.no_op_values is None or any(
+        value == h and isinstance(value, bool) == isinstance(h, bool) for h in known.no_op_values
     )
 
 

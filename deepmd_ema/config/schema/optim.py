@@ -13,6 +13,7 @@ from deepmd_ema.config.fields import (
     option,
     positive,
     positive_int,
+    redefined,
 )
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
 
@@ -24,7 +25,7 @@ _part = Check(lambda v: 0 <= v <= 1, "a number from 0 to 1")
 
 @dataclass(frozen=True, kw_only=True)
 class _Schedule:
-    """What all schedules have: first and last learning rate and a warm-up."""
+    """Options of all schedules: first and last learning rate, and a warm-up."""
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
@@ -55,7 +56,7 @@ class _Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpSchedule(_Schedule):
+class ExpScheduleConfig(_Schedule):
     """Exponential decay from `start_lr` to `stop_lr`."""
 
     type: ClassVar[str] = "exp"
@@ -68,14 +69,14 @@ class ExpSchedule(_Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineSchedule(_Schedule):
+class CosineScheduleConfig(_Schedule):
     """Half a cosine from `start_lr` to `stop_lr`."""
 
     type: ClassVar[str] = "cosine"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WsdSchedule(_Schedule):
+class WsdScheduleConfig(_Schedule):
     """Warm-up, stable, decay: `start_lr` until the last part of the run, then down to `stop_lr`."""
 
     type: ClassVar[str] = "wsd"
@@ -87,32 +88,34 @@ class WsdSchedule(_Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam:
+class _AdamConfig:
+    """Options of Adam and AdamW."""
+
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
+    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig(_AdamConfig):
     """Adam; weight decay is an L2 term of the gradient."""
 
     type: ClassVar[str] = "Adam"
 
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
-    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamWConfig(_AdamConfig):
     """Adam with decoupled weight decay."""
 
     type: ClassVar[str] = "AdamW"
 
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
-    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaMuon:
-    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
-
-    type: ClassVar[str] = "AdaMuon"
+class _MuonConfig:
+    """Options of optimizers with orthogonal updates of matrices."""
 
     momentum: float = option(
         0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
@@ -130,24 +133,20 @@ class AdaMuon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridMuon:
+class AdaMuonConfig(_MuonConfig):
+    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
+
+    type: ClassVar[str] = "AdaMuon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMuonConfig(_MuonConfig):
     """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
 
     type: ClassVar[str] = "HybridMuon"
 
-    momentum: float = option(
-        0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
-    )
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient of a vector.")
-    adam_beta2: float = option(0.95, check=fraction, doc="Decay of the mean of the squared gradient of a vector.")
-    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay, of matrices only.")
-    lr_adjust: float = option(
-        0.0,
-        doc="Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
-        "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
-        "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
-    )
-    lr_adjust_coeff: float = option(0.18, check=positive, doc="See `lr_adjust`.")
+    lr_adjust: float = redefined(_MuonConfig, "lr_adjust", 0.0)
+    lr_adjust_coeff: float = redefined(_MuonConfig, "lr_adjust_coeff", 0.18)
     muon_mode: str = option(
         "slice",
         choices=("slice", "flat", "2d"),
@@ -162,7 +161,7 @@ class HybridMuon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LKF:
+class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
     type: ClassVar[str] = "LKF"
@@ -170,7 +169,7 @@ class LKF:
     kf_blocksize: int = option(
         5120,
         check=positive_int,
-        doc="Most weights of a block; memory and time of a step grow with it, 8 bytes times its square per block.",
+        doc="Largest number of weights in a block; each block takes 8 bytes times the square of its size.",
     )
     kf_start_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the start.")
     kf_limit_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the end.")
@@ -186,7 +185,7 @@ _delta = Check(_is_delta, "a number > 0, or three of them for energy, force and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnerLoss:
+class EnerLossConfig:
     """Weighted errors of energies, forces, virials and more.
 
     A weight follows the learning rate from `start_pref` to `limit_pref`: `limit + (start - limit) * lr / start_lr`.

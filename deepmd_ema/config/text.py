@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deepmd_ema.config.messages import ConfigText, dotted
+from deepmd_ema.config.messages import DEEPEST, ConfigText, dotted
 from deepmd_ema.config.messages import Path as ConfigPath
 from deepmd_ema.errors import ConfigError
 
@@ -30,7 +30,7 @@ def read_config_file(path: Path) -> ConfigText:
             f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
         )
     if path.suffix.lower() in YAML_SUFFIXES:
-        from deepmd_ema.config.read_yaml import parse_yaml
+        from deepmd_ema.config.text_yaml import parse_yaml
 
         found = parse_yaml(text, str(path))
     else:
@@ -51,6 +51,8 @@ def parse_json(text: str, source: str) -> ConfigText:
     """
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
+        scanner = _Scanner(text)
+        scanner.value(())
     except json.JSONDecodeError as error:
         raise ConfigError(_json_message(text, error, source)) from None
     except _NotANumberError as error:
@@ -60,8 +62,6 @@ def parse_json(text: str, source: str) -> ConfigText:
         raise ConfigError(f"{source}: {error}.") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply to be an input.") from None
-    scanner = _Scanner(text)
-    scanner.value(())
     if scanner.twice:
         raise ConfigError(
             f"{source}:{line}: {dotted(path)}: given twice, first on line {first}. Remove one of the two."
@@ -95,6 +95,8 @@ class _Scanner:
 
     def value(self, path: ConfigPath) -> None:
         """Step over one value that stands at ``path``."""
+        if len(path) > DEEPEST:
+            raise RecursionError
         self._skip_space()
         self.lines.setdefault(path, self.line)
         opening = self.text[self.at]

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, fraction, not_negative, not_negative_int, option, positive_int
+from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, POSTHOC, WIDEST_SIGMA_REL
 
-LIVE = "live"  # name of the weights that are trained, which no average may have
-POSTHOC = "posthoc"  # what `dp-ema posthoc` calls the average that it makes
-SHORT_FORM = "ema"  # name of the average that enable_ema keeps
-LARGEST_SIGMA_REL = 1 / math.sqrt(12)  # width of equal weights over the run, EDM2 (arXiv:2312.02696), section 3.1
 _LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
 
 
@@ -30,14 +27,14 @@ _name = Check(
 )
 _half_life = Check(lambda v: 0 < v <= _LONGEST_HALF_LIFE, "a number > 0 and <= 1e9")
 _sigma_rel = Check(
-    lambda v: 0 < v <= LARGEST_SIGMA_REL,
-    f"a number > 0 and <= {math.floor(LARGEST_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
+    lambda v: 0 < v <= WIDEST_SIGMA_REL,
+    f"a number > 0 and <= {math.floor(WIDEST_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Average:
-    """What all averages have in common."""
+    """Options of all averages."""
 
     name: str = option(
         check=_name,
@@ -57,23 +54,23 @@ class _Average:
         1,
         check=positive_int,
         unit="steps",
-        doc="Steps between two updates. One update counts for all steps since the last one, so that the length of the "
-        "average does not change.",
+        doc="Steps between two updates. The decay is corrected for it, so that the length of the average does not "
+        "change.",
     )
     device: str = option(
         "live",
-        choices=("live", "cpu"),
-        doc="Where the average is held: `live`: beside the live weights; `cpu`: in the memory of the host, to which "
-        "live weights are copied while training goes on.",
+        choices=DEVICES,
+        doc="Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
+        "live weights are copied asynchronously.",
     )
     dtype: str = option(
         "float32",
-        choices=("float32", "float64"),
+        choices=DTYPES,
         doc="Precision of the average; never less than that of the live weights.",
     )
     layout: str = option(
         "local_shard",
-        choices=("local_shard", "full_tensor", "rank_range"),
+        choices=LAYOUTS,
         doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
         "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3); `rank_range`: each "
         "averages a range of the weights that all of them hold, so that the average takes one copy of the weights over "
@@ -81,9 +78,9 @@ class _Average:
     )
     buffers: str = option(
         "copy",
-        choices=("copy", "average"),
-        doc="What stands with the averaged weights for numbers of the model that are not trained: `copy`: the live "
-        "ones; `average`: their average, floating-point numbers only.",
+        choices=BUFFERS,
+        doc="Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
+        "average, floating-point numbers only.",
     )
     full_validation: bool = option(
         False,
@@ -102,7 +99,7 @@ class _Average:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored(_Average):
-    """What averages have in common that can be stored for `dp-ema posthoc`."""
+    """Options of averages that can be stored for `dp-ema posthoc`."""
 
     snapshots: bool = option(
         False,
@@ -115,7 +112,7 @@ class _Stored(_Average):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaAverage(_Average):
+class EmaAverageConfig(_Average):
     """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`."""
 
     type: ClassVar[str] = "ema"
@@ -123,8 +120,8 @@ class EmaAverage(_Average):
     decay: float | None = option(
         None,
         check=fraction,
-        doc="The average keeps this part of itself per step; its window is 1/(1-decay) steps. Exactly one of `decay` "
-        "and `half_life` is given.",
+        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps. "
+        "Exactly one of `decay` and `half_life` is given.",
     )
     half_life: float | None = option(
         None,
@@ -140,12 +137,12 @@ class EmaAverage(_Average):
     warmup: bool = option(
         True,
         doc="Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the start, "
-        "so that the first weights are soon forgotten.",
+        "so that the initial weights have little influence.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerAverage(_Stored):
+class PowerAverageConfig(_Stored):
     """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run."""
 
     type: ClassVar[str] = "power"
@@ -165,10 +162,39 @@ class PowerAverage(_Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwaAverage(_Stored):
+class SwaAverageConfig(_Stored):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
     type: ClassVar[str] = "swa"
 
 
-Average = EmaAverage | PowerAverage | SwaAverage
+AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaShorthand:
+    """Options of `training` for one average named `ema`, as DeePMD-kit has them."""
+
+    enable_ema: bool = option(
+        False, doc="Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
+    )
+    ema_decay: float = option(
+        0.999,
+        check=fraction,
+        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps.",
+    )
+    ema_warmup: bool = option(
+        True,
+        doc="Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
+        "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
+    )
+    ema_ckpt_keep: int | None = option(
+        None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaValidationShorthand:
+    """The option of `validating` for the average named `ema`."""
+
+    ema_full_validation: bool = option(False, doc="The same for the averaged weights; needs `training.enable_ema`.")

@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deepmd_ema.config.averaging import LIVE, SHORT_FORM
 from deepmd_ema.config.fields import option, plain
-from deepmd_ema.config.model import ModelConfig
-from deepmd_ema.config.optim import (
-    LKF,
-    Adam,
-    AdaMuon,
-    AdamW,
-    CosineSchedule,
-    EnerLoss,
-    ExpSchedule,
-    HybridMuon,
-    WsdSchedule,
+from deepmd_ema.config.messages import Source, dotted
+from deepmd_ema.config.schema.model import ModelConfig
+from deepmd_ema.config.schema.optim import (
+    AdamConfig,
+    AdaMuonConfig,
+    AdamWConfig,
+    CosineScheduleConfig,
+    EnerLossConfig,
+    ExpScheduleConfig,
+    HybridMuonConfig,
+    LKFConfig,
+    WsdScheduleConfig,
 )
-from deepmd_ema.config.training import Training, TrainingData, Validating, ValidationData
+from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
+from deepmd_ema.weights import LIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,9 @@ class TaskConfig:
 
     name: str
     model: ModelConfig
-    loss: EnerLoss
-    training_data: TrainingData
-    validation_data: ValidationData | None
+    loss: EnerLossConfig
+    training_data: TrainingDataConfig
+    validation_data: ValidationDataConfig | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +48,24 @@ class RunConfig:
     """All sections of an input file.
 
     Attributes:
-        given: dotted paths of the options that the file names itself (the others are defaults); not compared.
+        source: the file, and where in it each option stands; not compared.
         notes: what was accepted from an older input and taken differently, for the log; not compared.
+        unused: options that stand for others and have no effect in this run, for the log; not compared.
     """
 
     model: ModelConfig = option(default_type="standard", doc="What is trained.")
-    learning_rate: ExpSchedule | CosineSchedule | WsdSchedule = option(
+    learning_rate: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig = option(
         default_type="exp", doc="How the learning rate goes down."
     )
-    optimizer: Adam | AdamW | AdaMuon | HybridMuon | LKF = option(
-        Adam(), default_type="Adam", doc="How parameters follow gradients."
+    optimizer: AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig = option(
+        AdamConfig(), default_type="Adam", doc="How parameters follow gradients."
     )
-    loss: EnerLoss = option(EnerLoss(), default_type="ener", doc="What is minimized.")
-    training: Training = option(doc="How long, on which data, and what is written when.")
-    validating: Validating = option(Validating(), doc="Full validation and the best weights.")
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
+    training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
+    validating: ValidatingConfig = option(ValidatingConfig(), doc="Full validation and the best weights.")
+    source: Source = field(default_factory=Source, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
@@ -84,9 +87,13 @@ class RunConfig:
     @property
     def fully_validated(self) -> list[str]:
         """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
-        validating, bank = self.validating, self.training.averaging
-        short = [LIVE] * validating.full_validation + [SHORT_FORM] * validating.ema_full_validation
-        return short + [average.name for average in bank if average.full_validation]
+        live = [LIVE] if self.validating.full_validation else []
+        return live + [average.name for average in self.training.averaging if average.full_validation]
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Dotted paths of the options that the input names itself; the others have their defaults."""
+        return frozenset(map(dotted, self.source.given))
 
 
 def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:

@@ -6,24 +6,24 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from deepmd_ema.config.averaging import SHORT_FORM, Average, EmaAverage, PowerAverage, SwaAverage
+from deepmd_ema.config.messages import dotted
+from deepmd_ema.config.schema.averaging import (
+    AverageConfig,
+    EmaAverageConfig,
+    PowerAverageConfig,
+    SwaAverageConfig,
+)
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.run import RunConfig
+    from deepmd_ema.config.schema.run import RunConfig
 
 _LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
 _LAST_REPLICATED_STAGE = 1  # the largest zero_stage at which every process holds all weights
 
 
-def of_averages(config: RunConfig) -> Iterator[tuple[str, str]]:
+def averages_unused(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the paths of options of averages that do nothing, with the reason."""
-    training = config.training
-    if not training.enable_ema:
-        for name in ("ema_decay", "ema_warmup", "ema_ckpt_keep"):
-            yield f"training.{name}", "training.enable_ema is false"
-    elif training.ckpt_keep_ratio is not None:
-        yield "training.ema_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
     for path, average in _entries(config):
         yield from ((f"{path}.{name}", why) for name, why in _of_one(average, config))
 
@@ -40,30 +40,23 @@ def bank_warnings(config: RunConfig, num_steps: int | None, steps_per: Mapping[s
     if num_steps is None:
         return
     training = config.training
-    if training.enable_ema:
-        yield from _long_decay("training.ema_decay", training.ema_decay, num_steps)
     for path, average in _entries(config):
-        if isinstance(average, EmaAverage):
-            yield from _long_window(path, average, num_steps, steps_per)
-        start = _start(average, steps_per)
+        if isinstance(average, EmaAverageConfig):
+            yield from _long_window(config, path, average, num_steps, steps_per)
+        spelled, start = dotted(config.source.path(path)), _start(average, steps_per)
         if start is not None and start >= num_steps:
-            yield _never_starts(path, average, num_steps)
-        elif isinstance(average, PowerAverage | SwaAverage) and average.snapshots:
-            yield from _few_snapshots(path, average, start or 0, num_steps, training.save_freq)
+            yield _never_starts(spelled, average, num_steps)
+        elif isinstance(average, PowerAverageConfig | SwaAverageConfig) and average.snapshots:
+            yield from _few_snapshots(spelled, average, start or 0, num_steps, training.save_freq)
 
 
 def average_words(config: RunConfig) -> list[str]:
     """Return a line for each average of the run."""
-    t = config.training
-    lines = []
-    if t.enable_ema:
-        short = EmaAverage(name=SHORT_FORM, decay=t.ema_decay, warmup=t.ema_warmup)
-        lines.append(f"{SHORT_FORM}: {_kind_words(short)}")
-    lines += [", ".join([f"{a.name}: {_kind_words(a)}", *_more_words(a)]) for a in t.averaging]
+    lines = [", ".join([f"{a.name}: {_kind_words(a)}", *_more_words(a)]) for a in config.training.averaging]
     return lines or ["none (training.enable_ema is false, training.averaging is empty)"]
 
 
-def _entries(config: RunConfig) -> Iterator[tuple[str, Average]]:
+def _entries(config: RunConfig) -> Iterator[tuple[str, AverageConfig]]:
     for n, average in enumerate(config.training.averaging):
         yield f"training.averaging[{n}]", average
 
@@ -71,10 +64,10 @@ def _entries(config: RunConfig) -> Iterator[tuple[str, Average]]:
 # ---- options without effect
 
 
-def _of_one(average: Average, config: RunConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(average, EmaAverage) and average.half_life is None:
+def _of_one(average: AverageConfig, config: RunConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(average, EmaAverageConfig) and average.half_life is None:
         yield "half_life_unit", "decay is given, and no half_life"
-    if isinstance(average, PowerAverage | SwaAverage) and not average.snapshots:
+    if isinstance(average, PowerAverageConfig | SwaAverageConfig) and not average.snapshots:
         yield "snapshot_freq", "snapshots is false"
     if config.training.ckpt_keep_ratio is not None:
         yield "ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
@@ -89,23 +82,24 @@ def _of_one(average: Average, config: RunConfig) -> Iterator[tuple[str, str]]:
 # ---- allowed, but likely not meant
 
 
-def _long_decay(path: str, decay: float, num_steps: int) -> Iterator[str]:
-    window = 1 / (1 - decay)
-    if window > _LONGEST_WINDOW * num_steps:
-        better = max(0.0, 1 - 1 / max(1.0, _LONGEST_WINDOW / 2 * num_steps))
-        yield f"{path} = {decay:g}: {_lags(window, num_steps)} Try {better:.3g}."
-
-
-def _long_window(path: str, average: EmaAverage, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[str]:
+def _long_window(
+    config: RunConfig, path: str, average: EmaAverageConfig, num_steps: int, steps_per: Mapping[str, float]
+) -> Iterator[str]:
+    longest, better_window = _LONGEST_WINDOW * num_steps, _LONGEST_WINDOW / 2 * num_steps
     if average.decay is not None:
-        yield from _long_decay(f"{path}.decay", average.decay, num_steps)
+        window = 1 / (1 - average.decay)
+        better = max(0.0, 1 - 1 / max(1.0, better_window))
+        name, value = "decay", f"{average.decay:g}"
     elif average.half_life is not None and average.half_life_unit in steps_per:
         unit = steps_per[average.half_life_unit]
         window = 1 / -math.expm1(-math.log(2) / (average.half_life * unit))
-        if window > _LONGEST_WINDOW * num_steps:
-            better = math.log(2) * _LONGEST_WINDOW / 2 * num_steps / unit
-            there = f"{path}.half_life = {average.half_life:g} {average.half_life_unit}"
-            yield f"{there}: {_lags(window, num_steps)} Try {better:.3g}."
+        better = math.log(2) * better_window / unit
+        name, value = "half_life", f"{average.half_life:g} {average.half_life_unit}"
+    else:
+        return
+    if window > longest:
+        option = dotted(config.source.path(f"{path}.{name}"))
+        yield f"{option} = {value}: {_lags(window, num_steps)} Try {better:.3g}."
 
 
 def _lags(window: float, num_steps: int) -> str:
@@ -115,14 +109,14 @@ def _lags(window: float, num_steps: int) -> str:
     )
 
 
-def _start(average: Average, steps_per: Mapping[str, float]) -> float | None:
+def _start(average: AverageConfig, steps_per: Mapping[str, float]) -> float | None:
     """Return the step at which the average starts, or None when epochs cannot be counted yet."""
     if average.start_epoch is None:
         return average.start_step
     return average.start_epoch * steps_per["epochs"] if "epochs" in steps_per else None
 
 
-def _never_starts(path: str, average: Average, num_steps: int) -> str:
+def _never_starts(path: str, average: AverageConfig, num_steps: int) -> str:
     given = "start_step" if average.start_epoch is None else "start_epoch"
     return (
         f"{path}.{given} = {getattr(average, given):g}: the run ends at step {num_steps}, so that nothing is averaged "
@@ -131,7 +125,7 @@ def _never_starts(path: str, average: Average, num_steps: int) -> str:
 
 
 def _few_snapshots(
-    path: str, average: PowerAverage | SwaAverage, start: float, num_steps: int, save_freq: int
+    path: str, average: PowerAverageConfig | SwaAverageConfig, start: float, num_steps: int, save_freq: int
 ) -> Iterator[str]:
     given = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
     every = save_freq if average.snapshot_freq is None else average.snapshot_freq
@@ -145,7 +139,7 @@ def _few_snapshots(
 
 
 def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
-    stored = [a for _, a in _entries(config) if isinstance(a, PowerAverage | SwaAverage) and a.snapshots]
+    stored = [a for _, a in _entries(config) if isinstance(a, PowerAverageConfig | SwaAverageConfig) and a.snapshots]
     if stored and len({_length(a) for a in stored}) == 1:
         yield (
             f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
@@ -159,19 +153,19 @@ def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _length(average: PowerAverage | SwaAverage) -> tuple[str, float]:
-    if isinstance(average, PowerAverage) and average.sigma_rel is not None:
+def _length(average: PowerAverageConfig | SwaAverageConfig) -> tuple[str, float]:
+    if isinstance(average, PowerAverageConfig) and average.sigma_rel is not None:
         return "sigma_rel", average.sigma_rel
-    return "gamma", (average.gamma or 0.0) if isinstance(average, PowerAverage) else 0.0
+    return "gamma", (average.gamma or 0.0) if isinstance(average, PowerAverageConfig) else 0.0
 
 
 # ---- words of the summary
 
 
-def _kind_words(average: Average) -> str:
-    if isinstance(average, SwaAverage):
+def _kind_words(average: AverageConfig) -> str:
+    if isinstance(average, SwaAverageConfig):
         return "equal weights"
-    if isinstance(average, PowerAverage):
+    if isinstance(average, PowerAverageConfig):
         name, value = _length(average)
         return f"power, {name} {value:g}"
     warmup = ", warm-up" * average.warmup
@@ -180,7 +174,7 @@ def _kind_words(average: Average) -> str:
     return f"EMA, half-life {average.half_life:g} {average.half_life_unit}{warmup}"
 
 
-def _more_words(average: Average) -> Iterator[str]:
+def _more_words(average: AverageConfig) -> Iterator[str]:
     if average.start_epoch:
         yield f"from epoch {average.start_epoch:g}"
     if average.start_step:
@@ -197,6 +191,6 @@ def _more_words(average: Average) -> Iterator[str]:
         yield "a range of it on each process"
     if average.buffers == "average":
         yield "with averaged buffers"
-    if isinstance(average, PowerAverage | SwaAverage) and average.snapshots:
+    if isinstance(average, PowerAverageConfig | SwaAverageConfig) and average.snapshots:
         freq = average.snapshot_freq
         yield f"snapshots every {freq} steps" if freq else "snapshots with the checkpoints"

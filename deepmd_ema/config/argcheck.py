@@ -1,0 +1,126 @@
+"""The input as dargs arguments: the gate that every config passes, and the declaration for other tools."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema.config.descriptor import DESCRIPTORS
+from deepmd_ema.config.fields import Option, input_options, plain, wants
+from deepmd_ema.config.schema.run import RunConfig
+
+if TYPE_CHECKING:
+    from dargs import Argument
+
+LARGEST_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
+
+
+def run_arguments() -> Argument:
+    """Return the declaration of a whole input as a ``dargs.Argument``.
+
+    It is what dp-ema itself checks an input with, and what other tools (editors, input generators, documentation) can
+    use: ``run_arguments().normalize_value(values, trim_pattern="_*")`` fills in defaults and replaces aliases,
+    ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
+    places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
+    """
+    return _run_arguments(tuple(DESCRIPTORS))
+
+
+@cache
+def _run_arguments(descriptors: tuple[str, ...]) -> Argument:
+    """Return the declaration for the registered ``descriptors``; the registry may grow between calls."""
+    from dargs import Argument  # a third of the time that `--help` may take
+
+    return Argument("input", dict, arguments(RunConfig), doc=RunConfig.__doc__ or "")
+
+
+def arguments(section: type) -> tuple[Argument, ...]:
+    """Return the declarations of the options of a section, nested sections included."""
+    return tuple(_argument(o) for o in input_options(section))
+
+
+def normalized(declared: Argument, values: Any) -> tuple[dict[str, Any], str]:
+    """Let dargs normalize and check the values of a section.
+
+    Args:
+        declared: the section.
+        values: without comments.
+
+    Returns:
+        The values with every default filled in and aliases replaced, and an empty string; or an empty dictionary and
+        the first mistake in the words of dargs.
+    """
+    from dargs.dargs import ArgumentError
+
+    try:
+        found: dict[str, Any] = declared.normalize_value(values)
+        declared.check_value(found, strict=True)
+    except (ArgumentError, TypeError) as error:  # TypeError: a key that is no text, of which it seeks similar ones
+        return {}, str(error)
+    return found, ""
+
+
+def is_right_value(option: Option, value: Any) -> bool:
+    """Whether a value of the right type is one that the option takes: the ``extra_check`` of its argument.
+
+    Beside the check of the declaration this refuses what dargs, like Python, would take for a number: true and false,
+    infinity and nan, and whole numbers that do not fit 64 bits.
+    """
+    if value is None:
+        return True
+    if has_stray_bool(option, value) or not all(map(is_bounded, leaves(value))):
+        return False
+    if not option.choices and option.check is None:
+        return True
+    return value in option.choices or (option.check is not None and option.check.test(value))
+
+
+def has_stray_bool(option: Option, value: Any) -> bool:
+    """Whether true or false stands where a number belongs, which Python would take for 1 and 0."""
+    allowed = any(bool in (t, *typing.get_args(t)) for t in option.types)
+    return not allowed and any(isinstance(v, bool) for v in leaves(value))
+
+
+def is_bounded(leaf: Any) -> bool:
+    """Whether a leaf is no number, or a finite one, with at most 18 digits if it is whole."""
+    if isinstance(leaf, float):
+        return math.isfinite(leaf)
+    return not isinstance(leaf, int) or abs(leaf) < LARGEST_INTEGER
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what stands in nested lists and dictionaries."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None:
+        yield value
+    for item in inner or ():
+        yield from leaves(item)
+
+
+def option_argument(section: type, name: str) -> Argument:
+    """Return the declaration of one plain option of ``section``."""
+    return next(a for a in arguments(section) if a.name == name)
+
+
+def _argument(option: Option) -> Argument:
+    from dargs import Argument, Variant
+
+    extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}
+    null = [type(None)] if option.nullable else []
+    common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}
+    kind = list if option.many else dict
+    if option.by_type:
+        kinds: tuple[Any, ...] = option.sections
+        choices = [
+            Argument(s.type, dict, arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "") for s in kinds
+        ]
+        tag = option.default_type or ""
+        flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
+        return Argument(option.name, [kind, *null], [], [flag], repeat=option.many, **common)
+    if option.sections:
+        return Argument(option.name, [kind, *null], arguments(option.sections[0]), repeat=option.many, **common)
+    test: Callable[[Any], bool] = lambda value: is_right_value(option, value)  # noqa: E731
+    return Argument(option.name, [*option.types, *null], extra_check=test, extra_check_errmsg=wants(option), **common)

@@ -1,0 +1,127 @@
+"""Text options of several parts, such as ``max:64`` and ``F:RMSE``: read once, here, and handed on with their parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from deepmd_ema.config.fields import Check
+from deepmd_ema.errors import ConfigError
+
+T = TypeVar("T", bound="TextOption")
+
+
+class TextOption(str):
+    """A text with its parts as attributes. It compares, prints and is written to files as the text."""
+
+    def __new__(cls: type[T], text: str) -> T:
+        """Return the option; a text that is one already is read again."""
+        made = super().__new__(cls, text)
+        made._read()
+        return made
+
+    def _read(self) -> None:
+        """Set the parts.
+
+        Raises:
+            ConfigError: if the text cannot be understood.
+        """
+        raise NotImplementedError
+
+
+class BatchSizeRule(TextOption):
+    """Frames of a batch by the number of their atoms.
+
+    Attributes:
+        kind: ``auto`` (at least ``atoms`` atoms in a batch), ``max`` (at most) or ``filter`` (at most, and frames of
+            more are left out).
+        atoms: the number; that of a plain ``auto`` is 32, as in DeePMD-kit.
+    """
+
+    kind: str
+    atoms: int
+
+    def _read(self) -> None:
+        found = re.fullmatch(r"(auto|max|filter):([0-9]{1,18})|auto", self)
+        if re.match(r"mix(ed)?:", self):
+            name = self.partition(":")[0]
+            raise ConfigError(
+                f'batch_size = "{self}": the rule {name}:N is not supported. Use auto:N, max:N or filter:N.'
+            )
+        if found is None or (found[2] is not None and int(found[2]) < 1):
+            raise ConfigError(
+                f'batch_size = "{self}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N.'
+            )
+        self.kind, self.atoms = found[1] or "auto", int(found[2] or 32)
+
+
+class SystemProbability(TextOption):
+    """How often a system is drawn: ``auto_prob``.
+
+    Attributes:
+        kind: ``prob_uniform`` (all alike) or ``prob_sys_size`` (by the number of batches).
+        blocks: ``(start, stop, weight)`` of blocks of systems, within which ``kind`` holds; empty for one block of all.
+    """
+
+    kind: str
+    blocks: tuple[tuple[int, int, Fraction], ...]
+
+    def _read(self) -> None:
+        self.kind, *texts = (part.strip() for part in self.split(";"))
+        if self.kind not in ("prob_uniform", "prob_sys_size") or (texts and self.kind == "prob_uniform"):
+            raise ConfigError(
+                f'auto_prob = "{self}" is unknown. Known: prob_uniform, prob_sys_size, '
+                "prob_sys_size;start:stop:weight;..."
+            )
+        blocks = []
+        for text in filter(None, texts):
+            found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)", text)
+            if found is None:
+                raise ConfigError(f'auto_prob = "{self}": "{text}" is not start:stop:weight.')
+            blocks.append((int(found[1]), int(found[2]), Fraction(float(found[3]))))
+        if any(start >= stop for start, stop, _ in blocks) or (texts and not sum(weight for *_, weight in blocks)):
+            raise ConfigError(f'auto_prob = "{self}": expected start < stop, and a weight above 0.')
+        self.blocks = tuple(blocks)
+
+
+class Metric(TextOption):
+    """The error that ranks weights.
+
+    Attributes:
+        quantity: ``E``, ``F``, ``V`` or ``S``.
+        error: ``MAE`` or ``RMSE``.
+    """
+
+    quantity: str
+    error: str
+
+    def __new__(cls, text: str) -> Metric:
+        """Return the metric, in capital letters."""
+        return super().__new__(cls, text.upper())
+
+    def _read(self) -> None:
+        found = re.fullmatch(r"([EFVS]):(MAE|RMSE)", self)
+        if found is None:
+            raise ConfigError(f'"{self}" is no metric. Known: E, F, V or S, a colon, MAE or RMSE, such as E:MAE.')
+        self.quantity, self.error = found[1], found[2]
+
+
+def is_readable(kind: Callable[[str], TextOption], text: str) -> bool:
+    """Whether a text can be read as that kind of option."""
+    try:
+        kind(text)
+    except ConfigError:
+        return False
+    return True
+
+
+def check_text(kind: Callable[[str], TextOption], wants: str) -> Check:
+    """Return the check of an option that is such a text."""
+    return Check(lambda text: is_readable(kind, text), wants)
+
+
+def read_if_text(kind: Callable[[str], TextOption]) -> Callable[[Any], Any]:
+    """Return what converts the texts among the values of an option, and leaves others as they are."""
+    return lambda value: kind(value) if isinstance(value, str) else value

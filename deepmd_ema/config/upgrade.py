@@ -1,0 +1,237 @@
+"""Any accepted input in the sections of today.
+
+Keys of older versions of DeePMD-kit are moved to their place, what has no effect is left out, and the short form of an
+average becomes an entry of ``training.averaging``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepmd_ema.config.fields import Option, input_options, is_comment, options, section_by_type
+from deepmd_ema.config.messages import Path, Problem, dotted, show
+from deepmd_ema.config.peer import is_no_op, unavailable_key
+from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.run import RunConfig
+
+# keys of `training` that later became keys of another section (new name where it changed)
+_TO_LEARNING_RATE = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
+_TO_OPTIMIZER = {
+    "opt_type": "type",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "weight_decay": "weight_decay",
+    "kf_blocksize": "kf_blocksize",
+    "kf_start_pref_e": "kf_start_pref_e",
+    "kf_limit_pref_e": "kf_limit_pref_e",
+    "kf_start_pref_f": "kf_start_pref_f",
+    "kf_limit_pref_f": "kf_limit_pref_f",
+    "momentum": "momentum",
+    "muon_momentum": "momentum",
+    "lr_adjust": "lr_adjust",
+    "lr_adjust_coeff": "lr_adjust_coeff",
+}
+# keys of `training` in version 1 that now stand in `training.training_data`
+_TO_TRAINING_DATA = ("systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
+
+
+@dataclass
+class Upgraded:
+    """An input in today's sections.
+
+    Attributes:
+        values: a copy of the input, changed, without comments and without options that ask for nothing.
+        lines: lines of the keys, moved ones included.
+        given: canonical paths of the options that the input names.
+        source_paths: canonical path -> the path as the input spells it.
+        notes: what was changed, one sentence each.
+        unused: options that were left out because they do nothing here, with the reason.
+        problems: what could not be changed.
+    """
+
+    values: Any
+    lines: dict[Path, int]
+    given: set[Path] = field(default_factory=set)
+    source_paths: dict[Path, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def upgrade(values: Any, lines: Mapping[Path, int]) -> Upgraded:
+    """Return the input in today's sections; the one that was given is left alone."""
+    upgraded = Upgraded(copy.deepcopy(dict(values)) if isinstance(values, Mapping) else values, dict(lines))
+    training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
+    if isinstance(training, dict):
+        _move_old_keys(upgraded, training)
+    upgraded.values = _own_options(upgraded, RunConfig, upgraded.values, (), ())
+    return upgraded
+
+
+def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
+    for key in _TO_LEARNING_RATE:
+        _move(upgraded, ("training", key), ("learning_rate", key))
+    for key, name in _TO_OPTIMIZER.items():
+        _move(upgraded, ("training", key), ("optimizer", name))
+    if "training_data" not in training and "data_dict" not in training:
+        for key in _TO_TRAINING_DATA:
+            _move(upgraded, ("training", key), ("training", "training_data", key))
+    _drop(upgraded, ("training", "numb_test"), "validation is set by validation_data.numb_btch now")
+    for folder in (("training",), ("training", "training_data"), ("training", "validation_data")):
+        _drop(upgraded, (*folder, "set_prefix"), "sets are always found as set.*")
+
+
+def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Path, spelled: Path) -> Any:
+    """Return a section without comments and options of DeePMD-kit that ask for nothing; note what it names, and where.
+
+    Args:
+        upgraded: takes the notes.
+        section: its class.
+        raw: what the input has for it, right or wrong.
+        path: of the section.
+        spelled: the same, as the input spells it.
+    """
+    if not isinstance(raw, dict):
+        return raw
+    by_key = {key: option for option in input_options(section) for key in option.keys}
+    kept: dict[Any, Any] = {}
+    for key, value in raw.items():
+        peer = None if key in by_key else unavailable_key(dotted(path) if path else "", key)
+        if is_comment(key):
+            continue
+        if peer is not None and is_no_op(peer, value):
+            if peer.no_op_values is None and value:
+                upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
+            continue
+        kept[key] = value
+        option = by_key.get(key)
+        if option is not None:
+            here, there = (*path, option.name), (*spelled, key)
+            upgraded.given.add(here)
+            upgraded.source_paths.setdefault(here, there)
+            if option.many and isinstance(value, list):
+                kept[key] = [_nested(upgraded, option, v, (*here, n), (*there, n)) for n, v in enumerate(value)]
+            elif option.sections:
+                kept[key] = _nested(upgraded, option, value, here, there)
+    return kept
+
+
+def _nested(upgraded: Upgraded, option: Option, value: Any, path: Path, spelled: Path) -> Any:
+    section = option.sections[0]
+    if option.by_type and isinstance(value, dict):
+        name = value.get("type", option.default_type)
+        section = (section_by_type(option.sections, name) if isinstance(name, str) else None) or section
+    return _own_options(upgraded, section, value, path, spelled)
+
+
+# ---- the short form of an average
+
+EMA = "ema"  # name of the average that the short form stands for
+_SWITCH: Path = ("training", "enable_ema")
+_SHORT_FORM: dict[Path, str] = {  # option of the short form -> option of the entry
+    ("training", "ema_decay"): "decay",
+    ("training", "ema_warmup"): "warmup",
+    ("training", "ema_ckpt_keep"): "ckpt_keep",
+    ("validating", "ema_full_validation"): "full_validation",
+}
+_BANK: Path = ("training", "averaging")
+
+
+def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
+    """Put the average that ``enable_ema`` asks for into the list ``training.averaging``, first.
+
+    Args:
+        upgraded: takes the paths of its options, what has no effect, and what is wrong.
+        values: of a whole input under canonical keys, some perhaps ``INVALID``; changed.
+    """
+    defaults = {o.name: o.default for s in (EmaShorthand, EmaValidationShorthand) for o in options(s)}
+    on, entry = _take(values, _SWITCH, False), {"type": "ema", "name": EMA}
+    for path, name in _SHORT_FORM.items():
+        entry[name] = _take(values, path, defaults[str(path[-1])])
+        if on is False and name != "full_validation" and path in upgraded.given:
+            upgraded.unused.append(f"{dotted(path)} = {show(entry[name])}: no effect, {dotted(_SWITCH)} is false")
+    entries = values["training"].get("averaging", []) if isinstance(values.get("training"), dict) else None
+    if not isinstance(entries, list):
+        return
+    same = [n for n, e in enumerate(entries) if isinstance(e, dict) and str(e.get("name")).lower() == EMA]
+    validated = entry["full_validation"] is True
+    if validated and on is False:
+        instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
+        text = f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.'
+        upgraded.problems.append(Problem(("validating", "ema_full_validation"), text))
+    if same and on is True:
+        name = entries[same[0]]["name"]
+        case = "" if name == EMA else " but for upper and lower case, and so have its files"
+        text = f" = {show(name)}: training.enable_ema already tracks one of that name{case}. "
+        text += "Choose another name, or remove enable_ema."
+        upgraded.problems.append(Problem((*_BANK, same[0], "name"), text))
+    # where only its validation is asked for the input is refused; with the entry, the rules tell its other mistakes
+    if not same and (on is True or validated):
+        values["training"]["averaging"] = [entry, *entries]
+        _move_paths_of_entries(upgraded, len(entries))
+
+
+def _take(values: dict[str, Any], path: Path, default: Any) -> Any:
+    section = values.get(str(path[0]))
+    return section.pop(path[1], default) if isinstance(section, dict) else default
+
+
+def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
+    """Let paths of entries, which now stand one place later, lead to those that the input has."""
+
+    def moved(path: Path) -> Path:
+        is_inside = path[: len(_BANK)] == _BANK and len(path) > len(_BANK)
+        return (*_BANK, int(path[len(_BANK)]) + 1, *path[len(_BANK) + 1 :]) if is_inside else path
+
+    short = {(*_BANK, 0, name): path for path, name in _SHORT_FORM.items()}
+    entries = {(*_BANK, n + 1): (*_BANK, n) for n in range(number)}
+    inside = {moved(path): there for path, there in upgraded.source_paths.items()}
+    upgraded.source_paths = {(*_BANK, 0): _SWITCH, **short, **entries, **inside}
+    upgraded.given = {moved(path) for path in upgraded.given} | {
+        p for p, there in short.items() if there in upgraded.given
+    }
+
+
+# ---- keys of older versions
+
+
+def _move(upgraded: Upgraded, old: Path, new: Path) -> None:
+    source = _section(upgraded.values, old[:-1])
+    if source is None or old[-1] not in source:
+        return
+    target = _section(upgraded.values, new[:-1], make=True)
+    if target is None:
+        return
+    value = source.pop(old[-1])
+    if old[-1] == "opt_type" and isinstance(value, str):
+        value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
+    name = str(new[-1])
+    if name in target:
+        upgraded.problems.append(
+            Problem(old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}.")
+        )
+        return
+    target[name] = value
+    for path, line in list(upgraded.lines.items()):
+        if path[: len(old)] == old:
+            upgraded.lines[(*new, *path[len(old) :])] = line
+    upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
+
+
+def _drop(upgraded: Upgraded, path: Path, why: str) -> None:
+    section = _section(upgraded.values, path[:-1])
+    if section is not None and path[-1] in section:
+        del section[path[-1]]
+        upgraded.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
+
+
+def _section(values: Any, path: Path, *, make: bool = False) -> dict[str, Any] | None:
+    """Return the dictionary at ``path``, made when asked for, or None where something else stands."""
+    for key in path:
+        if make and isinstance(values, dict) and key not in values:
+            values[key] = {}
+        values = values.get(key) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else None
