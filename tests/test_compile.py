@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 from torch._dynamo.utils import counters
+from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema.model.build import DESCRIPTORS
 from deepmd_ema.model.energy import run
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]  # dynamo's own; compiling takes time
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 
 SMALL = {"neuron": [2], "axis_neuron": 2}
 # the first batch has equal numbers everywhere, so that a graph that took them for one number would be wrong later
@@ -40,7 +40,7 @@ def outputs_and_gradients(call, model, batch):
 
 @pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
 def test_models_of_one_structure_share_a_graph_for_batches_of_many_sizes(descriptor):
-    """A graph of a batch of 3+3+3 atoms gives wrong energies for 4+3+2 if it keeps the numbers: dynamo asks for them."""
+    """A graph of a batch of 3+3+3 atoms gives wrong energies for 4+3+2 if the numbers are baked in: dynamo guards them."""
     compiled = torch.compile(run, dynamic=True, backend="aot_eager")
     for seed in (3, 4):
         _, model = toy_model(descriptor, SMALL, {"neuron": [2]}, seed=seed)
