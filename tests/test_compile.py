@@ -40,7 +40,7 @@ def outputs_and_gradients(call, model, batch):
 
 @pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
 def test_models_of_one_structure_share_a_graph_for_batches_of_many_sizes(descriptor):
-    """A graph of a batch of 3+3+3 atoms gives wrong energies for 4+3+2 if the numbers are baked in: dynamo guards them."""
+    """A graph of 3+3+3 atoms would give wrong energies for 4+3+2 if it had these numbers baked in."""
     compiled = torch.compile(run, dynamic=True, backend="aot_eager")
     for seed in (3, 4):
         _, model = toy_model(descriptor, SMALL, {"neuron": [2]}, seed=seed)
