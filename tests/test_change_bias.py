@@ -17,7 +17,7 @@ from infer_models import write_run
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.export import freeze
-from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
+from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
@@ -211,7 +211,7 @@ def test_everything_else_in_a_file_of_deepmd_kit_stays(data, tmp_path):
     tree["of_another_program"] = {"@variables": {"numbers": np.arange(3)}, "text": "kept"}
     write_tree(tmp_path / "theirs.dp", tree)
     model = load_model(tmp_path / "theirs.dp")
-    write_changed(tmp_path / "theirs.dp", Asked(values=[-1.5] * len(model.config.type_map)), tmp_path / "new.dp")
+    write_changed(tmp_path / "theirs.dp", BiasRequest(values=[-1.5] * len(model.config.type_map)), tmp_path / "new.dp")
     old, new = read_tree(tmp_path / "theirs.dp"), read_tree(tmp_path / "new.dp")
     assert new.pop("dp_ema") == {"bias": {"mode": "given", "source": "values given"}}
     assert new["model"][VARIABLES]["out_bias"].ravel().tolist() == [-1.5] * len(model.config.type_map)
@@ -317,13 +317,13 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
     with pytest.raises(CheckpointError, match=r"m.dp: cannot be written"):
-        write_changed(frozen, Asked(values=[1, 2]), frozen)
+        write_changed(frozen, BiasRequest(values=[1, 2]), frozen)
     assert frozen.read_bytes() == old
     assert list(tmp_path.iterdir()) == [frozen]
 
 
 def test_a_changed_file_is_no_start_of_a_restart_but_of_a_new_run(run, tmp_path):
-    write_changed(run[0], Asked(values=[-1.0, -2.0]), tmp_path / "new.pt")
+    write_changed(run[0], BiasRequest(values=[-1.0, -2.0]), tmp_path / "new.pt")
     payload = checkpoint.load(tmp_path / "new.pt")
     with pytest.raises(CheckpointError, match=r"holds the live weights of step 7 and not the state of a run"):
         checkpoint.require_training(payload, tmp_path / "new.pt")
@@ -359,7 +359,7 @@ def test_deepmd_kit_finds_the_same_bias_and_computes_the_same_with_our_file(run,
     write_system(data / "oxygen", frames=4, natoms=12, seed=2, num_types=1)
     freeze(load_model(run[0]), tmp_path / "m.dp")
     for mode in ("change", "set"):
-        write_changed(tmp_path / "m.dp", Asked(mode, [str(data)]), tmp_path / f"ours.{mode}.dp", device="cpu")
+        write_changed(tmp_path / "m.dp", BiasRequest(mode, [str(data)]), tmp_path / f"ours.{mode}.dp", device="cpu")
     coord, types, box = toy_frame(np.random.default_rng(0), 12)
     np.savez(tmp_path / "frame.npz", coord=coord, types=types, box=box)
     (tmp_path / "peer.py").write_text(PEER_SCRIPT)
@@ -377,7 +377,7 @@ def test_deepmd_kit_finds_the_same_bias_and_computes_the_same_with_our_file(run,
 
 
 def test_the_python_call_takes_the_same(run, data, tmp_path):
-    done = write_changed(run[0], Asked(CHANGE, [str(data)]), tmp_path / "new.pt", use_average=True, device="cpu")
+    done = write_changed(run[0], BiasRequest(CHANGE, [str(data)]), tmp_path / "new.pt", use_average=True, device="cpu")
     before, after = done.residuals()
     assert done.loaded.info.weights == "ema"
     assert abs(before.mean()) > 0.1

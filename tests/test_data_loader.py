@@ -186,3 +186,10 @@ def test_ranks_share_sequential_batches(systems):
         [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)] for r in range(3)
     ]
     assert [shares[n % 3][n // 3] for n in range(len(whole))] == whole
+
+
+def test_processes_of_one_machine_share_the_memory_for_neighbors(monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 1 << 10)  # pages, and bytes of a page: 1 MiB
+    assert PairCache(LAYOUT).max_bytes == 1 << 18
+    assert PairCache(LAYOUT, local_size=4).max_bytes == 1 << 16
+    assert PairCache(LAYOUT, max_bytes=7, local_size=4).max_bytes == 7

@@ -163,7 +163,8 @@ def laws():
         choices = [[(key, value) for value in values if value != {} or key == "changes"] for key, values in marks]
         for case in itertools.product(*choices):
             arguments_of = dict(case)
-            if not arguments_of.get("changes"):
+            own_options = arguments_of.get("changes") or test_laws.OPTIONS[arguments_of.get("option", "tanh")]
+            if not own_options:
                 yield pytest.param(law, arguments_of, id="-".join([name, *(str(v) for v in arguments_of.values())]))
 
 

@@ -214,7 +214,7 @@ def test_the_start_says_what_is_averaged_and_what_snapshots_will_take(start, cap
     with caplog.at_level("INFO"):
         folder = start("run", 18)
     for name in NAMES:
-        assert f"average     {name}: " in caplog.text
+        assert re.search(rf"average +{name}: ", caplog.text)
     files = [f for f in (folder / "snapshots").iterdir() if "p05" in f.name]
     assert "p05 every 4 steps: 5 files" in caplog.text
     assert len(files) == 5

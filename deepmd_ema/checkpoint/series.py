@@ -67,7 +67,7 @@ class CheckpointSeries:
         """Return the steps of all files that are there, ascending."""
         return sorted(numbered(self.folder, self.name))
 
-    def publish(self, step: int) -> None:
+    def update_links(self, step: int) -> None:
         """Move the link, then the pointer, to the file of ``step``."""
         _replace_link(self.link, self.file(step))
         if self._pointer is not None:
@@ -126,7 +126,7 @@ def save_together(
         save(series.file(step), payload, fallback)
     try:
         for series, _ in reversed(files):
-            series.publish(step)
+            series.update_links(step)
     except OSError as error:
         raise CheckpointError(
             f"{live.link}: the link to the newest checkpoint could not be moved ({error.strerror}). "

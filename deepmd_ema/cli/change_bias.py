@@ -28,16 +28,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the file and print the bias before and after."""
     start_logging(args)
-    from deepmd_ema.infer.change_bias import CHANGE, Asked, write_changed
+    from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 
     if args.bias_value is not None:
         if args.mode is not None or args.numb_batch is not None:
             raise UserError("-b: the bias is what you give; -m and -n are for a fit to data. Leave them out.")
-        asked = Asked(values=args.bias_value)
+        request = BiasRequest(values=args.bias_value)
     else:
         systems = args.system or ["."] if args.datafile is None else read_datafile(args.datafile)
-        asked = Asked(args.mode or CHANGE, systems, num_frames=args.numb_batch or 0, source=args.datafile or "")
-    print(write_changed(args.input, asked, args.output, args.use_ema, args.average, args.device).text())
+        request = BiasRequest(args.mode or CHANGE, systems, num_frames=args.numb_batch or 0, source=args.datafile or "")
+    print(write_changed(args.input, request, args.output, args.use_ema, args.average, args.device).text())
 
 
 def _num_frames(text: str) -> int:

@@ -1,1 +1,1 @@
-"""What a trained model is for: predictions, errors on labelled frames, pictures, a look into its file."""
+"""Inference: predictions, errors on labelled frames, the output bias of a model file, and what a file holds."""

@@ -32,7 +32,7 @@ WRITTEN_SUFFIXES = (".dp", ".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Asked:
+class BiasRequest:
     """What the bias shall be: fitted to ``systems``, or ``values``.
 
     Attributes:
@@ -117,7 +117,7 @@ class ChangedBias:
 
 def write_changed(
     model: str | Path,
-    asked: Asked,
+    request: BiasRequest,
     output: str | Path | None = None,
     use_average: bool = False,
     average: str | None = None,
@@ -130,7 +130,7 @@ def write_changed(
 
     Args:
         model: a checkpoint of any kind, the folder of a run, or a ``.dp`` or ``.yaml`` file.
-        asked: what the bias shall be.
+        request: what the bias shall be.
         output: the file to write; ``<stem>_updated<suffix>`` beside the model if not given.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
@@ -143,25 +143,25 @@ def write_changed(
     loaded = load_model(model, use_average=use_average, average=average)
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
-    if asked.values is not None:
-        after = _given(asked.values, loaded.config.type_map)
+    if request.values is not None:
+        after = _given(request.values, loaded.config.type_map)
         done = ChangedBias(path, loaded, {"mode": GIVEN, "source": "values given"}, before, after)
         _write(done, None)
         return done
     where = select_device(device)
-    systems = open_labelled(asked.systems, loaded.config, (ENERGY,), asked.patterns)
+    systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
     network = loaded.model.to(where)
     batches = sequential_batches(
-        systems, network.layout, labels=(ENERGY,), frames=first_frames(systems, asked.num_frames)
+        systems, network.layout, labels=(ENERGY,), frames=first_frames(systems, request.num_frames)
     )
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
-        raise UserError(f"no frame of {', '.join(map(str, asked.systems))} has an energy to fit the bias to.")
-    fit: BiasFit = set_bias(frames) if asked.mode == SET else change_bias(frames, before)
+        raise UserError(f"no frame of {', '.join(map(str, request.systems))} has an energy to fit the bias to.")
+    fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
     record = {
-        "mode": asked.mode,
+        "mode": request.mode,
         "frames": len(frames),
-        "source": asked.source or first_few(list(map(str, asked.systems)), 3),
+        "source": request.source or first_few(list(map(str, request.systems)), 3),
     }
     done = ChangedBias(path, loaded, record, before, fit.bias, frames, fit.undetermined)
     _write(done, fit.std)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lcurve.out, val.log, progress bar, split of the time, log messages, TensorBoard."""
+"""Output for people: tables, lcurve.out, val.log, figures, progress bar, log messages, TensorBoard."""
 
 from deepmd_ema.report.logs import open_board, set_up_logging
 from deepmd_ema.report.progress import IntervalTimes, Progress

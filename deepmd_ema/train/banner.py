@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepmd_ema import __version__
+from deepmd_ema.report.table import facts
+from deepmd_ema.report.text import render
 from deepmd_ema.train.averages import snapshot_lines
 
 if TYPE_CHECKING:
@@ -44,18 +46,19 @@ def start_lines(
     epochs = num_steps / tasks.batches_per_epoch
     several = world.size > 1 or config.training.zero_stage > 0
     each = f" of each rank, {_count(tasks.frames_per_step)} frames per step over all ranks" if several else ""
-    return [
-        f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"device      {_device(world.device)}",
-        *(_ranks(world.size, config.training.zero_stage) if several else []),
-        *(f"model       {_named(name)}{_model(task)}" for name, task in prepared.tasks.items()),
-        *(f"data        {_named(name)}{_data(task)}{each}" for name, task in prepared.tasks.items()),
-        f"length      {num_steps:,} steps = {epochs:.1f} epochs of {tasks.batches_per_epoch} batches",
-        f"learning    {config.optimizer.type}, {config.learning_rate.type} from {config.learning_rate.start_lr:g} "
-        f"to {config.learning_rate.end_lr:g}" + ("; used as given, whatever the number of ranks" if several else ""),
-        *([f"average     {t.profile.words()}" for t in tracked] or ["average     none (training.enable_ema)"]),
-        *(f"snapshots   {line}" for line in snapshot_lines(tracked, num_steps, _snapshot_bytes(prepared.models))),
+    learning, stage = config.learning_rate, config.training.zero_stage
+    rates = f"{learning.type} from {learning.start_lr:g} to {learning.end_lr:g}"
+    pairs = [
+        ("device", _device(world.device)),
+        ("ranks", f"{world.size}; zero_stage {stage}: {SHARED[stage]}" if several else ""),
+        *(("model", f"{_named(name)}{_model(task)}") for name, task in prepared.tasks.items()),
+        *(("data", f"{_named(name)}{_data(task)}{each}") for name, task in prepared.tasks.items()),
+        ("length", f"{num_steps:,} steps = {epochs:.1f} epochs of {tasks.batches_per_epoch} batches"),
+        ("learning", f"{config.optimizer.type}, {rates}" + "; used as given, whatever the number of ranks" * several),
+        *([("average", t.profile.words()) for t in tracked] or [("average", "none (training.enable_ema)")]),
+        *(("snapshots", line) for line in snapshot_lines(tracked, num_steps, _snapshot_bytes(prepared.models))),
     ]
+    return render(facts(f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}", pairs))
 
 
 def _named(task: str) -> str:
@@ -75,10 +78,6 @@ def _model(task: PreparedTask) -> str:
 def _data(task: PreparedTask) -> str:
     frames = sum(system.num_frames for system in task.train)
     return f"{len(task.train)} systems, {frames} frames; batch_size {task.config.training_data.batch_size}"
-
-
-def _ranks(number: int, stage: int) -> list[str]:
-    return [f"ranks       {number}; zero_stage {stage}: {SHARED[stage]}"]
 
 
 def _snapshot_bytes(models: ModelSet) -> int:

@@ -165,9 +165,11 @@ class Restart(FromWeights):
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
-        # both in the form of today: the checkpoint may be of an older version, with options under other names
-        before = to_dict(config_from_dict(self.payload["config"], str(self.path)))
-        differences = list(_differences(before, to_dict(config)))
+        before, now = self.payload["config"], to_dict(config)
+        if before != now:
+            # both in today's form: the checkpoint may be of an older version, with options under other names
+            before = to_dict(config_from_dict(before, str(self.path)))
+        differences = list(_differences(before, now))
         for path, old, new in differences:
             if path in LENGTH:
                 logger.warning(

@@ -162,6 +162,8 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
     here = slice(first, first + chunk.num_frames)
     exists = types >= 0
     num_atoms = exists.sum(axis=1)
+    if not exists.all():  # rows of atoms that do not exist hold anything
+        arrays = {n: np.where(exists[:, :, None], a, 0.0) if a.ndim == 3 else a for n, a in arrays.items()}
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests += _digests(chunk)
@@ -170,13 +172,12 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + chunk.num_frames
         if any(quantity.metric for quantity in label.errors):
-            values = np.where(exists[:, :, None], arrays[name], 0.0) if label.per_atom else arrays[name]
-            values = values.reshape(chunk.num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
-            scan.ranges.setdefault(name, Range()).add(values, first)
+            values = arrays[name].reshape(chunk.num_frames, -1)
+            scan.ranges.setdefault(name, Range()).add(values / num_atoms[:, None] if label.extensive else values, first)
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
-        force = np.where(exists[:, :, None], arrays[FORCE], 0.0)
+        force = arrays[FORCE]
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
