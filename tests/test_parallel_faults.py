@@ -122,7 +122,7 @@ def test_torchrun_is_told_what_the_rank_reports_that_knows_why(tmp_path):
     codes, said = run(folder, "", "fail", environ={"TORCHELASTIC_ERROR_FILE": str(file)})
     assert codes == [1, 1]
     found = json.loads(file.read_text())
-    assert found["message"].splitlines() == said
+    assert [line.strip() for line in found["message"].splitlines()] == said
     assert abs(found["timestamp"] - time.time()) < LIMIT_S
 
 

@@ -54,4 +54,5 @@ def _train(args: argparse.Namespace) -> None:
         device=args.device,
         skip_neighbor_stat=args.skip_neighbor_stat,
         allow_config_change=args.allow_config_change,
+        launch=args.launch,
     )

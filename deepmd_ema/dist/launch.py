@@ -101,4 +101,5 @@ def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> N
         import json
 
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": int(time.time())}, file)
+            # later lines begin below the first one on that page
+            json.dump({"message": message.replace("\n", "\n" + " " * 14), "timestamp": int(time.time())}, file)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deepmd_ema.config import ignored_options, launch_problems, load_config
-from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.train.assemble import assemble
@@ -41,6 +41,7 @@ def run_training(
     allow_config_change: bool = False,
     should_update: Mapping[str, Hook] | None = None,
     callback: Callback | None = None,
+    launch: Launch | None = None,
 ) -> None:
     """Train as ``input_file`` says, from scratch, from the weights of a file, or on from a checkpoint.
 
@@ -55,11 +56,12 @@ def run_training(
         should_update: by name of an average, a function of (step, epoch) that says whether the average takes in the
             weights of that step; for what no option says. It must depend on nothing else, or a restart is not exact.
         callback: watches the run.
+        launch: rank of this process and number of ranks; read from the environment when not given.
 
     Raises:
         UserError: for everything that the user can mend.
     """
-    launch = find_launch()
+    launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world:
         with world.all_ranks_ok():
             config = load_config(input_file)
