@@ -20,9 +20,9 @@ GOLDEN = Path(__file__).parent / "golden" / "optim"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
 # the Gram path of DeePMD-kit is in float16 everywhere, and compiled: the same polynomials, rounded otherwise
 PEER_IN_HALF = 2e-5
-# directions are made in bfloat16, the update in float32 (1.2e-10 a step). On the machine of the golden file all agree to
-# 1e-10; on another one, whose CPU has bfloat16 instructions, most differ by 1e-10 and some by up to 1.6e-5. Why is not
-# known: with fewer instructions allowed to oneDNN, MKL and ATen the difference stays
+# directions are made in bfloat16, the update in float32 (1.2e-10 a step). On the machine of the golden file all cases
+# agree to 1e-10; on another one, whose CPU has bfloat16 instructions, most differ by 1e-10 and some by up to 1.6e-5.
+# Why is not known: with fewer instructions allowed to oneDNN, MKL and ATen the difference stays.
 HAS_BFLOAT16 = "bf16" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else True
 PEER = PEER_IN_HALF if HAS_BFLOAT16 else 1e-9
 CPU = torch.device("cpu")
