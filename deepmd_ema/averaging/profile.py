@@ -22,7 +22,6 @@ _CHOICES = {
     "layout": LAYOUTS,
     "buffers": BUFFERS,
 }
-_LAYOUTS = {"full_tensor": ["whole on every rank"], "rank_range": ["a range of it on each rank"]}
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,6 @@ class Profile:
         hook = self.should_update
         found["should_update"] = None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
         return found
-
-    def words(self) -> str:
-        """Return one line for people: the kind of average and what is not as usual."""
-        parts = [f"{self.name}: {self._formula_in_words()}"]
-        parts += [f"from step {self.start_step:,}"] if self.start_step else []
-        parts += [f"every {self.update_every} steps"] if self.update_every > 1 else []
-        parts += [f"when {self.settings()['should_update']} says so"] if self.should_update is not None else []
-        parts += ["in host memory"] if self.device == "cpu" else []
-        parts += ["in float64"] if self.dtype == "float64" else []
-        parts += _LAYOUTS.get(self.layout, [])
-        parts += ["with averaged buffers"] if self.buffers == "average" else []
-        return ", ".join(parts)
-
-    def _formula_in_words(self) -> str:
-        raise NotImplementedError
 
     def _own_problems(self) -> list[str]:
         return []
@@ -174,10 +158,6 @@ class EmaProfile(Profile):
             decay = torch.minimum(decay, (1 + updates) / (10 + updates))
         return decay if self.update_every == 1 else decay**self.update_every
 
-    def _formula_in_words(self) -> str:
-        warmup = ", short at first (warm-up)" if self.warmup else ""
-        return f"exponential, decay {self.decay:g}, a window of {1 / (1 - self.decay):,.0f} steps{warmup}"
-
     def _own_problems(self) -> list[str]:
         problems = []
         if not _is_number(self.decay) or not 0 <= self.decay < 1:
@@ -231,9 +211,6 @@ class PowerProfile(Profile):
         """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
         return (updates / (updates + 1)) ** (self.gamma + 1)
 
-    def _formula_in_words(self) -> str:
-        return f"power of the step, gamma {self.gamma:.4g}, spread over {self.sigma_rel:.1%} of the steps so far"
-
     def _own_problems(self) -> list[str]:
         if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
             return [f"gamma {self.gamma!r}, expected a number of at least 0."]
@@ -253,9 +230,6 @@ class SwaProfile(Profile):
     def decay_after(self, updates: Tensor) -> Tensor:
         """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
         return updates / (updates + 1)
-
-    def _formula_in_words(self) -> str:
-        return "equal weights"
 
 
 PROFILES: dict[str, type[Profile]] = {kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile)}
