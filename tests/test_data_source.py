@@ -148,7 +148,7 @@ def test_copies_are_found_whatever_the_size_of_their_neighbors():
 def test_batches_hold_every_frame_once_per_epoch():
     source = MemorySource()
     sampler = Sampler([source.num_frames], [source.frame_sizes], "auto:16")
-    with Loader([source], sampler, LAYOUT, cache=PairCache(LAYOUT)) as loader:
+    with Loader([source], sampler, LAYOUT, cache=PairCache()) as loader:
         batches = [next(loader) for _ in range(sampler.batches_per_epoch)]
     assert sorted(k for batch in batches for _, k in batch.frames) == list(range(10))
     for batch in batches:

@@ -80,7 +80,7 @@ def _build_loader(
         rank=world.rank,
         world_size=world.size,
     )
-    return Loader(systems, sampler, task.cache.layout, cache=task.cache, pin=world.device.type == "cuda")
+    return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")
 
 
 def build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
@@ -134,7 +134,7 @@ def build_validator(
 
 
 def _validation_data(task: PreparedTask, world: World) -> ValidationData:
-    every = partial(sequential_batches, task.valid, task.cache.layout, task.cache)
+    every = partial(sequential_batches, task.valid, task.model.layout, task.cache)
     return ValidationData(
         batches=partial(every, rank=world.rank, world_size=world.size),
         num_batches=num_batches(task.valid),

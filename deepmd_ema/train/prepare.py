@@ -41,7 +41,7 @@ class PreparedTask:
         config: sections of the task with ``sel`` resolved.
         train: training systems.
         valid: validation systems, empty without validation data.
-        cache: neighbors found so far, of training and validation frames.
+        cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
         min_nbor_dist: nearest pair, angstrom, or None when it was not looked for.
     """
@@ -99,7 +99,8 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     config, nearest, state = world.broadcast_from_rank0(examine)
     if made:
         return made[0]
-    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, world) for name, task in config.tasks.items()}
+    cache = PairCache(local_size=world.local_size)  # one for all tasks: they share its limit
+    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, cache) for name, task in config.tasks.items()}
     run = PreparedRun(config, tasks, ModelSet({name: t.model for name, t in tasks.items()}), seed)
     run.models.load_state_dict(state)
     return run
@@ -137,7 +138,8 @@ def _examine(
         raise DataError(problems)
     config = config.with_models(models) if models else config
     checked = time.perf_counter()
-    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, world) for name, task in config.tasks.items()}
+    cache = PairCache(local_size=world.local_size)  # one for all tasks: they share its limit
+    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, cache) for name, task in config.tasks.items()}
     run = PreparedRun(config, tasks, ModelSet({name: t.model for name, t in tasks.items()}), seed)
     if start.has_weights:
         start.load_weights(run.models)
@@ -157,12 +159,12 @@ def _with_model(
     valid: Sequence[FrameSource],
     nearest: float | None,
     seed: int,
-    world: World,
+    cache: PairCache,
 ) -> PreparedTask:
     """Return a task with a model whose weights come from the seed."""
     model = build_model(task.model, seed_for(stream_of("weights", task.name), seed))
     model.min_nbor_dist = nearest
-    return PreparedTask(task, train, valid, PairCache(model.layout, local_size=world.local_size), model, nearest)
+    return PreparedTask(task, train, valid, cache, model, nearest)
 
 
 def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
@@ -191,7 +193,7 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
 
 
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
-    train, stream = task.train, stream_of("statistics", task.config.name)
+    train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     rule = task.config.training_data.batch_size
     plan = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
     for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
@@ -200,4 +202,4 @@ def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterat
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):
-            yield collate([task.cache.get(system, k) for k in chosen[begin : begin + 8]], task.cache.layout)
+            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + 8]], layout)

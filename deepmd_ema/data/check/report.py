@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
-
-Array: TypeAlias = np.ndarray
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
