@@ -138,7 +138,7 @@ def test_a_half_life_is_what_its_name_says():
 @pytest.mark.parametrize("profile", EACH, ids=by_name)
 def test_the_host_and_the_device_compute_the_same_decay(profile):
     updates = torch.arange(3000, dtype=torch.float64)
-    device = profile.decay_after(updates)
+    device = profile.decay_at(updates)
     host = torch.tensor([profile.decay_at(n) for n in range(3000)], dtype=torch.float64)
     assert torch.allclose(device, host, rtol=1e-15, atol=0)
     # without warm-up, and without gamma, no function is involved that two libraries round differently

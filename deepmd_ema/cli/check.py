@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from deepmd_ema.cli.options import add_input
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "check an input and the data it names, without training"
 

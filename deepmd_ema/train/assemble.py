@@ -128,7 +128,7 @@ def _build_loader(
         rank=world.rank,
         world_size=world.size,
     )
-    return Loader(systems, sampler, task.cache.layout, cache=task.cache, pin=world.device.type == "cuda")
+    return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")
 
 
 def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:

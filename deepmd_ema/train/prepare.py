@@ -42,7 +42,7 @@ class PreparedTask:
         config: sections of the task with ``sel`` resolved.
         train: training systems.
         valid: validation systems, empty without validation data.
-        cache: neighbors found so far, of training and validation frames.
+        cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
         min_nbor_dist: nearest pair, angstrom, or None when it was not looked for.
     """
@@ -93,11 +93,10 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         systems = open_run(config)
     config, nearest = world.broadcast_from_rank0(partial(_check_data, config, systems, start, skip_neighbor_stat))
     checked = time.perf_counter()
-    tasks = {}
+    cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
     for name, task in config.tasks.items():
         model = build_model(task.model, seed_for(stream_of("weights", name), seed))
         model.min_nbor_dist = nearest[name]
-        cache = PairCache(model.layout, local_size=world.local_size)
         tasks[name] = PreparedTask(task, *systems[name], cache, model, nearest[name])
     run = PreparedRun(config, tasks, ModelSet({name: task.model for name, task in tasks.items()}), seed)
     state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
@@ -173,7 +172,7 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
 
 
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
-    train, stream = task.train, stream_of("statistics", task.config.name)
+    train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     rule = task.config.training_data.batch_size
     plan = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
     for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
@@ -182,4 +181,4 @@ def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterat
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):
-            yield collate([task.cache.get(system, k) for k in chosen[begin : begin + 8]], task.cache.layout)
+            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + 8]], layout)

@@ -12,7 +12,6 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.averaging import note_unused
 from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
@@ -282,8 +281,12 @@ class Trainer:
         self.step = self._saved = step
         if self.bank is not None:
             self.bank.load_state_dict(state.get("averages"), step)
-        elif "averages" in state:
-            note_unused(state["averages"])
+        elif state.get("averages"):
+            logger.info(
+                "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
+                "of the checkpoint (%s) are left behind",
+                ", ".join(state["averages"]["profiles"]),
+            )
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)

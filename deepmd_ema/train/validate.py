@@ -125,7 +125,7 @@ class FullValidation:
             self.models.train(was_training)
 
     def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch]:
-        batches = partial(sequential_batches, task.valid, task.cache.layout, task.cache)
+        batches = partial(sequential_batches, task.valid, task.model.layout, task.cache)
         mine = batches(rank=self.world.rank, world_size=self.world.size)
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
