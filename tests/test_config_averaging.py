@@ -562,7 +562,7 @@ def test_nothing_is_said_about_averages_while_the_length_of_the_run_is_open():
 
 
 def summary(*entries, steps_per=None, **changes):
-    rows = config_summary(config_from_dict(bank(*entries, **changes)), steps_per)
+    rows = config_summary(config_from_dict(bank(*entries, **changes)), 2000, steps_per)
     return [text for name, text in rows if name == "average"]
 
 

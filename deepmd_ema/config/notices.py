@@ -51,18 +51,24 @@ def config_warnings(
     return found + list(bank_warnings(config, steps, {"steps": 1.0, **(steps_per or {})}))
 
 
-def config_summary(config: RunConfig, steps_per: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
+def config_summary(
+    config: RunConfig, num_steps: int = 0, steps_per: Mapping[str, float] | None = None
+) -> list[tuple[str, str]]:
     """Return names and texts of what the input asks for: rows for ``dp-ema check``, ``show`` and the start of a run.
 
     Args:
         config: of the run.
-        steps_per: steps of one of ``frames`` and ``epochs``, once the data are known.
+        num_steps: length of the run, once the data are known.
+        steps_per: steps of one of ``frames`` and ``epochs``, then as well.
     """
     training, rows = config.training, []
     for task in config.tasks.values():
         of = f"{task.name}: " if task.name else ""
         rows += [(name, f"{of}{text}") for name, text in [*task.model.summary(), ("loss", _loss_words(task.loss))]]
     length = f"{training.numb_steps} steps" if training.numb_steps else f"{training.numb_epoch:g} epochs"
+    if steps_per is not None:
+        batches = steps_per["epochs"]
+        length = f"{num_steps:,} steps = {num_steps / batches:.1f} epochs of {batches:,.0f} batches"
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     return [
         *rows,

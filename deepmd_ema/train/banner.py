@@ -41,29 +41,26 @@ def start_table(
         world: the processes of the run.
     """
     config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
-    frames = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
-    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {frames}; learning rate used as given"
+    per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
+    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     pairs = [
-        ("device", f"{device} ({name})"),
         ("ranks", several if world.size > 1 or stage else ""),
-        *config_summary(config, tasks.steps_per),
+        *config_summary(config, num_steps, tasks.steps_per),
     ]
     for task, made in prepared.tasks.items():
         of = f"{task}: " if task else ""
         trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in made.model.parameters()) - trained
-        pairs += [
-            ("parameters", f"{of}{trained:,} trained parameters" + f", {frozen:,} frozen" * (frozen > 0)),
-            ("data", f"{of}{len(made.train)} systems, {sum(s.num_frames for s in made.train)} frames"),
-        ]
-    epoch = tasks.batches_per_epoch
+        words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
+        frames = sum(system.num_frames for system in made.train)
+        pairs.append(("training", f"{words}, {frames:,} frames of {len(made.train)} systems"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
-    pairs.append(("length", f"{num_steps:,} steps = {num_steps / epoch:.1f} epochs of {epoch} batches"))
     # a kept copy has its trained parameters in float32, everything else as it is
     parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
     state = prepared.models.state_dict()
     num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
-    return facts(f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}", pairs)
+    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return facts(f"{program}, on {device} ({name})", pairs)
