@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config import EnerLossConfig
+    from deepmd_ema.config.schema.optim import EnerLossConfig
 
 # F frames, A atoms
 

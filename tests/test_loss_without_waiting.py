@@ -7,7 +7,7 @@ from flat_batches import flat_batch, predicted, random_frame
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from deepmd_ema.config import EnerLossConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.loss import build_loss
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.clip import clip_gradients

@@ -19,7 +19,7 @@ from deepmd_ema.optim.muon import AdaMuon
 from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
-    from deepmd_ema import config as sections
+    from deepmd_ema.config.schema import optim as sections
 
 NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
+    from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 
 LEAST_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
 

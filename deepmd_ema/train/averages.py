@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepmd_ema.averaging.profile import Profile, make_profile
-from deepmd_ema.config import EmaAverageConfig
+from deepmd_ema.config.schema.averaging import EmaAverageConfig
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.config import AverageConfig, RunConfig
+    from deepmd_ema.config import RunConfig
+    from deepmd_ema.config.schema.averaging import AverageConfig
     from deepmd_ema.train.task import TaskMixture
 
 Hook = Callable[[int, float], bool]

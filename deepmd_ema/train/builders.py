@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
-from deepmd_ema import config as sections
 from deepmd_ema.config.outputs import Outputs, suffix_of
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.loss import build_loss

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
+    from deepmd_ema.config.schema.texts import Metric
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.model_set import ModelSet
     from deepmd_ema.report import ValidationLog
@@ -87,7 +88,7 @@ class FullValidation:
     rows: Sequence[Validated]
     data: Mapping[str, ValidationData]
     payload: Callable[[str, int], Mapping[str, Any]]
-    metric: str
+    metric: Metric
     start: int | None
     every: int
     world: World

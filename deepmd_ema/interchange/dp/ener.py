@@ -26,7 +26,7 @@ class EnerTree:
         """Return the tree of a fitting network."""
         section, precision = config.fitting_net, precision_of(fitting.dtype)
         trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
-        common = {"neuron": list(section.neuron), "activation_function": section.activation_function,
+        common = {"neuron": list(section.neuron), "activation_function": str(section.activation_function),
                   "resnet_dt": section.resnet_dt, "precision": precision}  # fmt: skip
         return {
             "@class": "Fitting",

@@ -9,7 +9,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import array, chosen, fill, fill_networks, layer_trees, precision_of
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.descriptor import SeE2AConfig
+    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
     from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 
 OPTIONS = (
@@ -35,7 +35,7 @@ class SeE2ATree:
             "axis_neuron": section.axis_neuron,
             "resnet_dt": section.resnet_dt,
             "set_davg_zero": section.set_davg_zero,
-            "activation_function": section.activation_function,
+            "activation_function": str(section.activation_function),
             "precision": precision,
             "embeddings": {
                 "@class": "NetworkCollection",
@@ -49,7 +49,7 @@ class SeE2ATree:
                         "@version": 2,
                         "in_dim": 1,
                         "neuron": list(section.neuron),
-                        "activation_function": section.activation_function,
+                        "activation_function": str(section.activation_function),
                         "resnet_dt": section.resnet_dt,
                         "bias": True,
                         "precision": precision,
