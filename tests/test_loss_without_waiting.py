@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from deepmd_ema.config import EnerLossConfig
 from deepmd_ema.loss import build_loss
 from deepmd_ema.metrics import Errors
-from deepmd_ema.optim.clip import clip_gradients
+from deepmd_ema.optim.build import clip_gradients
 
 PREFS = {"start_pref_v": 1, "limit_pref_v": 1, "start_pref_ae": 1, "limit_pref_ae": 1}
 PREF_PF = {"start_pref_pf": 1, "limit_pref_pf": 1, "use_default_pf": True}

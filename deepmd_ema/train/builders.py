@@ -91,7 +91,7 @@ def build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
         kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
     clip = config.training.gradient_max_norm or None
-    optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), world.device, shared=stage == 1)
+    optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
     return GradientStep(
         models, optimizer, schedule, clip, world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
     )

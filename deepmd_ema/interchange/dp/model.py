@@ -149,10 +149,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
         "type_map": model["type_map"],
-        "descriptor": {
-            **_seed(script.get("descriptor")),
-            **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor),
-        },
+        "descriptor": {**_seed(script.get("descriptor")), **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor)},
         "fitting_net": {**_seed(script.get("fitting_net")), **FITTING_TREES[fitting["type"]].section(fitting)},
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],
