@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepmd_ema.dist.dtensor import full_tensor, local_shard, shard_like
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
-from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from deepmd_ema import config as sections

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
-from deepmd_ema.text import first_few
 
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
