@@ -13,9 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from vesin import NeighborList
 
-from deepmd_ema.arrays import stable_argsort
+from deepmd_ema.arrays import Array, stable_argsort
 
-Array: TypeAlias = np.ndarray
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory

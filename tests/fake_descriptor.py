@@ -28,6 +28,7 @@ class FakeConfig:
 
     type: ClassVar[str] = "fake"
     aliases: ClassVar[tuple[str, ...]] = ("make_believe",)
+    neighbors_option: ClassVar[str] = "most"
 
     rcut: float = option(4.0, unit="angstrom", check=positive, doc="Cutoff radius.")
     width: int = option(8, check=positive_int, doc="Features of an atom.")

@@ -47,7 +47,7 @@ def train(net, optimizer, steps=4):
 
 
 def build(net, kind, shared=False):
-    return build_optimizer(getattr(sections, f"{kind}Config")(), net.named_parameters(), CPU, shared)
+    return build_optimizer(getattr(sections, f"{kind}Config")(), net.named_parameters(), shared)
 
 
 def compare_shards(kind, rank):

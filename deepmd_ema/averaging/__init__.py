@@ -40,16 +40,7 @@ Any trainer can use this room alone; it needs torch and the modules of dp-ema th
 A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` tells the decay, updates and mean age.
 """
 
-from deepmd_ema.averaging.bank import AverageBank, note_unused
+from deepmd_ema.averaging.bank import AverageBank
 from deepmd_ema.averaging.profile import EmaProfile, PowerProfile, Profile, SwaProfile, gamma_of, sigma_rel_of
 
-__all__ = [
-    "AverageBank",
-    "EmaProfile",
-    "PowerProfile",
-    "Profile",
-    "SwaProfile",
-    "gamma_of",
-    "note_unused",
-    "sigma_rel_of",
-]
+__all__ = ["AverageBank", "EmaProfile", "PowerProfile", "Profile", "SwaProfile", "gamma_of", "sigma_rel_of"]

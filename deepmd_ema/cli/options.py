@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepmd_ema.errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add_input(parser: argparse.ArgumentParser) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.options import add_device, add_input, start_logging
 from deepmd_ema.dist.launch import raise_on_sigterm
 from deepmd_ema.errors import ReportedElsewhere
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "train a model"
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from deepmd_ema.arrays import rank_in_group, small_int, stable_argsort
+from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
-Array: TypeAlias = np.ndarray
 
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-import numpy as np
-
-Array: TypeAlias = np.ndarray
+from deepmd_ema.arrays import Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepmd_ema.data.check import DataReport, check_systems
+from deepmd_ema.data.check import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.formats import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
@@ -69,15 +69,8 @@ def open_task(task: TaskConfig) -> TaskData:
 def check_task(task: TaskConfig, data: TaskData) -> DataReport:
     """Return what the checks find in the data of one task: problems, warnings, a summary."""
     bound = task.training_data.min_pair_dist
-    report = check_systems(
-        data.train,
-        data.valid,
-        task.model.type_map,
-        task.model.descriptor.cutoff,
-        labels=task.loss.labels,
-        min_distance=bound if bound > 0 else None,
-        sel=task.model.descriptor.neighbors,
-    )
+    bound = bound if bound > 0 else MIN_DISTANCE
+    report = check_systems(*data, task.model.type_map, task.model.descriptor, task.loss.labels, bound)
     options: list[str] = []
     for (section, given), systems in zip(_sections(task).items(), data):
         if given is not None:
@@ -101,8 +94,9 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
+        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {neighbors}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
-        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {neighbors})")
+        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})")
     return lines
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.data.frame import Frame
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig
 
-Array: TypeAlias = np.ndarray
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
 _NUMBERS_AT_ONCE = 4_000_000  # of one array in a chunk (32 MB), so that a data set need not fit in memory

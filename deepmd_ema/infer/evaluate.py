@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepmd_ema.config import ModelConfig
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 
 WORST = 10  # frames shown at the end
@@ -185,7 +186,7 @@ def measure(
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
-    _refuse_non_finite(report, loaded.config.descriptor.cutoff)
+    _refuse_non_finite(report, loaded.config.descriptor)
     return report
 
 
@@ -218,14 +219,14 @@ def first_frames(systems: Sequence[FrameSource], most: int) -> list[range]:
     return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
 
 
-def _refuse_non_finite(report: ErrorReport, rcut: float) -> None:
+def _refuse_non_finite(report: ErrorReport, descriptor: DescriptorConfig) -> None:
     """Raise DataError if the model gives no number for some frame, as it does for atoms in one place."""
     bad = [f for f in report.frames if not all(np.isfinite(value).all() for value in f.prediction.values())]
     if not bad:
         return
     # a batch fails as a whole: look for the frames that made it fail
     systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
-    check_systems(systems, [], report.type_map, rcut, min_distance=_SAME_PLACE).raise_problems()
+    check_systems(systems, [], report.type_map, descriptor, min_distance=_SAME_PLACE).raise_problems()
     place = report.systems[bad[0].source[0]].where(bad[0].source[1])
     raise DataError(
         f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite "

@@ -164,7 +164,7 @@ def measure_combinations(
 ) -> tuple[list[Row], int, dict[str, Tensor]]:
     """Return the errors of live weights, tracked averages and combinations; the row of the best, and its weights."""
     model = build_model(config).to(device)
-    cache = PairCache(model.layout)
+    cache = PairCache()
 
     def errors_of(weights: Mapping[str, Tensor]) -> Errors:
         model.load_state_dict(dict(weights))

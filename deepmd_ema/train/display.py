@@ -124,10 +124,6 @@ class Reporter:
                 for name, value in errors.summary().items():
                     self.board.add_scalar(f"validation/{weights}/{name}", value, step)
 
-    def say(self, message: str) -> None:
-        """Write one line without breaking the bar."""
-        self.progress.say(message)
-
     def _train_values(self, task: str) -> dict[str, float]:
         """Return what a row shows of the training batches of a task; nothing if it has had no step."""
         values: Mapping[str, Tensor] = self._last.get(task, {})
@@ -149,14 +145,14 @@ class Reporter:
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
         self._shown_step = step
-        for file in self._files():
+        for file in self._files:
             file.cut_after(step)
         self.progress.start_at(step)
 
     def close(self) -> None:
         """Close files and the bar."""
         self.progress.close()
-        for file in self._files():
+        for file in self._files:
             file.close()
         if self.board is not None:
             self.board.close()
@@ -177,6 +173,7 @@ class Reporter:
         task.models.train(was_training)
         return {name: float(total / atoms) for name, total in sums.items()}
 
+    @property
     def _files(self) -> list[LcurveFile]:
         return [file for file in (self.lcurve, *self.curves.values()) if file is not None]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.averaging import note_unused
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import nested
@@ -198,10 +197,6 @@ class Restart(FromWeights):
 
     def resume(self, trainer: Trainer) -> None:
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
-        if trainer.bank is not None:
-            trainer.bank.load_state_dict(self.payload.get("averages"), self.step)
-        elif "averages" in self.payload:
-            note_unused(self.payload["averages"])
         trainer.load_state_dict(self.step, self.payload)
         logger.info(
             "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs go on",

@@ -22,10 +22,12 @@ class DescriptorConfig(Protocol):
         type: its canonical name, by which section, module and tree are registered.
         aliases: other values of ``type`` in the input.
         precision: of the parameters: ``default``, ``float64`` or ``float32``.
+        neighbors_option: name of the option that ``neighbors`` come from, for messages.
     """
 
     type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]]
+    neighbors_option: ClassVar[str]
 
     @property
     def precision(self) -> str:

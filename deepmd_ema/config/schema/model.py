@@ -129,6 +129,14 @@ class ModelConfig:
         doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
     )
 
+    def summary(self) -> list[tuple[str, str]]:
+        """Return names and texts of what the model is, rows of a table."""
+        return [
+            ("elements", " ".join(self.type_map)),
+            ("descriptor", self.descriptor.summary()),
+            ("fitting", self.fitting_net.summary()),
+        ]
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together in the section itself."""
         names = self.type_map

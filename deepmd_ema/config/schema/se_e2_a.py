@@ -36,6 +36,7 @@ class SeE2AConfig:
 
     type: ClassVar[str] = "se_e2_a"
     aliases: ClassVar[tuple[str, ...]] = ("se_a",)
+    neighbors_option: ClassVar[str] = "sel"
 
     sel: list[int] | str = option(
         "auto",

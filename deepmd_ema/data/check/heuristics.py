@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.scan import SystemScan
-
-Array: TypeAlias = np.ndarray
 
 OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal distribution never gets there
 OUTLIER_ENERGY = 0.02  # eV/atom; a smaller residual is no outlier, however narrow the distribution

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.system import StoredArray
 from deepmd_ema.errors import DataError
-
-Array: TypeAlias = np.ndarray
 
 _SUFFIXES = (".h5", ".hdf5", ".hdf")
 

@@ -66,13 +66,10 @@ def _write_hdf5(path: Path, tree: Tree) -> None:
     import h5py
 
     with h5py.File(path, "w") as file:
-        count = 0
 
         def store(array: Any) -> str:
-            nonlocal count
-            name = f"/variable_{count:04d}"
+            name = f"/variable_{len(file):04d}"
             file.create_dataset(name, data=array)
-            count += 1
             return name
 
         file.attrs["json"] = json.dumps(_replaced(tree, store), separators=(",", ":"))
