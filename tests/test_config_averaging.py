@@ -8,20 +8,11 @@ import math
 import pytest
 from config_inputs import REMOVE, spoiled, write
 
-from deepmd_ema.config import (
-    EmaAverageConfig,
-    PowerAverageConfig,
-    SwaAverageConfig,
-    config_from_dict,
-    config_summary,
-    config_warnings,
-    ignored_options,
-    load_config,
-    to_dict,
-)
+from deepmd_ema.config import config_from_dict, config_summary, config_warnings, ignored_options, load_config, to_dict
 from deepmd_ema.config.manual import manual
 from deepmd_ema.config.messages import dotted, path_of
 from deepmd_ema.config.rules import RULES
+from deepmd_ema.config.schema.averaging import EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
 from deepmd_ema.errors import ConfigError
 
 SLOW = {"name": "slow", "decay": 0.99}

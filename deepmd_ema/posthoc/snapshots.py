@@ -14,10 +14,9 @@ import torch
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import numbered_name, series_and_step
 from deepmd_ema.config.outputs import SNAPSHOTS
-from deepmd_ema.errors import CheckpointError, collect_problems
+from deepmd_ema.errors import CheckpointError, collect_problems, first_few
 from deepmd_ema.posthoc.combination import Track
 from deepmd_ema.tensors import check_weights
-from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,10 +168,8 @@ def _read_all(
             elif average["updates"] > 0:
                 track = Track.of(average, step)
                 # counted while it was averaged: differs if the settings were others in some part of the run
-                same = math.isclose(
-                    average["mean_age"], track.mean_age() + step - track.end, rel_tol=1e-6, abs_tol=1e-3
-                )
-                if same:
+                mean_age = track.mean_age() + step - track.end
+                if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
                     found.append((Snapshot(path, step, facts["weights"], track), facts))
                 else:
                     changed.append(path.name)

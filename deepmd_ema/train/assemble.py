@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.config import LKFConfig, config_warnings, to_dict
+from deepmd_ema.config import config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
+from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.loss import build_loss
@@ -138,7 +139,7 @@ def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
     if isinstance(config.optimizer, LKFConfig):
         kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize)
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
-    optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), world.device, shared=stage == 1)
+    optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
     all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
     return GradientStep(models, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
 

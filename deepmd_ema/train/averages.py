@@ -11,7 +11,8 @@ from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.config import AverageConfig, RunConfig
+    from deepmd_ema.config import RunConfig
+    from deepmd_ema.config.schema.averaging import AverageConfig
 
 Hook = Callable[[int, float], bool]
 
