@@ -12,7 +12,6 @@ from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.loss import build_loss
-from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
@@ -203,7 +202,7 @@ def build_reporter(
         world: the processes of the run.
     """
     training, outputs = config.training, Outputs(config)
-    names = unnested({task.name: task.loss.display_names for task in tasks})
+    names = {task.name: task.loss.display_names for task in tasks}
     validated = {task.name for task in tasks if task.display_loader is not None}
     shown = [LIVE, *(t.name for t in tracked if t.lcurve)] if training.disp_training else []
     curves = {w: LcurveFile(outputs.lcurve(w), names, validated) if world.is_main else None for w in shown}

@@ -96,7 +96,7 @@ class Reporter:
             valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
             self._show_averages(step, task, batch, batches, rate)
         if self.lcurve is not None:
-            self.lcurve.write(step, rate, unnested(train), unnested(valid))
+            self.lcurve.write(step, rate, train, valid)
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
         self.progress.show(step, rate, _flat(train), _flat(valid), seconds, self.times.split())
@@ -113,7 +113,7 @@ class Reporter:
                 train = {t.name: self._mean_values(t, [batch] if t is task else [], rate) for t in self.tasks}
                 valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
             if file is not None:
-                file.write(step, rate, unnested(train), unnested(valid))
+                file.write(step, rate, train, valid)
             self.progress.show_average(step, name, _flat(valid) or _flat(train))
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
@@ -123,10 +123,6 @@ class Reporter:
             for weights, errors in results.items():
                 for name, value in errors.summary().items():
                     self.board.add_scalar(f"validation/{weights}/{name}", value, step)
-
-    def say(self, message: str) -> None:
-        """Write one line without breaking the bar."""
-        self.progress.say(message)
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return what a row shows of the training batches of a task; nothing if it has had no step."""

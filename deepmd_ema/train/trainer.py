@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
 
+logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
@@ -228,9 +230,9 @@ class Trainer:
                 self._write()  # the fit reads many frames: what ends it early costs no step of the run
             biases = self.refit()
         written = self._write(biases)
-        self.reporter.say(f"saved {', '.join(written)}")
+        logger.info("saved %s", ", ".join(written))
         if self.bank is not None:
-            self.reporter.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
+            logger.info("averages of step %d: %s", self.step, averages_in_words(self.bank))
 
     def _write(self, biases: Biases | None = None) -> list[str]:
         with self.reporter.times.of("checkpoint"):
