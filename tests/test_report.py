@@ -12,15 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.report import (
-    IntervalTimes,
-    LcurveFile,
-    Progress,
-    ValidationLog,
-    open_board,
-    set_up_logging,
-    show_metric,
-)
+from deepmd_ema.report.logs import open_board, set_up_logging
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
 
 TABLES = Path(__file__).parent / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)

@@ -15,7 +15,9 @@ from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
+from deepmd_ema.report.logs import open_board
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.tables import LcurveFile, ValidationLog
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.display import Reporter
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.dist.world import World
     from deepmd_ema.metrics import Errors
-    from deepmd_ema.report import IntervalTimes, LcurveFile, Progress
+    from deepmd_ema.report.progress import IntervalTimes, Progress
+    from deepmd_ema.report.tables import LcurveFile
     from deepmd_ema.train.step.base import Outcome
     from deepmd_ema.train.task import Task, TaskMixture
 

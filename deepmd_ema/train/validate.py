@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deepmd_ema.checkpoint import BestFiles
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.model_set import ModelSet
-    from deepmd_ema.report import ValidationLog
+    from deepmd_ema.report.tables import ValidationLog
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
