@@ -1,4 +1,4 @@
-"""The ways a run can be wrong: errors of the user's making, shown on one screen without a traceback."""
+"""The ways a run can be wrong: errors of the user's making, shown without a traceback, and helpers for their words."""
 
 from __future__ import annotations
 
@@ -76,3 +76,9 @@ def did_you_mean(found: str, known: Sequence[str]) -> str:
         return f"Known: {names}."
     match = next(k for k in known if k.lower() == close[0])
     return f"Did you mean {match}? Known: {names}."
+
+
+def first_few(names: Sequence[str], most: int = 10) -> str:
+    """Return ``names`` separated by commas; of more than ``most`` the first ones and ``and N more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -50,8 +50,6 @@ def _sync_folder(folder: Path) -> None:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:  # a process of another user may not be asked, but it is there
+        return not isinstance(error, ProcessLookupError)
     return True

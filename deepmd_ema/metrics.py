@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.config.schema.texts import Metric
 from deepmd_ema.labels import FORCE, LABELS, METRICS, QUANTITIES
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ class Errors:
 
         The unit is that of ``labels.METRICS``.
         """
-        quantity, _, kind = name.upper().partition(":")
-        return self.summary()[f"{kind.lower()}_{METRICS[quantity].name}"]
+        metric = Metric(name)
+        return self.summary()[f"{metric.error.lower()}_{METRICS[metric.quantity].name}"]
 
 
 def evaluate(

@@ -11,9 +11,9 @@ import torch
 from helpers import assert_same
 from torch import nn
 
-from deepmd_ema import config as sections
-from deepmd_ema.optim.build import build_optimizer, guarded_step, load_optimizer_state_by_name, optimizer_state_by_name
-from deepmd_ema.optim.hybrid_muon import route, view_shape
+from deepmd_ema.config.schema import optim as sections
+from deepmd_ema.optim.build import build_optimizer, guarded_step, load_optimizer_state, optimizer_state
+from deepmd_ema.optim.muon import route, view_shape
 from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
 
 GOLDEN = Path(__file__).parent / "golden" / "optim"
@@ -50,7 +50,7 @@ def take(optimizer, named, gradients, lr=1e-3, found_inf=0.0):
 
 def everything(optimizer, named):
     return {
-        "state": optimizer_state_by_name(optimizer, named),
+        "state": optimizer_state(optimizer, named),
         "weights": {name: p.detach().clone() for name, p in named.items()},
     }
 
@@ -59,7 +59,7 @@ def everything(optimizer, named):
 def test_updates_are_those_of_deepmd_kit(case):
     kind, options = CASES[case]
     named, gradients, golden = parameters()
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(**options), named, CPU)
+    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(**options), named)
     for step in gradients:
         take(optimizer, named, step)
     tolerance = PEER_IN_HALF if options.get("enable_gram", kind == "HybridMuon") else PEER
@@ -73,7 +73,7 @@ def test_updates_are_those_of_deepmd_kit(case):
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_step_called_off_changes_no_bit(kind, steps_before):
     named, gradients, _ = parameters()
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(), named, CPU)
+    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(), named)
     for k in range(steps_before):
         take(optimizer, named, gradients[k])
     before = everything(optimizer, named)
@@ -81,7 +81,7 @@ def test_a_step_called_off_changes_no_bit(kind, steps_before):
     take(optimizer, named, bad, found_inf=1.0)
     assert_same(before, everything(optimizer, named))
     twin, _, _ = parameters()
-    other = build_optimizer(getattr(sections, f"{kind}Config")(), twin, CPU)
+    other = build_optimizer(getattr(sections, f"{kind}Config")(), twin)
     for k in range(3):
         take(other, twin, gradients[k])
         if k >= steps_before:
@@ -92,13 +92,13 @@ def test_a_step_called_off_changes_no_bit(kind, steps_before):
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_by_name_continues_to_the_last_bit(kind, tmp_path):
     named, gradients, _ = parameters()
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(), named, CPU)
+    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(), named)
     for k in range(2):
         take(optimizer, named, gradients[k])
-    torch.save(optimizer_state_by_name(optimizer, named), tmp_path / "state.pt")
+    torch.save(optimizer_state(optimizer, named), tmp_path / "state.pt")
     other = copy.deepcopy(named)
-    restored = build_optimizer(getattr(sections, f"{kind}Config")(), other, CPU)
-    load_optimizer_state_by_name(restored, other, torch.load(tmp_path / "state.pt", weights_only=True))
+    restored = build_optimizer(getattr(sections, f"{kind}Config")(), other)
+    load_optimizer_state(restored, other, torch.load(tmp_path / "state.pt", weights_only=True))
     for k in range(2, 4):
         take(optimizer, named, gradients[k])
         take(restored, other, gradients[k])
@@ -108,7 +108,7 @@ def test_state_by_name_continues_to_the_last_bit(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_gradient_or_with_zeros_stays_finite(kind):
     named, gradients, _ = parameters(torch.float32)
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(weight_decay=0.0), named, CPU)
+    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(weight_decay=0.0), named)
     before = {name: p.detach().clone() for name, p in named.items()}
     take(optimizer, named, {name: torch.zeros_like(g) for name, g in gradients[0].items()})
     assert all(torch.equal(p, before[name]) for name, p in named.items())
@@ -123,7 +123,7 @@ def test_an_update_follows_the_learning_rate_of_the_groups(kind):
     moved = []
     for lr in (1e-3, 3e-3):
         named, gradients, golden = parameters()
-        take(build_optimizer(getattr(sections, f"{kind}Config")(), named, CPU), named, gradients[0], lr)
+        take(build_optimizer(getattr(sections, f"{kind}Config")(), named), named, gradients[0], lr)
         moved.append({name: p.detach() - golden[f"w/{name}"] for name, p in named.items()})
     for name, change in moved[0].items():
         torch.testing.assert_close(moved[1][name], 3 * change, rtol=1e-6, atol=1e-12)
@@ -134,7 +134,7 @@ def test_it_finds_the_minimum_of_a_matrix_problem(kind):
     generator = torch.Generator().manual_seed(1)
     wanted = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     p = nn.Parameter(torch.zeros_like(wanted))
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(weight_decay=0.0), {"p": p}, CPU)
+    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(weight_decay=0.0), {"p": p})
     for k in range(400):
         take(optimizer, {"p": p}, {"p": p.detach() - wanted}, lr=0.3 * (1 - k / 400))
     assert (p.detach() - wanted).abs().max() < 0.05

@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from deepmd_ema import config as sections
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.optim.build import build_optimizer
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def train(net, optimizer, steps=4):
 
 
 def build(net, kind, shared=False):
-    return build_optimizer(getattr(sections, f"{kind}Config")(), net.named_parameters(), CPU, shared)
+    return build_optimizer(getattr(sections, f"{kind}Config")(), net.named_parameters(), shared)
 
 
 def compare_shards(kind, rank):

@@ -17,7 +17,6 @@ from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, WIDEST_S
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _CHOICES = {"device": DEVICES, "dtype": DTYPES, "layout": LAYOUTS, "buffers": BUFFERS}
-_LAYOUTS = {"full_tensor": ["whole on every rank"], "rank_range": ["a range of it on each rank"]}
 
 
 @dataclass(frozen=True)
@@ -81,21 +80,6 @@ class Profile:
         found["should_update"] = None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
         return {"type": self.type, **found}
 
-    def words(self) -> str:
-        """Return one line for people: the kind of average and what is not as usual."""
-        parts = [f"{self.name}: {self._formula_in_words()}"]
-        parts += [f"from step {self.start_step:,}"] if self.start_step else []
-        parts += [f"every {self.update_every} steps"] if self.update_every > 1 else []
-        parts += [f"when {self.settings()['should_update']} says so"] if self.should_update is not None else []
-        parts += ["in host memory"] if self.device == "cpu" else []
-        parts += ["in float64"] if self.dtype == "float64" else []
-        parts += _LAYOUTS.get(self.layout, [])
-        parts += ["with averaged buffers"] if self.buffers == "average" else []
-        return ", ".join(parts)
-
-    def _formula_in_words(self) -> str:
-        raise NotImplementedError
-
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == LIVE:
             yield f"the name must be letters, digits, _ and -, and not {LIVE!r}."
@@ -156,10 +140,6 @@ class EmaProfile(Profile):
             decay = ramp.clamp(max=self.decay) if self.warmup else torch.full_like(updates, self.decay)
         return decay if self.update_every == 1 else decay**self.update_every
 
-    def _formula_in_words(self) -> str:
-        warmup = ", short at first (warm-up)" if self.warmup else ""
-        return f"exponential, decay {self.decay:g}, a window of {1 / (1 - self.decay):,.0f} steps{warmup}"
-
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if not _is_number(self.decay) or not 0 <= self.decay < 1:
@@ -208,9 +188,6 @@ class PowerProfile(Profile):
         """Return the decay of the update that follows after ``updates`` updates."""
         return (updates / (updates + 1)) ** (self.gamma + 1)
 
-    def _formula_in_words(self) -> str:
-        return f"power of the step, gamma {self.gamma:.4g}, spread over {self.sigma_rel:.1%} of the steps so far"
-
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
@@ -226,9 +203,6 @@ class SwaProfile(Profile):
     def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay of the update that follows after ``updates`` updates."""
         return updates / (updates + 1)
-
-    def _formula_in_words(self) -> str:
-        return "equal weights"
 
 
 PROFILES: dict[str, type[Profile]] = {kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile)}

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepmd_ema.checkpoint.files import save
 from deepmd_ema.checkpoint.names import best_name, best_pattern, files_by_step
 from deepmd_ema.files import sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 logger = logging.getLogger(__name__)
 

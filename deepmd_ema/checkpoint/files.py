@@ -16,10 +16,9 @@ import torch
 
 from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
 from deepmd_ema.config.outputs import POINTER
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import cpu_copy
-from deepmd_ema.text import first_few
 
 FORMAT = 1  # of the payload; a reader knows this number and all below it
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from deepmd_ema import __version__
 from deepmd_ema.checkpoint.files import FORMAT
 from deepmd_ema.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def payload_head(

@@ -6,19 +6,16 @@ import logging
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.checkpoint.best import BestFiles
 from deepmd_ema.checkpoint.files import save
 from deepmd_ema.checkpoint.names import link_name, numbered, numbered_name, numbered_pattern
 from deepmd_ema.config.outputs import POINTER, suffixed
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write, sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from deepmd_ema.checkpoint.best import BestFiles
 
 logger = logging.getLogger(__name__)
 

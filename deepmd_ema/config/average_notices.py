@@ -50,10 +50,12 @@ def bank_warnings(config: RunConfig, num_steps: int | None, steps_per: Mapping[s
             yield from _few_snapshots(spelled, average, start or 0, num_steps, training.save_freq)
 
 
-def average_words(config: RunConfig) -> list[str]:
-    """Return a line for each average of the run."""
-    lines = [", ".join([f"{a.name}: {_kind_words(a)}", *_more_words(a)]) for a in config.training.averaging]
-    return lines or ["none (training.enable_ema is false, training.averaging is empty)"]
+def average_words(config: RunConfig, steps_per: Mapping[str, float]) -> list[str]:
+    """Return a line for each average of the run; ``steps_per`` as for :func:`bank_warnings`."""
+    return [
+        ", ".join([f"{a.name}: {_kind_words(a, steps_per)}", *_more_words(a, steps_per)])
+        for a in config.training.averaging
+    ] or ["none"]
 
 
 def _entries(config: RunConfig) -> Iterator[tuple[str, AverageConfig]]:
@@ -162,7 +164,7 @@ def _length(average: PowerAverageConfig | SwaAverageConfig) -> tuple[str, float]
 # ---- words of the summary
 
 
-def _kind_words(average: AverageConfig) -> str:
+def _kind_words(average: AverageConfig, steps_per: Mapping[str, float]) -> str:
     if isinstance(average, SwaAverageConfig):
         return "equal weights"
     if isinstance(average, PowerAverageConfig):
@@ -171,12 +173,16 @@ def _kind_words(average: AverageConfig) -> str:
     warmup = ", warm-up" * average.warmup
     if average.decay is not None:
         return f"EMA, decay {average.decay:g}, window {1 / (1 - average.decay):.0f} steps{warmup}"
-    return f"EMA, half-life {average.half_life:g} {average.half_life_unit}{warmup}"
+    assert average.half_life is not None, "the other length of an average of this type"
+    unit = average.half_life_unit
+    steps = f" ({average.half_life * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
+    return f"EMA, half-life {average.half_life:g} {unit}{steps}{warmup}"
 
 
-def _more_words(average: AverageConfig) -> Iterator[str]:
+def _more_words(average: AverageConfig, steps_per: Mapping[str, float]) -> Iterator[str]:
     if average.start_epoch:
-        yield f"from epoch {average.start_epoch:g}"
+        step = f" (step {math.ceil(average.start_epoch * steps_per['epochs']):,})" if "epochs" in steps_per else ""
+        yield f"from epoch {average.start_epoch:g}{step}"
     if average.start_step:
         yield f"from step {average.start_step}"
     if average.update_every > 1:

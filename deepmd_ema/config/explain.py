@@ -6,9 +6,9 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.argcheck import LARGEST_INTEGER, has_stray_bool, is_bounded, leaves, option_argument
+from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.build import INVALID
-from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, section_by_type, type_names
+from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, type_names
 from deepmd_ema.config.messages import (
     NOT_AVAILABLE,
     Path,
@@ -120,34 +120,28 @@ class _Validator:
             return INVALID
         if option.sections:
             return self._nested(option, value, path, spelled)
-        text = _leaf_problem(kind, option, value, path)
+        text = _leaf_problem(option, value, path)
         if text is None:
             return value
         self._note(spelled, text)
         return INVALID
 
     def _nested(self, option: Option, value: Any, path: Path, spelled: Path) -> Any:
-        kind = option.sections[0]
-        if option.by_type and isinstance(value, dict):
-            name = value.get("type", option.default_type)
-            chosen = section_by_type(option.sections, name) if isinstance(name, str) else None
-            if chosen is None:
-                self._wrong_type_name(option, name, "type" in value, path, spelled)
-                return INVALID  # the keys of an unknown type cannot be judged
-            kind = chosen
-        return self.section(kind, value, path, spelled)
-
-    def _wrong_type_name(self, option: Option, name: Any, given: bool, path: Path, spelled: Path) -> None:
-        known, there = type_names(option.sections), (*spelled, "type")
-        if not given:
-            self._note(there, f": required, but missing. Expected one of {', '.join(known)}.")
+        kind = option.section_of(value)
+        if kind is not None:
+            return self.section(kind, value, path, spelled)
+        known, name = type_names(option.sections), value.get("type")
+        if "type" not in value:
+            text = f": required, but missing. Expected one of {', '.join(known)}."
         elif name in UNAVAILABLE_TYPES.get(dotted(path), ()):
-            self._note(there, f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}.")
+            text = f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}."
         else:
-            self._note(there, unknown_choice(name, known))
+            text = unknown_choice(name, known)
+        self._note((*spelled, "type"), text)
+        return INVALID  # the keys of an unknown type cannot be judged
 
 
-def _leaf_problem(kind: type, option: Option, value: Any, path: Path) -> str | None:
+def _leaf_problem(option: Option, value: Any, path: Path) -> str | None:
     """Return what is wrong with a plain value, or None; dargs judges the type and the check of the declaration."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
@@ -158,7 +152,7 @@ def _leaf_problem(kind: type, option: Option, value: Any, path: Path) -> str | N
     if has_stray_bool(option, value):
         return wrong_type(option, value)
     try:
-        option_argument(kind, option.name).check_value(value)
+        argument(option).check_value(value)
     except ArgumentTypeError:
         return wrong_type(option, value)
     except ArgumentValueError:

@@ -51,21 +51,32 @@ def config_warnings(
     return found + list(bank_warnings(config, steps, {"steps": 1.0, **(steps_per or {})}))
 
 
-def config_summary(config: RunConfig) -> list[str]:
-    """Return what the input asks for in a few short lines, for the banner and for ``dp-ema check``."""
-    model, training = config.model, config.training
+def config_summary(
+    config: RunConfig, num_steps: int = 0, steps_per: Mapping[str, float] | None = None
+) -> list[tuple[str, str]]:
+    """Return names and texts of what the input asks for: rows for ``dp-ema check``, ``show`` and the start of a run.
+
+    Args:
+        config: of the run.
+        num_steps: length of the run, once the data are known.
+        steps_per: steps of one of ``frames`` and ``epochs``, then as well.
+    """
+    training, rows = config.training, []
+    for task in config.tasks.values():
+        of = f"{task.name}: " if task.name else ""
+        rows += [(name, f"{of}{text}") for name, text in [*task.model.summary(), ("loss", _loss_words(task.loss))]]
     length = f"{training.numb_steps} steps" if training.numb_steps else f"{training.numb_epoch:g} epochs"
+    if steps_per is not None:
+        batches = steps_per["epochs"]
+        length = f"{num_steps:,} steps = {num_steps / batches:.1f} epochs of {batches:,.0f} batches"
+    batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     return [
-        f"elements       {' '.join(model.type_map)}",
-        f"descriptor     {model.descriptor.summary()}",
-        f"fitting        {model.fitting_net.summary()}",
-        f"learning rate  {_schedule_words(config)}",
-        f"optimizer      {config.optimizer.type}" + _decay_words(getattr(config.optimizer, "weight_decay", 0.0)),
-        f"loss           {_loss_words(config)}",
-        f"run            {length}, batch_size {show(training.training_data.batch_size)}, "
-        f"seed {'random' if training.seed is None else training.seed}",
-        *(f"average        {words}" for words in average_words(config)),
-        f"validation     {_validation_words(config)}",
+        *rows,
+        ("learning rate", _schedule_words(config)),
+        ("optimizer", config.optimizer.type + _decay_words(getattr(config.optimizer, "weight_decay", 0.0))),
+        ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
+        *(("average", words) for words in average_words(config, steps_per or {})),
+        ("validation", _validation_words(config)),
     ]
 
 
@@ -210,8 +221,7 @@ def _decay_words(weight_decay: float) -> str:
     return f", weight decay {weight_decay:g}" if weight_decay else ""
 
 
-def _loss_words(config: RunConfig) -> str:
-    loss = config.loss
+def _loss_words(loss: EnerLossConfig) -> str:
     kind = "huber" if loss.use_huber else loss.loss_func
     terms = []
     for key, name in _TERMS.items():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.fields import Option, input_options, is_comment, options, section_by_type
+from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Path, Problem, dotted, show
 from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
@@ -120,11 +120,7 @@ def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Path, spelle
 
 
 def _nested(upgraded: Upgraded, option: Option, value: Any, path: Path, spelled: Path) -> Any:
-    section = option.sections[0]
-    if option.by_type and isinstance(value, dict):
-        name = value.get("type", option.default_type)
-        section = (section_by_type(option.sections, name) if isinstance(name, str) else None) or section
-    return _own_options(upgraded, section, value, path, spelled)
+    return _own_options(upgraded, option.section_of(value) or option.sections[0], value, path, spelled)
 
 
 # ---- the short form of an average

@@ -14,8 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from deepmd_ema.dist.launch import ADDRESS, Launch
-from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError
-from deepmd_ema.text import first_few
+from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
 PEER_ERROR_S = 2.0  # that a rank which lost another one waits for one that knows why

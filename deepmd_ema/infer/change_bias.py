@@ -13,14 +13,13 @@ import torch
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.errors import CheckpointError, UserError, first_few
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, change_bias, energies_of, fixed_elements, set_bias
 from deepmd_ema.report.table import Column, Table
 from deepmd_ema.report.text import render
-from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.model.bias import FrameEnergies

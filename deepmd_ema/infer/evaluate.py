@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepmd_ema.config import ModelConfig
-    from deepmd_ema.config.descriptor import DescriptorConfig
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 
 WORST = 10  # frames shown at the end

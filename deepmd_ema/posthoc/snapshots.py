@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.posthoc.combination import Track
 from deepmd_ema.tensors import check_weights
-from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from torch import Tensor

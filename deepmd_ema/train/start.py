@@ -197,14 +197,6 @@ class Restart(FromWeights):
 
     def resume(self, trainer: Trainer) -> None:
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
-        if trainer.bank is not None:
-            trainer.bank.load_state_dict(self.payload.get("averages"), self.step)
-        elif self.payload.get("averages"):
-            logger.info(
-                "averaging is off in this run (training.enable_ema, training.averaging): the raw weights are trained "
-                "on, and the averages of the checkpoint (%s) are left behind",
-                ", ".join(self.payload["averages"]["profiles"]),
-            )
         trainer.load_state_dict(self.step, self.payload)
         logger.info(
             "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs go on",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.dist.world import World
+    from deepmd_ema.report.progress import IntervalTimes
     from deepmd_ema.train.bias import Biases
     from deepmd_ema.train.display import Reporter
     from deepmd_ema.train.saver import Saver
@@ -102,7 +103,8 @@ class Trainer:
         bank: averages, or None.
         validator: full validation, or None.
         saver: writes checkpoints.
-        reporter: learning curves, progress, times.
+        reporter: learning curves and progress.
+        times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
@@ -118,6 +120,7 @@ class Trainer:
     validator: FullValidation | None
     saver: Saver
     reporter: Reporter
+    times: IntervalTimes
     num_steps: int
     world: World
     refit: Callable[[], Biases] | None = None
@@ -164,9 +167,9 @@ class Trainer:
         with self.callback.during(self, "step"):
             number = self.step + 1
             task = self.tasks.draw(number)
-            with self.reporter.times.of("data"):
-                batch = task.next_batch().to(self.world.device)
-            with self.reporter.times.of("step"):
+            with self.times.of("data"):
+                batch = next(task.train_loader).to(self.world.device)
+            with self.times.of("step"):
                 outcome = self.take_step(task, batch, number)
                 self.step = number
                 if self.take_step.checks_are_free:
@@ -201,7 +204,7 @@ class Trainer:
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
-            with self.reporter.times.of("checkpoint"):
+            with self.times.of("checkpoint"):
                 self.saver.keep_snapshots(snapshots, self.step)
         if self.validator is not None and self.validator.is_due(self.step):
             self._raise_if_diverged()
@@ -214,28 +217,24 @@ class Trainer:
         assert self.validator is not None
         self._owes_validation = True
         entered = partial(self.callback.in_validation, self)
-        with self.callback.during(self, "validation"), self.reporter.times.of("validation"):
+        with self.callback.during(self, "validation"), self.times.of("validation"):
             results = self.validator.run(self.step, self._is_stopped, entered)
         self._owes_validation = False
         self.reporter.show_validation(self.step, results)
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
-            self._save_all()
-
-    def _save_all(self) -> None:
-        biases = None
-        if self.refit is not None and self.step >= self.num_steps:
-            if self._saved < self.step:
-                self._write()  # the fit reads many frames: what ends it early costs no step of the run
-            biases = self.refit()
-        written = self._write(biases)
-        logger.info("saved %s", ", ".join(written))
-        if self.bank is not None:
-            logger.info("averages of step %d: %s", self.step, averages_in_words(self.bank))
+            biases = None
+            if self.refit is not None and self.step >= self.num_steps:
+                if self._saved < self.step:
+                    self._write()  # the fit reads many frames: what ends it early costs no step of the run
+                biases = self.refit()
+            logger.info("saved %s", ", ".join(self._write(biases)))
+            if self.bank is not None:
+                logger.info("averages of step %d: %s", self.step, averages_in_words(self.bank))
 
     def _write(self, biases: Biases | None = None) -> list[str]:
-        with self.reporter.times.of("checkpoint"):
+        with self.times.of("checkpoint"):
             written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
         return written
@@ -248,7 +247,7 @@ class Trainer:
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
-            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}"
+            f"Go on with: dp-ema train --restart {self.saver.link} {self.input_file}"
             + (", launched as before" if self.world.size > 1 else ""),
             self.stop.signal,
         )
@@ -277,11 +276,16 @@ class Trainer:
         return state
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken.
-
-        Averages are loaded by the caller, who knows whether the checkpoint has them.
-        """
+        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
         self.step = self._saved = step
+        if self.bank is not None:
+            self.bank.load_state_dict(state.get("averages"), step)
+        elif state.get("averages"):
+            logger.info(
+                "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
+                "of the checkpoint (%s) are left behind",
+                ", ".join(state["averages"]["profiles"]),
+            )
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)

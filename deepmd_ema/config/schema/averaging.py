@@ -64,9 +64,7 @@ class _Average:
         "live weights are copied asynchronously.",
     )
     dtype: str = option(
-        "float32",
-        choices=DTYPES,
-        doc="Precision of the average; never less than that of the live weights.",
+        "float32", choices=DTYPES, doc="Precision of the average; never less than that of the live weights."
     )
     layout: str = option(
         "local_shard",

@@ -29,9 +29,7 @@ class _Schedule:
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
-        None,
-        check=not_negative,
-        doc="Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.",
+        None, check=not_negative, doc="Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given."
     )
     stop_lr_ratio: float | None = option(None, check=_ratio, doc="`stop_lr` as a fraction of `start_lr`.")
     warmup_steps: int = option(0, check=not_negative_int, unit="steps", doc="Length of the linear warm-up.")
@@ -85,6 +83,9 @@ class WsdScheduleConfig(_Schedule):
     decay_type: str = option(
         "inverse_linear", choices=("inverse_linear", "cosine", "linear"), doc="How the rate goes down."
     )
+
+
+ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +178,9 @@ class LKFConfig:
     kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
 
 
+OptimizerConfig = AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig
+
+
 def _is_delta(value: Any) -> bool:
     return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
 
@@ -229,12 +233,6 @@ class EnerLossConfig:
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels that the active terms compare with; a term is active if either of its weights is not zero."""
-        wanted = {
-            "e": (ENERGY,),
-            "f": (FORCE,),
-            "v": (VIRIAL,),
-            "ae": (ATOM_ENERGY,),
-            "pf": (FORCE, ATOM_PREF),
-        }
+        wanted = {"e": (ENERGY,), "f": (FORCE,), "v": (VIRIAL,), "ae": (ATOM_ENERGY,), "pf": (FORCE, ATOM_PREF)}
         active = [k for k in wanted if getattr(self, f"start_pref_{k}") or getattr(self, f"limit_pref_{k}")]
         return tuple(dict.fromkeys(label for term in active for label in wanted[term]))

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from deepmd_ema import __version__
-from deepmd_ema.config import EnerFittingConfig, SeE2AConfig, model_config_from_dict, to_dict
+from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config.schema.model import EnerFittingConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
@@ -149,10 +151,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
         "type_map": model["type_map"],
-        "descriptor": {
-            **_seed(script.get("descriptor")),
-            **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor),
-        },
+        "descriptor": {**_seed(script.get("descriptor")), **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor)},
         "fitting_net": {**_seed(script.get("fitting_net")), **FITTING_TREES[fitting["type"]].section(fitting)},
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],

@@ -68,22 +68,19 @@ class Step:
         """Whether reading a number from the device costs no wait, so that each step may be checked."""
         return self._first_bad.device.type == "cpu"
 
-    def first_bad_step(self) -> int:
-        """Return the first step with a non-finite loss or gradient, or 0; waits for the device."""
-        return int(self._first_bad)
-
     def is_own_fault(self) -> bool:
         """Whether it was the loss of this rank's own frames that was not finite; waits for the device."""
         return bool(self._own_fault)
 
     def raise_if_diverged(self, tasks: TaskMixture, last_step: int) -> None:
         """Raise :class:`DivergedError` with step, task and frames if any step so far was not finite."""
-        bad = self.first_bad_step()
+        bad = int(self._first_bad)  # waits for the device
         if not bad:
             return
         task = tasks.draw(bad)
         behind = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
-        frames = task.batch_at(task.train_loader.position - behind)
+        loader = task.train_loader
+        frames = loader.frames_at(loader.position - behind)
         shown = ", ".join(f"{system} frame {index}" for system, index in frames[:8])
         more = f" and {len(frames) - 8} more" if len(frames) > 8 else ""
         named = f" (task {task.name})" if task.name else ""

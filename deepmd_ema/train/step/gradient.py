@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.optim.build import guarded_step, load_optimizer_state_by_name, optimizer_state_by_name
-from deepmd_ema.optim.clip import clip_gradients
+from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
 from deepmd_ema.train.step.base import Outcome, Step
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ class GradientStep(Step):
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
-        return optimizer_state_by_name(self._optimizer, self._named, keep)
+        return optimizer_state(self._optimizer, self._named, keep)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""
-        load_optimizer_state_by_name(self._optimizer, self._named, state)
+        load_optimizer_state(self._optimizer, self._named, state)
