@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.texts import Metric
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.model_set import ModelSet
-    from deepmd_ema.report import ValidationLog
+    from deepmd_ema.report.tables import ValidationLog
     from deepmd_ema.train.prepare import PreparedTask
 
 
