@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config import EnerLossConfig
+    from deepmd_ema.config.schema.optim import EnerLossConfig
     from deepmd_ema.dist.world import World
 
 # F frames, A atoms

@@ -15,8 +15,8 @@ from parallel_runs import train_here
 from torch import nn
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.descriptor import DESCRIPTORS as SECTIONS
 from deepmd_ema.config.fields import option, positive, positive_int
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS as SECTIONS
 from deepmd_ema.model.build import DESCRIPTORS
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision

@@ -12,10 +12,6 @@ import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
 from deepmd_ema.config import (
-    AdaMuonConfig,
-    AdamWConfig,
-    EnerLossConfig,
-    SeE2AConfig,
     config_from_dict,
     config_summary,
     config_warnings,
@@ -25,6 +21,8 @@ from deepmd_ema.config import (
     run_arguments,
     to_dict,
 )
+from deepmd_ema.config.schema.optim import AdaMuonConfig, AdamWConfig, EnerLossConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

@@ -18,9 +18,10 @@ from toy_models import SECTIONS
 
 import deepmd_ema
 from deepmd_ema import cli
-from deepmd_ema.config import DescriptorConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.argcheck import arguments
 from deepmd_ema.config.manual import json_schema, manual
+from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 

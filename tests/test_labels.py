@@ -9,7 +9,7 @@ from flat_batches import flat_batch, random_frame
 from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config import EnerLossConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from flat_batches import flat_batch, predicted, random_frame
 
-from deepmd_ema.config import EnerLossConfig as Config
+from deepmd_ema.config.schema.optim import EnerLossConfig as Config
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import LABELS
 from deepmd_ema.loss import build_loss

@@ -7,7 +7,7 @@ from flat_batches import flat_batch, predicted, random_frame
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from deepmd_ema.config import EnerLossConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.loss import build_loss
 from deepmd_ema.metrics import Errors
@@ -53,7 +53,7 @@ def test_errors_add_up_without_waiting(numberless):
         errors = Errors()
         errors.add(guess, batch)
         errors.add(guess, batch)
-    assert errors.as_tensor().shape == (8, 3)
+    assert errors.sums.shape == (8, 3)
 
 
 def test_clipping_does_not_wait():

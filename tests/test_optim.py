@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_ema.config import AdamConfig, AdamWConfig
+from deepmd_ema.config.schema.optim import AdamConfig, AdamWConfig
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.optim.build import (
     build_optimizer,

@@ -14,7 +14,7 @@ import torch
 from helpers import assert_same
 from torch import nn
 
-from deepmd_ema import config as sections
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.optim.build import build_optimizer, guarded_step, load_optimizer_state, optimizer_state
 from deepmd_ema.optim.muon import route, view_shape
 from deepmd_ema.optim.orthogonal import CONVERGED, MUON, gram_newton_schulz, newton_schulz

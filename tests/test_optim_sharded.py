@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from deepmd_ema import config as sections
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.optim.build import build_optimizer
 
 CPU = torch.device("cpu")

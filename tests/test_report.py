@@ -12,15 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.report import (
-    IntervalTimes,
-    LcurveFile,
-    Progress,
-    ValidationLog,
-    open_board,
-    set_up_logging,
-    show_metric,
-)
+from deepmd_ema.report.logs import open_board, set_up_logging
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
 
 TABLES = Path(__file__).parent / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
@@ -70,9 +64,10 @@ def write_lcurve(file, text, steps=()):
         values = [float(c) for c in cells[1:-1]]
         names = sorted(NAMES)
         if len(values) == 8:
-            file.write(int(cells[0]), float(cells[-1]), dict(zip(names, values[1::2])), dict(zip(names, values[::2])))
+            training, validation = dict(zip(names, values[1::2])), dict(zip(names, values[::2]))
+            file.write(int(cells[0]), float(cells[-1]), {"": training}, {"": validation})
         else:
-            file.write(int(cells[0]), float(cells[-1]), dict(zip(names, values)))
+            file.write(int(cells[0]), float(cells[-1]), {"": dict(zip(names, values))}, {})
 
 
 def write_validation(log, text, steps=()):
@@ -88,7 +83,7 @@ def write_validation(log, text, steps=()):
 
 @pytest.mark.parametrize("text", [LCURVE, LCURVE_WITHOUT_VALIDATION])
 def test_lcurve_has_the_bytes_of_deepmd_kit(here, text):
-    file = LcurveFile("lcurve.out", NAMES, validation="_val" in text)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""} if "_val" in text else ())
     write_lcurve(file, text)
     assert (here / "lcurve.out").read_text() == text  # before close: every row is flushed
     file.close()
@@ -112,7 +107,7 @@ def test_a_long_run_widens_the_step_column_of_val_log(here):
 
 
 def test_lcurve_names_the_tasks_when_there_are_tasks(here):
-    file = LcurveFile("lcurve.out", {"water": ["rmse", "rmse_e"], "ice": ["rmse"]}, validation=True)
+    file = LcurveFile("lcurve.out", {"water": ["rmse", "rmse_e"], "ice": ["rmse"]}, {"water", "ice"})
     file.write(7, 1e-3, {"water": {"rmse": 1.0, "rmse_e": 2.0}, "ice": {"rmse": 3.0}}, {"ice": {"rmse": 4.0}})
     file.close()
     header, _, row = (here / "lcurve.out").read_text().splitlines()
@@ -125,7 +120,7 @@ def test_lcurve_names_the_tasks_when_there_are_tasks(here):
 
 def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
     """Tasks stand in their own order; one without validation data has columns of training only."""
-    file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, validation={"water"})
+    file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, {"water"})
     file.write(100, 1e-3, {"water": {"rmse": 1.0, "rmse_f": 2.0}, "ice": {"rmse": 3.0}}, {"water": {"rmse": 4.0}})
     file.close()
     names = [("rmse_val_water", "rmse_trn_water"), ("rmse_f_val_water", "rmse_f_trn_water"), ("rmse_trn_ice",)]
@@ -137,7 +132,7 @@ def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
 
 def test_a_run_that_starts_anew_starts_its_files_anew(here):
     for _ in range(2):
-        file = LcurveFile("lcurve.out", NAMES, validation=True)
+        file = LcurveFile("lcurve.out", {"": NAMES}, {""})
         write_lcurve(file, LCURVE, steps=(1, 4))
         file.close()
     assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
@@ -146,7 +141,7 @@ def test_a_run_that_starts_anew_starts_its_files_anew(here):
 def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header(here):
     for torn in ("", "     16      5.0", "# step     "):
         (here / "lcurve.out").write_text(LCURVE + torn)
-        file = LcurveFile("lcurve.out", NAMES, validation=True)
+        file = LcurveFile("lcurve.out", {"": NAMES}, {""})
         file.cut_after(5)
         assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
         write_lcurve(file, LCURVE, steps=(8, 12))
@@ -169,7 +164,7 @@ def test_best_lines_of_later_steps_are_cut_from_val_log(here):
 def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
     if before is not None:
         (here / "lcurve.out").write_text(before)
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     file.cut_after(3)
     write_lcurve(file, LCURVE, steps=(4,))
     file.close()
@@ -180,7 +175,7 @@ def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
 def test_a_second_header_that_deepmd_kit_wrote_at_a_restart_is_removed(here):
     lines = LCURVE.splitlines(keepends=True)
     (here / "lcurve.out").write_text("".join(lines[:4] + lines[:2] + lines[4:]))
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     file.cut_after(100)
     file.close()
     assert (here / "lcurve.out").read_text() == LCURVE
@@ -188,7 +183,7 @@ def test_a_second_header_that_deepmd_kit_wrote_at_a_restart_is_removed(here):
 
 def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
     (here / "lcurve.out").write_text(LCURVE)
-    file = LcurveFile("lcurve.out", NAMES, validation=False)
+    file = LcurveFile("lcurve.out", {"": NAMES}, ())
     file.cut_after(1)
     write_lcurve(file, LCURVE_WITHOUT_VALIDATION, steps=(4,))
     file.close()
@@ -201,8 +196,8 @@ def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
 def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypatch):
     (here / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
-        write_lcurve(LcurveFile("file/lcurve.out", NAMES, validation=True), LCURVE)
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+        write_lcurve(LcurveFile("file/lcurve.out", {"": NAMES}, {""}), LCURVE)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1,))
 
     class Full(io.StringIO):
@@ -216,7 +211,7 @@ def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypa
 
 
 def test_a_closed_table_can_be_continued(here):
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1, 4))
     file.close()
     write_lcurve(file, LCURVE, steps=(8, 12))
@@ -275,7 +270,7 @@ def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
         progress.advance(step)
         if step % 10 == 0:
             show(progress, step)
-            progress.say("saved model.ckpt-10.pt")
+            logging.getLogger("deepmd_ema.train").info("saved model.ckpt-10.pt")
     progress.close()
     text = stream.getvalue()
     assert "20/20" in text
@@ -334,7 +329,7 @@ def test_time_is_counted_also_when_the_body_fails(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt), times.of("step"):
         fail()
-    assert times.shares()["step"] == 1
+    assert times.split().startswith("data 0 % | step 100 %")
 
 
 def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch, fresh_logging):

@@ -10,7 +10,7 @@ from helpers import assert_same, tiny_input
 from test_optim_lkf import GOLDEN, PEER, numbered
 from torch import nn
 
-from deepmd_ema.config import EnerLossConfig, LKFConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE

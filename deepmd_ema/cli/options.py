@@ -41,7 +41,7 @@ def add_systems(
 
 def start_logging(args: argparse.Namespace) -> None:
     """Send log messages where ``-v`` and ``-l`` say."""
-    from deepmd_ema.report import set_up_logging
+    from deepmd_ema.report.logs import set_up_logging
 
     set_up_logging(args.log_level, args.log_path, is_main=args.launch.is_main)
 

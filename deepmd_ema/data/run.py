@@ -13,7 +13,8 @@ from deepmd_ema.errors import DataError, UserError, collect_problems
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import RunConfig, TaskConfig, TrainingDataConfig, ValidationDataConfig
+    from deepmd_ema.config import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 

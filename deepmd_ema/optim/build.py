@@ -17,7 +17,7 @@ from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
 
 if TYPE_CHECKING:
-    from deepmd_ema import config as sections
+    from deepmd_ema.config.schema import optim as sections
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from deepmd_ema.report.table import Cell, Column, Table
+from deepmd_ema.report.table import Cell, Column, Table
 
 
 def render(table: Table, indent: str = "") -> list[str]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.config import LKFConfig, config_warnings, to_dict
+from deepmd_ema.config import config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
+from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.loss import build_loss
@@ -18,7 +19,9 @@ from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.report import IntervalTimes, LcurveFile, Progress, ValidationLog, open_board
+from deepmd_ema.report.logs import open_board
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.tables import LcurveFile, ValidationLog
 from deepmd_ema.report.text import render
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
@@ -215,7 +218,7 @@ def _build_reporter(
 ) -> Reporter:  # fmt: skip
     """Return the progress bar and the learning curves of the live weights and of averages that ask for one."""
     training, outputs = config.training, Outputs(config)
-    names = unnested({task.name: task.loss.display_names for task in tasks})
+    names = {task.name: task.loss.display_names for task in tasks}
     validated = {task.name for task in tasks if task.display_loader is not None}
     shown = (
         [LIVE, *(average.name for average in training.averaging if average.lcurve)] if training.disp_training else []

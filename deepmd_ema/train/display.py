@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
     from deepmd_ema.dist.world import World
     from deepmd_ema.metrics import Errors
-    from deepmd_ema.report import IntervalTimes, LcurveFile, Progress
+    from deepmd_ema.report.progress import IntervalTimes, Progress
+    from deepmd_ema.report.tables import LcurveFile
     from deepmd_ema.train.step.base import Outcome
     from deepmd_ema.train.task import Task, TaskMixture
 
@@ -96,7 +97,7 @@ class Reporter:
             valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
             self._show_averages(step, task, batch, batches, rate)
         if self.lcurve is not None:
-            self.lcurve.write(step, rate, unnested(train), unnested(valid))
+            self.lcurve.write(step, rate, train, valid)
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
         self.progress.show(step, rate, _flat(train), _flat(valid), seconds, self.times.split())
@@ -113,7 +114,7 @@ class Reporter:
                 train = {t.name: self._mean_values(t, [batch] if t is task else [], rate) for t in self.tasks}
                 valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
             if file is not None:
-                file.write(step, rate, unnested(train), unnested(valid))
+                file.write(step, rate, train, valid)
             self.progress.show_average(step, name, _flat(valid) or _flat(train))
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.dist.world import World
-    from deepmd_ema.report import IntervalTimes
+    from deepmd_ema.report.progress import IntervalTimes
     from deepmd_ema.train.bias import Biases
     from deepmd_ema.train.display import Reporter
     from deepmd_ema.train.saver import Saver
     from deepmd_ema.train.step.base import Outcome, Step
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
-
 
 logger = logging.getLogger(__name__)
 

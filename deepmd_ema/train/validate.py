@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
+    from deepmd_ema.config.schema.texts import Metric
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.model_set import ModelSet
-    from deepmd_ema.report import ValidationLog
+    from deepmd_ema.report.tables import ValidationLog
     from deepmd_ema.train.prepare import PreparedTask
 
 
@@ -74,7 +75,7 @@ class FullValidation:
     rows: Sequence[Validated]
     tasks: Mapping[str, PreparedTask]
     payload: Callable[[str, int], Mapping[str, Any]]
-    metric: str
+    metric: Metric
     start: int | None
     every: int
     world: World
@@ -120,7 +121,7 @@ class FullValidation:
         self.models.eval()
         try:
             errors = evaluate(self.models.of(task), self._until(stopped, self.tasks[task]), self.world.device)
-            return Errors.from_tensor(self.world.all_reduce_sum(errors.as_tensor()))
+            return Errors(self.world.all_reduce_sum(errors.sums))
         finally:
             self.models.train(was_training)
 

@@ -21,7 +21,7 @@ from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_stat
 from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.descriptor import DescriptorConfig
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from deepmd_ema import __version__
-from deepmd_ema.config import EnerFittingConfig, SeE2AConfig, model_config_from_dict, to_dict
+from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config.schema.model import EnerFittingConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from deepmd_ema.config.descriptor.se_e2_a import SeE2AConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
-
-__all__ = ["DESCRIPTORS", "DescriptorConfig", "SeE2AConfig"]
 
 
 class DescriptorConfig(Protocol):
