@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from deepmd_ema.batch import Batch
+from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.dist.world import World
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABELS, VIRIAL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.config.schema.optim import EnerLossConfig
-    from deepmd_ema.dist.world import World
 
 # F frames, A atoms
 

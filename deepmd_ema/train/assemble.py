@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.config import config_warnings, to_dict
+from deepmd_ema.config import RunConfig, config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.dist.world import World
 from deepmd_ema.loss import build_loss
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
@@ -29,22 +33,14 @@ from deepmd_ema.train.bias import refit
 from deepmd_ema.train.display import Reporter, start_table
 from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
-from deepmd_ema.train.prepare import stream_of
+from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
+from deepmd_ema.train.start import Start
 from deepmd_ema.train.step import GradientStep, Step
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.trainer import Callback, Trainer
 from deepmd_ema.train.validate import FullValidation, Validated
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.source import FrameSource
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.train.prepare import PreparedRun, PreparedTask
-    from deepmd_ema.train.start import Start
 
 logger = logging.getLogger(__name__)
 

@@ -6,29 +6,26 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_ema import __version__
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.averaging.profile import Profile
+from deepmd_ema.batch import Batch
 from deepmd_ema.config import config_summary
+from deepmd_ema.dist.world import World
+from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.table import Table, facts
+from deepmd_ema.report.tables import LcurveFile
 from deepmd_ema.train.averages import snapshot_lines
-
-if TYPE_CHECKING:
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.averaging.profile import Profile
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.metrics import Errors
-    from deepmd_ema.report.progress import IntervalTimes, Progress
-    from deepmd_ema.report.tables import LcurveFile
-    from deepmd_ema.train.prepare import PreparedRun
-    from deepmd_ema.train.step import Outcome
-    from deepmd_ema.train.task import Task, TaskMixture
-
+from deepmd_ema.train.prepare import PreparedRun
+from deepmd_ema.train.step import Outcome
+from deepmd_ema.train.task import Task, TaskMixture
 
 SHARED = {
     0: "every rank holds everything",

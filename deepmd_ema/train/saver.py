@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.dist.world import World
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.dist.world import World
 
 
 @dataclass(frozen=True)

@@ -6,29 +6,25 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.batch import Batch
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted
+from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.train.averages import averages_in_words
-from deepmd_ema.train.validate import ValidationAborted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.report.progress import IntervalTimes
-    from deepmd_ema.train.bias import Biases
-    from deepmd_ema.train.display import Reporter
-    from deepmd_ema.train.saver import Saver
-    from deepmd_ema.train.step import Outcome, Step
-    from deepmd_ema.train.task import Task, TaskMixture
-    from deepmd_ema.train.validate import FullValidation
+from deepmd_ema.train.bias import Biases
+from deepmd_ema.train.display import Reporter
+from deepmd_ema.train.saver import Saver
+from deepmd_ema.train.step import Outcome, Step
+from deepmd_ema.train.task import Task, TaskMixture
+from deepmd_ema.train.validate import FullValidation, ValidationAborted
 
 logger = logging.getLogger(__name__)
 

@@ -8,22 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.batch import Batch
+from deepmd_ema.checkpoint import BestFiles
+from deepmd_ema.config.schema.texts import Metric
 from deepmd_ema.data.loader import num_batches, sequential_batches
+from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
-from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.model.model_set import ModelSet, nested, unnested
+from deepmd_ema.report.tables import ValidationLog
+from deepmd_ema.train.prepare import PreparedTask
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.checkpoint import BestFiles
-    from deepmd_ema.config.schema.texts import Metric
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.model.model_set import ModelSet
-    from deepmd_ema.report.tables import ValidationLog
-    from deepmd_ema.train.prepare import PreparedTask
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
