@@ -93,10 +93,6 @@ class EnergyLoss:
         shown["rmse"] = loss.sqrt()
         return total, {name: shown[name] for name in self.display_names}
 
-    def prefactors(self, lr: float) -> dict[str, float]:
-        """Return the weight of each term at a learning rate."""
-        return {term.name: term.prefactor(lr / self.start_lr) for term in self.terms}
-
     def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
         label, has_label = _label(batch, ENERGY)
         return self._per_frame((prediction[ENERGY] - label).unsqueeze(1), has_label, batch, self._delta[0])

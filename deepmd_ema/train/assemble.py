@@ -142,8 +142,8 @@ def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
 
 def _build_validator(
     prepared: PreparedRun, bank: AverageBank | None, num_steps: int, builder: StateBuilder, world: World
-) -> FullValidation | None:
-    """Return the full validation of the live weights and of every average that asks for it, or None."""
+) -> FullValidation:
+    """Return the full validation of the live weights and of every average that asks for it, if any does."""
     config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
     tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
     metric, rows = validating.validation_metric, []
@@ -153,8 +153,6 @@ def _build_validator(
             prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
             best = checkpoint.BestFiles(prefix, folder, keep, metric, writes=world.is_main)
             rows.append(Validated(weights, task, log, best if validating.save_best else None))
-    if not rows:
-        return None
     # below 1 a fraction of the run, never at 1, a step above it
     start = validating.full_val_start
     first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
@@ -167,7 +165,7 @@ def _build_saver(
     num_steps: int,
     start: int,
     builder: StateBuilder,
-    validator: FullValidation | None,
+    validator: FullValidation,
     world: World,
 ) -> Saver:
     """Return what writes the files of the live weights and of every average.
@@ -177,7 +175,7 @@ def _build_saver(
         num_steps: steps of the whole run.
         start: steps that are behind at its start.
         builder: makes the content of the files.
-        validator: whose best files are pruned once a checkpoint knows of them, or None.
+        validator: whose best files are pruned once a checkpoint knows of them.
         world: the processes of the run.
     """
     training, folder = config.training, Outputs(config).snapshot_folder
@@ -195,7 +193,7 @@ def _build_saver(
         builder,
         series(LIVE, None),
         {average.name: series(average.name, average.ckpt_keep) for average in training.averaging},
-        bests=[row.best for row in validator.rows if row.best is not None] if validator is not None else [],
+        bests=[row.best for row in validator.rows if row.best is not None],
         every=training.save_freq,
         snapshots=[
             snapshots(average.name, every)
@@ -222,7 +220,6 @@ def _build_reporter(
     return Reporter(
         tasks,
         Progress(num_steps, None if world.is_main else False, tasks.frames_per_step),
-        lcurve=curves.pop(LIVE, None),
         times=times,
         every=training.disp_freq,
         world=world,

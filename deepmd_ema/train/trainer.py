@@ -97,7 +97,7 @@ class Trainer:
         tasks: what is trained.
         take_step: changes the weights.
         bank: averages, or None.
-        validator: full validation, or None.
+        validator: full validation.
         saver: writes checkpoints.
         reporter: learning curves and progress.
         times: stopwatch of the interval that the reporter shows.
@@ -113,7 +113,7 @@ class Trainer:
     tasks: TaskMixture
     take_step: Step
     bank: AverageBank | None
-    validator: FullValidation | None
+    validator: FullValidation
     saver: Saver
     reporter: Reporter
     times: IntervalTimes
@@ -141,8 +141,7 @@ class Trainer:
             finally:
                 self.reporter.close()
                 self.tasks.close()
-                if self.validator is not None:
-                    self.validator.close()
+                self.validator.close()
         self.callback.on_end(self)
 
     def _loop(self) -> None:
@@ -202,7 +201,7 @@ class Trainer:
             self._raise_if_diverged()
             with self.times.of("checkpoint"):
                 self.saver.keep_snapshots(snapshots, self.step)
-        if self.validator is not None and self.validator.is_due(self.step):
+        if self.validator.is_due(self.step):
             self._raise_if_diverged()
             self._validate()
         if self.saver.is_due(self.step, last):
@@ -210,7 +209,6 @@ class Trainer:
             self._save()
 
     def _validate(self) -> None:
-        assert self.validator is not None
         self._owes_validation = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
@@ -261,7 +259,7 @@ class Trainer:
         }
         if self.bank is not None:
             state["averages"] = self.bank.state_dict(self.world.is_main)
-        if self.validator is not None:
+        if self.validator.rows:
             state["best"] = self.validator.state_dict()
         return state
 
@@ -279,7 +277,6 @@ class Trainer:
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)
-        self._owes_validation = bool(state["owes_validation"]) and self.validator is not None
-        if self.validator is not None:
-            self.validator.load_state_dict(state.get("best", {}))
-            self.validator.truncate(step - 1 if self._owes_validation else step)
+        self._owes_validation = bool(state["owes_validation"] and self.validator.rows)
+        self.validator.load_state_dict(state.get("best", {}))
+        self.validator.truncate(step - 1 if self._owes_validation else step)

@@ -58,7 +58,7 @@ class FullValidation:
     Attributes:
         models: the live models.
         bank: averages, or None when only the live weights are validated.
-        rows: what is validated; those of the same weights follow each other.
+        rows: what is validated, maybe nothing; those of the same weights follow each other.
         tasks: validation frames by task.
         payload: makes the content of the model file of a set of weights (``live`` or an average) at a step.
         metric: what ``best`` means, such as ``E:MAE``.
@@ -79,7 +79,9 @@ class FullValidation:
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
-        return self.start is not None and step >= self.start and (step - self.start) % self.every == 0
+        if not self.rows or self.start is None:
+            return False
+        return step >= self.start and (step - self.start) % self.every == 0
 
     def run(
         self, step: int, stopped: Callable[[], bool] = lambda: False, entered: Callable[[str], None] = lambda _: None
