@@ -7,14 +7,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.texts import (
-    BatchSizeRule,
-    Metric,
-    SystemProbability,
-    check_text,
-    is_readable,
-    read_if_text,
-)
+from deepmd_ema.config.schema.texts import BatchSizeRule, Metric, SystemProbability, check_text, is_readable
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -53,7 +46,7 @@ class _Data:
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
         check=_batch_size,
-        convert=read_if_text(BatchSizeRule),
+        convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
