@@ -63,13 +63,7 @@ class _Validator:
         self.problems.append(Problem(spelled, text))
 
     def _sort_keys(
-        self,
-        kind: Any,
-        others: Sequence[Any],
-        raw: dict[Any, Any],
-        path: Place,
-        spelled: Place,
-        missed: dict[str, str],
+        self, kind: Any, others: Sequence[Any], raw: dict[Any, Any], path: Place, spelled: Place, missed: dict[str, str]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Note unknown keys, keys given twice and absent features.
 

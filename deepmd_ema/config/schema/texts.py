@@ -7,7 +7,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
-from deepmd_ema.config.fields import Check
 from deepmd_ema.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="TextOption")
@@ -137,8 +136,3 @@ def is_readable(kind: Callable[[str], TextOption], text: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def check_text(kind: Callable[[str], TextOption], wants: str) -> Check:
-    """Return the check of an option that is such a text."""
-    return Check(lambda text: is_readable(kind, text), wants)
