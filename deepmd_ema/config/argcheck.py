@@ -43,26 +43,21 @@ def arguments(section: type) -> tuple[Argument, ...]:
     return tuple(argument(o) for o in input_options(section))
 
 
-def normalized(declared: Argument, values: Any) -> tuple[dict[str, Any], str]:
-    """Let dargs normalize and check the values of a section.
+def refusal(declared: Argument, values: Any) -> str:
+    """Return the first mistake that dargs finds in the values of a section, or an empty string.
 
     Args:
         declared: the section.
-        values: without comments.
-
-    Returns:
-        The values with aliases replaced, and an empty string; or an empty dictionary and the first mistake in the
-        words of dargs. What is not given is not checked: defaults are those of the sections, where ``build`` takes
-        them from.
+        values: under canonical keys, without comments. What is not given is not checked: defaults are those of the
+            sections.
     """
     from dargs.dargs import ArgumentError
 
     try:
-        found: dict[str, Any] = declared.normalize_value(values, do_default=False)
-        declared.check_value(found, strict=True)
+        declared.check_value(values, strict=True)
     except (ArgumentError, TypeError) as error:  # TypeError: a key that is no text, of which it seeks similar ones
-        return {}, str(error)
-    return found, ""
+        return str(error)
+    return ""
 
 
 def is_right_value(option: Option, value: Any) -> bool:

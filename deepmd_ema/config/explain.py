@@ -20,100 +20,92 @@ def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any
 
     Args:
         section: its class.
-        values: as the input has them.
+        values: as the input has them, under canonical keys.
         path: where they stand.
 
     Returns:
         Values under canonical keys, ``INVALID`` where one is wrong or missing; and the mistakes.
     """
     validator = _Validator()
-    found = validator.section(section, (section,), values, path, path)
+    found = validator.section(section, (section,), values, path)
     return ({o.name: INVALID for o in input_options(section)} if found is INVALID else found), validator.problems
 
 
 @dataclass
 class _Validator:
-    """Walks through an input and notes all mistakes; paths come twice, canonical and as the input spells them."""
+    """Walks through an input and notes all mistakes, at canonical paths."""
 
     problems: list[Problem] = field(default_factory=list)
 
-    def section(self, kind: Any, choices: Sequence[type], raw: Any, path: Place, spelled: Place) -> Any:
-        """Return the values of a section of a ``kind``, one of ``choices``, under canonical keys, or ``INVALID``."""
+    def section(self, kind: Any, choices: Sequence[type], raw: Any, path: Place) -> Any:
+        """Return the values of a section of a ``kind``, one of ``choices``, or ``INVALID``."""
         if not isinstance(raw, dict):
-            self._note(spelled, _bad_value(raw, "a section {...}"))
+            self._note(path, _bad_value(raw, "a section {...}"))
             return INVALID
         missed = _misspelled(kind, raw, path)
-        others = [s for s in choices if s is not kind]
-        values, found = self._sort_keys(kind, others, raw, path, spelled, missed)
+        values = self._other_keys(kind, [s for s in choices if s is not kind], raw, path, missed)
         for option in input_options(kind):
-            if option.name in found:
-                key = found[option.name]
-                values[option.name] = self._value(option, raw[key], (*path, option.name), (*spelled, key))
+            here = (*path, option.name)
+            if option.name in raw:
+                values[option.name] = self._value(option, raw[option.name], here)
             elif option.required:
                 values[option.name] = INVALID
                 if option.name not in missed.values() and not is_replaced(dotted(path), option.name, raw):
                     is_section = f"a section {{...}}: {option.doc.lower()}"
                     expected = is_section if option.sections else f"{wants(option)}."
-                    self._note((*spelled, option.name), f": required, but missing. Expected {expected}")
+                    self._note(here, f": required, but missing. Expected {expected}")
         if hasattr(kind, "type"):
             values["type"] = kind.type
         return values
 
-    def _note(self, spelled: Place, text: str) -> None:
-        self.problems.append(Problem(spelled, text))
+    def _note(self, path: Place, text: str) -> None:
+        self.problems.append(Problem(path, text))
 
-    def _sort_keys(
-        self, kind: Any, others: Sequence[Any], raw: dict[Any, Any], path: Place, spelled: Place, missed: dict[str, str]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Note unknown keys, keys given twice and absent features.
+    def _other_keys(
+        self, kind: Any, others: Sequence[Any], raw: dict[Any, Any], path: Place, missed: dict[str, str]
+    ) -> dict[str, Any]:
+        """Note unknown keys and absent features.
 
         Returns:
-            ``INVALID`` for each option that an unknown key may mean, of which no rule then says that it is missing;
-            and the known keys, canonical name to key as spelled.
+            ``INVALID`` for each option that an unknown key may mean, of which no rule then says that it is missing.
         """
         canonical = {key: o.name for o in input_options(kind) for key in o.keys}
         meant: dict[str, Any] = {}
-        found: dict[str, str] = {}
         for key, value in raw.items():
             if not isinstance(key, str):
-                self._note((*spelled, str(key)), ": a key must be a text. Put it in quotes.")
-            elif key in canonical:
-                name = canonical[key]
-                if name in found:
-                    self._note((*spelled, key), f": the same option as {found[name]}. Remove one of the two.")
-                found.setdefault(name, key)
-            elif is_comment(key) or (key == "type" and hasattr(kind, "type")):
+                self._note((*path, str(key)), ": a key must be a text. Put it in quotes.")
+            elif key in canonical or is_comment(key) or (key == "type" and hasattr(kind, "type")):
                 continue
             elif (known := unavailable_key(dotted(path), key)) is not None:
-                self._note((*spelled, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
+                self._note((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
             else:
                 having = [s for s in others if key in keys_of(s)]
-                self._note((*spelled, key), _unknown_key(kind, having, key, missed))
+                self._note((*path, key), _unknown_key(kind, having, key, missed))
                 meant |= {canonical[name]: INVALID for name in close_names(key, keys_of(kind)) if name in canonical}
                 # the type may be the mistake, so nothing is expected of what the other types do not have
                 meant |= {name: INVALID for s in having for name in set(canonical.values()) - set(keys_of(s))}
-        return meant, found
+        return meant
 
-    def _value(self, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    def _value(self, option: Option, value: Any, path: Place) -> Any:
         if value is None and option.nullable:
             return None
         if option.many:
             if isinstance(value, list):
-                return [self._nested(option, v, (*path, n), (*spelled, n)) for n, v in enumerate(value)]
-            self._note(spelled, _wrong_type(option, value))
+                return [self._nested(option, v, (*path, n)) for n, v in enumerate(value)]
+            self._note(path, _wrong_type(option, value))
             return INVALID
         if option.sections:
-            return self._nested(option, value, path, spelled)
+            return self._nested(option, value, path)
         text = _leaf_problem(option, value, path)
         if text is None:
             return value
-        self._note(spelled, text)
+        self._note(path, text)
         return INVALID
 
-    def _nested(self, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    def _nested(self, option: Option, value: Any, path: Place) -> Any:
         kind = option.section_of(value)
         if kind is not None:
-            return self.section(kind, option.sections, value, path, spelled)
+            return self.section(kind, option.sections, value, path)
         known, name = type_names(option.sections), value.get("type")
         if "type" not in value:
             text = f": required, but missing. Expected one of {', '.join(known)}."
@@ -121,7 +113,7 @@ class _Validator:
             text = f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}."
         else:
             text = _unknown_choice(name, known)
-        self._note((*spelled, "type"), text)
+        self._note((*path, "type"), text)
         return INVALID  # the keys of an unknown type cannot be judged
 
 

@@ -32,8 +32,11 @@ class Source:
     given: frozenset[Place] = frozenset()
 
     def path(self, canonical: str) -> Place:
+        """Return the path that the input spells for a canonical one in dots."""
+        return self.spelled(path_of(canonical))
+
+    def spelled(self, path: Place) -> Place:
         """Return the path that the input spells for a canonical one, e.g. of an option that it gives by an alias."""
-        path = path_of(canonical)
         for depth in range(len(path), 0, -1):
             if path[:depth] in self.paths:
                 return (*self.paths[path[:depth]], *path[depth:])

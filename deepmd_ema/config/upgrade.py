@@ -33,7 +33,7 @@ class Upgraded:
     """An input in today's sections.
 
     Attributes:
-        values: a copy of the input, changed, without comments and without options that ask for nothing.
+        values: a copy of the input under canonical keys, without comments and without options that ask for nothing.
         lines: lines of the keys, moved ones included.
         given: canonical paths of the options that the input names.
         source_paths: canonical path -> the path as the input spells it.
@@ -76,10 +76,10 @@ def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
 
 
 def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spelled: Place) -> Any:
-    """Return a section without comments and options of DeePMD-kit that ask for nothing; note what it names, and where.
+    """Return a section under canonical keys, without comments and options of DeePMD-kit that ask for nothing.
 
     Args:
-        upgraded: takes the notes.
+        upgraded: takes notes of what the input names, and where.
         section: its class.
         raw: what the input has for it, right or wrong.
         path: of the section.
@@ -90,23 +90,27 @@ def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spell
     by_key = {key: option for option in input_options(section) for key in option.keys}
     kept: dict[Any, Any] = {}
     for key, value in raw.items():
-        peer = None if key in by_key else unavailable_key(dotted(path), key)
-        if is_comment(key):
-            continue
-        if peer is not None and is_no_op(peer, value):
-            if peer.no_op_values is None and value:
-                upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
-            continue
-        kept[key] = value
         option = by_key.get(key)
-        if option is not None:
-            here, there = (*path, option.name), (*spelled, key)
-            upgraded.given.add(here)
-            upgraded.source_paths.setdefault(here, there)
-            if option.many and isinstance(value, list):
-                kept[key] = [_nested(upgraded, option, v, (*here, n), (*there, n)) for n, v in enumerate(value)]
-            elif option.sections:
-                kept[key] = _nested(upgraded, option, value, here, there)
+        if option is None:
+            peer = unavailable_key(dotted(path), key)
+            if peer is not None and is_no_op(peer, value):
+                if peer.no_op_values is None and value:
+                    upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
+            elif not is_comment(key):
+                kept[key] = value
+            continue
+        here, there = (*path, option.name), (*spelled, key)
+        if here in upgraded.given:
+            first = upgraded.source_paths[here][-1]
+            upgraded.problems.append(Problem(there, f": the same option as {first}. Remove one of the two."))
+            continue
+        upgraded.given.add(here)
+        upgraded.source_paths[here] = there
+        kept[option.name] = value
+        if option.many and isinstance(value, list):
+            kept[option.name] = [_nested(upgraded, option, v, (*here, n), (*there, n)) for n, v in enumerate(value)]
+        elif option.sections:
+            kept[option.name] = _nested(upgraded, option, value, here, there)
     return kept
 
 
