@@ -22,7 +22,7 @@ from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.weights import LIVE
 
-FORMAT = 1  # of the payload; a reader knows this number and all below it
+FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -35,12 +35,12 @@ def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = N
     """Write ``payload`` to ``path`` in one move; tensors are copied to the CPU first.
 
     Args:
-        path: the file; its folder is made when it is not there.
+        path: the file; its folder is made if it is missing.
         payload: primitive containers, numbers, strings and tensors.
         fallback: an older checkpoint, named in the message when the writing fails.
 
     Raises:
-        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name stays.
+        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept.
     """
     path = Path(path)
     try:
@@ -91,7 +91,7 @@ def resolve(path: str | Path) -> Path:
     """Return the file that ``path`` means: a file, a name without ``.pt``, or a folder in which a run has saved.
 
     Raises:
-        CheckpointError: if there is no such file; the checkpoints that stand nearby are listed.
+        CheckpointError: if there is no such file; the checkpoints in that folder are listed.
     """
     path = Path(path)
     if path.is_dir():
@@ -166,7 +166,7 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
     """Check that a file of weights may be written to ``path``: not over what a restart or ``dp-ema posthoc`` needs.
 
     Args:
-        path: the file; need not be there.
+        path: the file; need not exist.
         option: what names it, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which weights a reader takes out of a model file: the live ones or an average, each with its own output bias."""
+"""The head of model files, and the weights in them: the live ones or an average, each with its own output bias."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def payload_head(
     Args:
         kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
         weights: ``live``, or the name of an average.
-        step: optimizer steps behind the weights.
+        step: optimizer steps after which the weights were saved.
         config: normalized config of the run.
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by task if there are
             several.

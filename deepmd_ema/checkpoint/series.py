@@ -32,7 +32,7 @@ class CheckpointSeries:
         prefix: ``training.save_ckpt``; may contain folders.
         suffix: empty for the live weights, ``_<name>`` for an average.
         save_dir: folder of the numbered files; that of ``prefix`` when None. The link stays beside ``prefix``.
-        keep: how many files stay; less than 1 keeps all.
+        keep: how many files are kept; less than 1 keeps all.
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
         pointer: text file that names the newest file, or None.
@@ -104,13 +104,13 @@ def save_together(
     """Write the files of one step as one transaction and return their paths.
 
     The first series is the live one. All files are written before any link moves, and the pointer moves last: a crash
-    at any moment leaves links to a step all of whose files are whole. A file without its partners is never linked, and
-    is written again when the restarted run gets there.
+    at any moment leaves links to a step all of whose files are whole. A file without those of the
+    other series is never linked; the restarted run writes it again.
 
     Args:
-        step: optimizer steps behind the weights.
+        step: optimizer steps after which the weights were saved.
         files: series and what their file holds, the live one first.
-        bests: best files whose records stand in the payload; what they have pushed out is removed now.
+        bests: best files whose records are in the payload; files that are no longer among them are removed now.
 
     Raises:
         CheckpointError: if a file cannot be written; links and older files are as before.
