@@ -84,29 +84,23 @@ class FrameSource(Protocol):
     @property
     def name(self) -> str:
         """Where the frames are, for messages."""
-        ...
 
     @property
     def num_frames(self) -> int:
         """Number of frames."""
-        ...
 
     @property
     def frame_sizes(self) -> Array:
         """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
-        ...
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""
-        ...
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
-        ...
 
     def where(self, index: int, array: str = "") -> Place:
         """Return where a frame, or one of its arrays, is stored."""
-        ...
 
 
 def is_per_atom(name: str) -> bool:
