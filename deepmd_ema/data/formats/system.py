@@ -186,15 +186,17 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         raise DataError(f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it.")
     periodic = not store.has("nopbc")
     problems: list[str] = []
-    sets, first = [], 0
+    sets: list[FrameSet] = []
+    expected = _expected_arrays(store.name, len(file_types), is_mixed, periodic, spec)
     for name in set_names:
-        part = _open_set(store, name, first, len(file_types), is_mixed, periodic, spec, problems)
-        if part is not None and part.num_frames:
-            sets.append(part)
-            first += part.num_frames
+        first = sets[-1].first + sets[-1].num_frames if sets else 0
+        part = _open_set(store, name, first, len(file_types), expected, problems)
+        sets += [part] if part is not None and part.num_frames else []
     if not sets and not problems:
         problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
-    index_of = _type_table(store, spec, names, file_types, sets if is_mixed else None, problems)
+    used = _used_in_mixed(sets, problems) if is_mixed else np.unique(file_types)
+    place = f"{store.name}/set.*/{TYPES}.npy" if is_mixed else f"{store.name}/type.raw"
+    index_of = _type_table(store.name, spec.type_map, names, used, place, problems)
     if problems:
         raise DataError(problems)
     atom_type = None if is_mixed else index_of[file_types]
@@ -212,19 +214,11 @@ def _read_types(store: ArrayStore) -> Array:
 
 
 def _open_set(
-    store: ArrayStore,
-    name: str,
-    first: int,
-    natoms: int,
-    is_mixed: bool,
-    periodic: bool,
-    spec: ReadSpec,
-    problems: list[str],
+    store: ArrayStore, name: str, first: int, natoms: int, expected: Sequence[_Expected], problems: list[str]
 ) -> FrameSet | None:
     """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
     before = len(problems)
     arrays: dict[str, StoredArray] = {}
-    expected = _expected_arrays(store.name, natoms, is_mixed, periodic, spec)
     for one in expected:
         with collect_problems(problems):
             stored = (store.array(f"{name}/{file}.npy") for file in one.files)
@@ -295,31 +289,22 @@ def _refuse_copies(store: ArrayStore, name: str) -> None:
 
 
 def _type_table(
-    store: ArrayStore,
-    spec: ReadSpec,
-    names: list[str] | None,
-    file_types: Array,
-    mixed_sets: Sequence[FrameSet] | None,
-    problems: list[str],
+    system: str, type_map: Sequence[str], names: list[str] | None, used: Array, place: str, problems: list[str]
 ) -> Array:
     """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown."""
-    used = np.unique(file_types)
-    place = f"{store.name}/type.raw"
-    if mixed_sets is not None:
-        used, place = _used_in_mixed(mixed_sets, problems), f"{store.name}/set.*/{TYPES}.npy"
-    known = names if names is not None else list(spec.type_map)
+    known = names if names is not None else type_map
     source = "type_map.raw" if names is not None else "model.type_map"
     if used.size and used.max() >= len(known):
         problems.append(f"{place}: type {used.max()}, but {source} has only {len(known)} elements (types from 0).")
         return np.full(1, -1)
     table = np.full(len(known) + 1, -1)
     for number, element in enumerate(known):
-        if element in spec.type_map:
-            table[number] = spec.type_map.index(element)
+        if element in type_map:
+            table[number] = type_map.index(element)
         elif number in used:
             problems.append(
-                f'{store.name}/type_map.raw: element "{element}" is not in model.type_map. '
-                f"{did_you_mean(element, spec.type_map)} "
+                f'{system}/type_map.raw: element "{element}" is not in model.type_map. '
+                f"{did_you_mean(element, type_map)} "
                 "Add it to model.type_map, or leave the system out."
             )
     return table
