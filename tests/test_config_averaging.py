@@ -299,8 +299,6 @@ BROKEN_RULES = {
     "one_length_of_the_average": [
         ((DECAYS,), {}, "[0].half_life = 10", "decay = 0.9 is given too. Remove one of the two."),
         ((SLOW, {"name": "a"}), {}, "[1]: decay or half_life is required for type ema", 'Add one, e.g. "decay": 0.999'),
-    ],
-    "one_width_of_the_average": [
         (({**POWER, "gamma": 5},), {}, "[0].sigma_rel = 0.05", "gamma = 5 is given too. Remove one of the two."),
         (({"type": "power", "name": "a"},), {}, "[0]: gamma or sigma_rel is required", 'e.g. "sigma_rel": 0.05'),
     ],

@@ -19,6 +19,7 @@ from deepmd_ema.config.outputs import POINTER
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.weights import LIVE
 
 FORMAT = 1  # of the payload; a reader knows this number and all below it
 
@@ -118,9 +119,9 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     kind = payload["kind"]
     if kind == "training":
         return
-    what = f"the average {payload['weights']!r}" if payload["weights"] != "live" else "the live weights"
+    what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
     if kind == "best":
-        what = "the best weights" if payload["weights"] == "live" else f"the best weights of {what}"
+        what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
     partner = _training_partner(Path(path), payload)
     use = f"Use --restart {partner}" if partner is not None else "Use a training checkpoint (model.ckpt-*.pt)"
     raise CheckpointError(

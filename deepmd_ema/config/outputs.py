@@ -145,7 +145,7 @@ class Outputs:
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
             yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)
-        if any(getattr(average, "snapshots", False) for average in training.averaging):
+        if any(average.snapshots for average in training.averaging):
             yield Output("training.averaging", "snapshots", self.snapshot_folder, is_folder=True)
 
     def shared_rows(self) -> Iterator[tuple[Output, Output]]:

@@ -143,25 +143,19 @@ def write_changed(
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if request.values is not None:
-        after = _given(request.values, loaded.config.type_map)
-        done = ChangedBias(path, loaded, {"mode": GIVEN, "source": "values given"}, before, after)
+        record: dict[str, Any] = {"mode": GIVEN, "source": "values given"}
+        done = ChangedBias(path, loaded, record, before, _given(request.values, loaded.config.type_map))
         _write(done, None)
         return done
-    where = select_device(device)
     systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
-    network = loaded.model.to(where)
-    batches = sequential_batches(
-        systems, network.layout, labels=(ENERGY,), frames=first_frames(systems, request.num_frames)
-    )
+    network, names = loaded.model.to(select_device(device)), list(map(str, request.systems))
+    chosen = first_frames(systems, request.num_frames)
+    batches = sequential_batches(systems, network.layout, labels=(ENERGY,), frames=chosen)
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
-        raise UserError(f"no frame of {', '.join(map(str, request.systems))} has an energy to fit the bias to.")
+        raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")
     fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
-    record = {
-        "mode": request.mode,
-        "frames": len(frames),
-        "source": request.source or first_few(list(map(str, request.systems)), 3),
-    }
+    record = {"mode": request.mode, "frames": len(frames), "source": request.source or first_few(names, 3)}
     done = ChangedBias(path, loaded, record, before, fit.bias, frames, fit.undetermined)
     _write(done, fit.std)
     return done

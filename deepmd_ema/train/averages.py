@@ -46,10 +46,9 @@ def tracked_averages(
 
 def snapshot_every(section: AverageConfig, save_freq: int) -> int:
     """Return the steps between two kept copies of an average for ``dp-ema posthoc``; 0 for none."""
-    if not getattr(section, "snapshots", False):
+    if not section.snapshots:
         return 0
-    freq: int | None = section.snapshot_freq  # type: ignore[union-attr]
-    return max(0, save_freq if freq is None else freq)
+    return max(0, save_freq if section.snapshot_freq is None else section.snapshot_freq)
 
 
 def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: int, num_bytes: int) -> Iterator[str]:

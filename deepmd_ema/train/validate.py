@@ -121,7 +121,7 @@ class FullValidation:
         self.models.eval()
         try:
             errors = evaluate(self.models.of(task), self._until(stopped, self.tasks[task]), self.world.device)
-            return Errors.from_tensor(self.world.all_reduce_sum(errors.as_tensor()))
+            return Errors(self.world.all_reduce_sum(errors.sums))
         finally:
             self.models.train(was_training)
 
