@@ -9,7 +9,7 @@ from helpers import toy_frame, toy_labels
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate, pair_frame
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import find_pairs
 
 RCUT = 4.0

@@ -12,7 +12,7 @@ import torch
 from toy_models import batch_of
 
 from deepmd_ema.data.collate import collate, pair_frame
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.interchange import read_dp
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md

@@ -10,7 +10,7 @@ import torch
 
 from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 

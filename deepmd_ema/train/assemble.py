@@ -21,8 +21,8 @@ from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.table import render
 from deepmd_ema.report.tables import LcurveFile, ValidationLog
-from deepmd_ema.report.text import render
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
 from deepmd_ema.train.banner import start_table

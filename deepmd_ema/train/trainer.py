@@ -145,8 +145,6 @@ class Trainer:
             finally:
                 self.reporter.close()
                 self.tasks.close()
-                if self.validator is not None:
-                    self.validator.close()
         self.callback.on_end(self)
 
     def _loop(self) -> None:

@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.frame import Frame
-from deepmd_ema.data.source import BOX, COORD, Chunk, Place, ReadSpec, frames_at_once, is_per_atom
+from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frames_at_once, is_per_atom
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
