@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,15 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
     if kind == "best":
         what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
-    partner = _training_partner(Path(path), payload)
-    use = f"Use --restart {partner}" if partner is not None else "Use a training checkpoint (model.ckpt-*.pt)"
+    path = Path(path)
+    real = path.resolve()
+    use = "Use a training checkpoint (model.ckpt-*.pt)"
+    files = numbered(real.parent, training_series(real.name, payload["weights"]))
+    if files:
+        partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
+        if not path.is_absolute():
+            partner = path.parent / os.path.relpath(partner, path.parent.resolve())
+        use = f"Use --restart {partner}"
     raise CheckpointError(
         f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
         f"so a restart cannot go on from it. {use}, or start anew from these weights with --init-model {path}."
@@ -240,11 +248,9 @@ def _newest_intact_before(path: Path) -> Path | None:
         return None
     older = {s: p for s, p in numbered(real.parent, found[0]).items() if s < found[1]}
     for step in sorted(older, reverse=True):
-        try:
+        with suppress(_DamagedError, CheckpointError):
             _read(older[step])
-        except (_DamagedError, CheckpointError):
-            continue
-        return older[step]
+            return older[step]
     return None
 
 
@@ -266,16 +272,6 @@ def _nearby(path: Path) -> str:
         return series, -step  # the newest of a series first
 
     return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
-
-
-def _training_partner(path: Path, payload: Mapping[str, Any]) -> Path | None:
-    """Return the training checkpoint of the same step beside a file of an average, or the newest one there is."""
-    real = path.resolve()
-    files = numbered(real.parent, training_series(real.name, payload["weights"]))
-    if not files:
-        return None
-    chosen = files.get(payload["step"], files[max(files)])
-    return chosen if path.is_absolute() else path.parent / os.path.relpath(chosen, path.parent.resolve())
 
 
 def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:

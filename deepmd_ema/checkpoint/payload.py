@@ -62,7 +62,8 @@ def weights_in(
         name = choose_profile(payload, path, profile)
         state = payload["averages"]["profiles"][name]
         weights |= state["weights"]
-        facts = {"profile": name, **_plain(state)}
+        plain = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
+        facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
     elif profile is not None and profile != own:
         raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
     biases = payload.get("refitted_bias", {})
@@ -90,9 +91,3 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
         wanted = "which average?" if profile is None else f"no average is called {profile!r}."
         raise CheckpointError(f"{path}: {wanted} Give --average one of: {', '.join(profiles)}.")
     return profile
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings and counters of an average without its tensors; before its start it has no update."""
-    facts = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
-    return {**facts, "updates": max(0, state["updates"])}
