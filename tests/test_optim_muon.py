@@ -1,4 +1,4 @@
-"""AdaMuon and HybridMuon: DeePMD-kit's numbers, singular values near one, steps called off, state by name."""
+"""AdaMuon and HybridMuon: DeePMD-kit's numbers, singular values near one, steps skipped, state by name."""
 
 import copy
 import json

@@ -21,18 +21,17 @@ from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.table import render
 from deepmd_ema.report.tables import LcurveFile, ValidationLog
-from deepmd_ema.report.text import render
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
-from deepmd_ema.train.banner import start_table
 from deepmd_ema.train.bias import refit
-from deepmd_ema.train.display import Reporter
+from deepmd_ema.train.display import Reporter, start_table
+from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
 from deepmd_ema.train.prepare import stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
-from deepmd_ema.train.step.gradient import GradientStep
-from deepmd_ema.train.step.kalman import KalmanStep
+from deepmd_ema.train.step import GradientStep, Step
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.trainer import Callback, Trainer
 from deepmd_ema.train.validate import FullValidation, Validated
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from deepmd_ema.dist.world import World
     from deepmd_ema.train.prepare import PreparedRun, PreparedTask
     from deepmd_ema.train.start import Start
-    from deepmd_ema.train.step.base import Step
 
 logger = logging.getLogger(__name__)
 
