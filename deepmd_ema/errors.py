@@ -61,7 +61,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def collect_problems(problems: list[str], place: str = "") -> Iterator[None]:
-    """Add the problems of a UserError raised inside to ``problems``, each after ``place``, and continue after the block."""
+    """Add the problems of a UserError raised inside to ``problems``, each after ``place``, and go on."""
     try:
         yield
     except UserError as error:

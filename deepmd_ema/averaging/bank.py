@@ -174,7 +174,7 @@ class AverageBank:
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.
 
         Args:
-            keep: whether this process wants the tensors; else it only takes part in collectives, and the result has none.
+            keep: whether this process wants the tensors; else it only takes part in collectives; then there are none.
         """
         profiles = {}
         for name, average in self._averages.items():
