@@ -28,7 +28,6 @@ class DP(Calculator):
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
-        head: for models with several heads.
         **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
     """
 
@@ -37,14 +36,22 @@ class DP(Calculator):
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012
     default_parameters = {"fparam": None, "aparam": None}  # noqa: RUF012
 
-    def __init__(
-        self, model: str | Path | Potential, device: str | None = None, head: str | None = None, **parameters: Any
-    ) -> None:
+    def __init__(self, model: str | Path | Potential, device: str | None = None, **parameters: Any) -> None:
         super().__init__(**parameters)
-        self.potential = model if isinstance(model, Potential) else Potential(model, head=head, device=device)
+        self.potential = model if isinstance(model, Potential) else Potential(model, device=device)
 
     def set(self, **parameters: Any) -> dict[str, Any]:
-        """Change parameters; results are computed again when one differs."""
+        """Change parameters; results are computed again when one differs.
+
+        Raises:
+            UserError: for one that models do not have, such as ``head`` or ``type_dict`` of DeePMD-kit's ``DP``.
+        """
+        # ASE takes any name and would never look at it; `parameters` is its own, a file of them
+        unknown = sorted(parameters.keys() - {*self.default_parameters, "parameters"})
+        if unknown:
+            raise UserError(
+                f"{unknown[0]}: models take no such parameter. Known: {', '.join(self.default_parameters)}."
+            )
         changed = super().set(**parameters)
         if changed:
             self.reset()

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from deepmd_ema.dist.world import World
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABELS, VIRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config import EnerLossConfig
+    from deepmd_ema.config.schema.optim import EnerLossConfig
+    from deepmd_ema.dist.world import World
 
 # F frames, A atoms
 
 
-def build_loss(config: EnerLossConfig, start_lr: float, world: World | None = None) -> EnergyLoss:
+def build_loss(config: EnerLossConfig, start_lr: float, world: World) -> EnergyLoss:
     """Return the loss of a section ``loss``; at the learning rate ``start_lr`` the start prefactors apply."""
     return EnergyLoss(config, start_lr, world)
 
@@ -46,9 +46,9 @@ class EnergyLoss:
         need_virial: whether the model has to compute virials.
     """
 
-    def __init__(self, config: EnerLossConfig, start_lr: float, world: World | None = None) -> None:
+    def __init__(self, config: EnerLossConfig, start_lr: float, world: World) -> None:
         self.config = config
-        self._world = world if world is not None else World()
+        self._world = world
         self.start_lr = start_lr
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.config.schema.texts import Metric
 from deepmd_ema.labels import FORCE, LABELS, METRICS, QUANTITIES
 
 if TYPE_CHECKING:
@@ -48,7 +49,14 @@ class FrameResult:
     @cached_property
     def errors(self) -> Errors:
         """The errors of this frame alone."""
-        return Errors.from_tensor(_frame_sums(self))
+        one = torch.ones(1, dtype=torch.float64)
+        errors = {}
+        for name, label in self.label.items():
+            error = torch.as_tensor(self.prediction[name] - label)
+            errors[name] = (error if LABELS[name].per_atom else error.unsqueeze(0), one)
+        volume = one if self.volume is None else one * self.volume
+        whose = torch.zeros(self.num_atoms, dtype=torch.int64)
+        return Errors(_error_sums(errors, one * self.num_atoms, whose, volume, torch.tensor([self.volume is not None])))
 
 
 @dataclass
@@ -71,7 +79,12 @@ class Errors:
 
     def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the errors of a prediction for ``batch``, both on one device."""
-        sums = _batch_sums(prediction, batch)
+        errors = {
+            name: (prediction[name].to(torch.float64) - label, batch.has_label[name])
+            for name, label in batch.labels.items()
+            if name in prediction
+        }
+        sums = _error_sums(errors, batch.num_atoms, batch.atom_frame, _volume(batch), batch.periodic)
         self.sums = self.sums.to(sums.device) + sums
         if self.collect:
             self.frames.extend(_frame_results(prediction, batch))
@@ -80,15 +93,6 @@ class Errors:
         """Add the sums and frames of ``other``."""
         self.sums = self.sums + other.sums.to(self.sums.device)
         self.frames.extend(other.frames)
-
-    def as_tensor(self) -> Tensor:
-        """Return a copy of the sums, to be added up over ranks."""
-        return self.sums.clone()
-
-    @classmethod
-    def from_tensor(cls, sums: Tensor) -> Errors:
-        """Return the errors whose sums are ``sums``, as :meth:`as_tensor` gave them."""
-        return cls(sums)
 
     def summary(self) -> dict[str, float]:
         """Return every error by name, in the units of ``labels.QUANTITIES``, and the numbers of frames and atoms.
@@ -108,8 +112,8 @@ class Errors:
 
         The unit is that of ``labels.METRICS``.
         """
-        quantity, _, kind = name.upper().partition(":")
-        return self.summary()[f"{kind.lower()}_{METRICS[quantity].name}"]
+        metric = Metric(name)
+        return self.summary()[f"{metric.error.lower()}_{METRICS[metric.quantity].name}"]
 
 
 def evaluate(
@@ -177,26 +181,6 @@ def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[
     return per_type
 
 
-def _batch_sums(prediction: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    errors = {
-        name: (prediction[name].to(torch.float64) - label, batch.has_label[name])
-        for name, label in batch.labels.items()
-        if name in prediction
-    }
-    return _error_sums(errors, batch.num_atoms, batch.atom_frame, _volume(batch), batch.periodic)
-
-
-def _frame_sums(frame: FrameResult) -> Tensor:
-    one = torch.ones(1, dtype=torch.float64)
-    errors = {}
-    for name, label in frame.label.items():
-        error = torch.as_tensor(frame.prediction[name] - label)
-        errors[name] = (error if LABELS[name].per_atom else error.unsqueeze(0), one)
-    volume = one if frame.volume is None else one * frame.volume
-    whose = torch.zeros(frame.num_atoms, dtype=torch.int64)
-    return _error_sums(errors, one * frame.num_atoms, whose, volume, torch.tensor([frame.volume is not None]))
-
-
 def _error_sums(
     errors: Mapping[str, tuple[Tensor, Tensor]], num_atoms: Tensor, atom_frame: Tensor, volume: Tensor, periodic: Tensor
 ) -> Tensor:
@@ -256,8 +240,7 @@ def _split(values: Mapping[str, Tensor], batch: Batch, sizes: list[int]) -> dict
     out = {}
     for name, value in values.items():
         if LABELS[name].per_atom:
-            parts = batch.in_file_order(value).cpu().split(sizes)
-            out[name] = [part.numpy() for part in parts]
+            out[name] = [part.numpy() for part in batch.in_file_order(value).cpu().split(sizes)]
         else:
             out[name] = list(value.cpu().numpy())
     return out

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.errors import CheckpointError
-from deepmd_ema.text import first_few
+from deepmd_ema.errors import CheckpointError, first_few
 
 
 def precision(name: str) -> torch.dtype:
@@ -34,7 +33,12 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
     have = {name: tuple(getattr(value, "shape", value)) for name, value in found.items()}
     missing = [name for name in want if name not in have]
     extra = [name for name in have if name not in want]
-    renamed = _pair_up(missing, extra, want, have)
+    renamed: dict[str, str] = {}  # tensors that are probably there under another name
+    for name in missing:
+        same_shape = [other for other in extra if have[other] == want[name] and other not in renamed.values()]
+        close = get_close_matches(name, same_shape, n=1, cutoff=0.7)
+        if close:
+            renamed[name] = close[0]
     groups = {
         "missing": [f"{n} {want[n]}" for n in missing if n not in renamed],
         "not of this model": [f"{n} {have[n]}" for n in extra if n not in renamed.values()],
@@ -52,7 +56,7 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
 
 
 def prefix_of(task: str) -> str:
-    """Return what stands before the names of a task's tensors; a task without a name has nothing there."""
+    """Return the prefix of the names of a task's tensors; empty for the task without a name."""
     return f"{task}." if task else ""
 
 
@@ -73,24 +77,7 @@ def _cpu_copy(tree: Any, seen: dict[Any, Tensor]) -> Any:
         return seen[key]
     if isinstance(tree, Mapping):
         return {key: _cpu_copy(value, seen) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_cpu_copy(value, seen) for value in tree]
-    if isinstance(tree, tuple):
-        return tuple(_cpu_copy(value, seen) for value in tree)
+    if isinstance(tree, list | tuple):
+        copies = [_cpu_copy(value, seen) for value in tree]
+        return tuple(copies) if isinstance(tree, tuple) else copies
     return tree
-
-
-def _pair_up(
-    missing: Sequence[str],
-    extra: Sequence[str],
-    want: Mapping[str, tuple[int, ...]],
-    have: Mapping[str, tuple[int, ...]],
-) -> dict[str, str]:
-    """Return the missing names whose tensor is probably there under another name."""
-    pairs: dict[str, str] = {}
-    for name in missing:
-        same_shape = [other for other in extra if have[other] == want[name] and other not in pairs.values()]
-        close = get_close_matches(name, same_shape, n=1, cutoff=0.7)
-        if close:
-            pairs[name] = close[0]
-    return pairs

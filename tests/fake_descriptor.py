@@ -15,8 +15,8 @@ from parallel_runs import train_here
 from torch import nn
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.descriptor import DESCRIPTORS as SECTIONS
 from deepmd_ema.config.fields import option, positive, positive_int
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS as SECTIONS
 from deepmd_ema.model.build import DESCRIPTORS
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -28,6 +28,7 @@ class FakeConfig:
 
     type: ClassVar[str] = "fake"
     aliases: ClassVar[tuple[str, ...]] = ("make_believe",)
+    neighbors_option: ClassVar[str] = "most"
 
     rcut: float = option(4.0, unit="angstrom", check=positive, doc="Cutoff radius.")
     width: int = option(8, check=positive_int, doc="Features of an atom.")

@@ -25,7 +25,7 @@ from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
 
 BUFFERED = EmaProfile("ema", 0.9, buffers="average", dtype="float64")
 SPARSE = EmaProfile("ema", 0.9, start_step=2, update_every=3)
-EACH = pytest.mark.parametrize("profile", [WARM, POWER, SWA, BUFFERED, SPARSE], ids=lambda p: p.words())
+EACH = pytest.mark.parametrize("profile", [WARM, POWER, SWA, BUFFERED, SPARSE], ids=lambda p: p.name)
 
 
 def pair(profile, **how):

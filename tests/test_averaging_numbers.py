@@ -49,7 +49,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("profile", LONG, ids=lambda p: p.words())
+@pytest.mark.parametrize("profile", LONG, ids=lambda p: p.name)
 def test_D1_bfloat16_weights_are_averaged_to_1e_5_over_5000_updates(profile):
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_a_bad_step_at_the_start_of_an_average_defers_it(net):
 LATE = EmaProfile("ema", 0.9, warmup=False, start_step=7, update_every=4)
 
 
-@pytest.mark.parametrize("profile", [PLAIN, WARM, POWER, SWA, LATE], ids=lambda p: p.words())
+@pytest.mark.parametrize("profile", [PLAIN, WARM, POWER, SWA, LATE], ids=lambda p: p.name)
 def test_D3_every_formula_gives_the_same_on_host_and_device(profile):
     net = make_net(width=37, dtype=torch.float32)
     host, device = AverageBank(net, [profile]), AverageBank(net, [profile])
@@ -193,7 +193,7 @@ def test_an_update_is_one_operation_per_average(net):
     assert seen.names == ["aten::_foreach_lerp_.Scalar"] * 2
 
 
-@pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.words())
+@pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)
 def test_D5_the_fate_of_a_step_is_never_read_by_the_host(net, profile):
     bank = AverageBank(net, [profile])
     with on_device(), Recorded() as seen:

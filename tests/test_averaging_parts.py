@@ -119,7 +119,7 @@ def test_I2_adding_or_removing_a_task_keeps_the_averages_of_the_others():
     assert torch.equal(again.weights("ema")["water.second.weight"], water.second.weight)
 
 
-@pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.words())
+@pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)
 def test_I3_the_average_of_an_idle_head_does_not_drift(profile):
     water, ice = make_net(), Net()
     ice.first = water.first

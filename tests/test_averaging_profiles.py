@@ -138,7 +138,7 @@ def test_a_half_life_is_what_its_name_says():
 @pytest.mark.parametrize("profile", EACH, ids=by_name)
 def test_the_host_and_the_device_compute_the_same_decay(profile):
     updates = torch.arange(3000, dtype=torch.float64)
-    device = profile.decay_after(updates)
+    device = profile.decay_at(updates)
     host = torch.tensor([profile.decay_at(n) for n in range(3000)], dtype=torch.float64)
     assert torch.allclose(device, host, rtol=1e-15, atol=0)
     # without warm-up, and without gamma, no function is involved that two libraries round differently
@@ -157,23 +157,6 @@ def test_settings_are_plain_values_that_rebuild_the_profile():
         assert kind(name="ema", **settings) == profile
         assert pickle.loads(pickle.dumps(profile)) == profile
     assert EmaProfile("e", should_update=EveryOther(0, 1)).settings()["should_update"] == "EveryOther"
-
-
-def test_the_line_of_the_banner_says_what_is_not_as_usual():
-    assert (
-        EmaProfile("ema").words() == "ema: exponential, decay 0.999, a window of 1,000 steps, short at first (warm-up)"
-    )
-    slow = EmaProfile("slow", 0.9999, False, start_step=5000, update_every=10, device="cpu", dtype="float64")
-    assert slow.words() == (
-        "slow: exponential, decay 0.9999, a window of 10,000 steps, from step 5,000, every 10 steps, in host memory, "
-        "in float64"
-    )
-    power = PowerProfile.from_sigma_rel("p", 0.1, layout="full_tensor", buffers="average")
-    assert power.words() == (
-        "p: power of the step, gamma 6.937, spread over 10.0% of the steps so far, whole on every rank, "
-        "with averaged buffers"
-    )
-    assert SwaProfile("flat", should_update=EveryOther(0, 1)).words() == "flat: equal weights, when EveryOther says so"
 
 
 @pytest.mark.parametrize(

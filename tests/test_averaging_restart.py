@@ -21,7 +21,7 @@ from averaging_nets import (
     train,
 )
 
-from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile, note_unused
+from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.errors import CheckpointError
 
 
@@ -122,14 +122,6 @@ def test_A7_an_average_switched_on_at_a_restart_starts_from_the_loaded_weights_a
     assert "starts from the loaded weights" in caplog.text
     assert_same(bank.weights("ema"), copies(net))
     assert bank.info("ema")["updates"] == 0
-
-
-def test_A7_an_average_switched_off_at_a_restart_is_said(net, caplog):
-    caplog.set_level(logging.INFO)
-    note_unused(None)
-    assert not caplog.records
-    note_unused(AverageBank(net, [PLAIN]).state_dict())
-    assert "averaging is off in this run" in caplog.text
 
 
 def test_A8_reseeding_after_other_weights_were_loaded_starts_from_them(net):

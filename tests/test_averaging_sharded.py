@@ -43,7 +43,7 @@ def train(model, bank, steps):
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-@pytest.mark.parametrize("profile", KINDS, ids=lambda p: p.words())
+@pytest.mark.parametrize("profile", KINDS, ids=lambda p: p.name)
 def test_F3_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, profile, staged):
     with sharded_twins(tmp_path) as (net, twin):
         if staged:

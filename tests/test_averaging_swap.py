@@ -11,8 +11,8 @@ from torch import nn
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
 from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.binding import Shard
 from deepmd_ema.averaging.exchange import Exchange
-from deepmd_ema.averaging.shards import Shard
 from deepmd_ema.errors import ConfigError
 
 

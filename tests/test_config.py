@@ -12,10 +12,6 @@ import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
 from deepmd_ema.config import (
-    AdaMuonConfig,
-    AdamWConfig,
-    EnerLossConfig,
-    SeE2AConfig,
     config_from_dict,
     config_summary,
     config_warnings,
@@ -25,6 +21,8 @@ from deepmd_ema.config import (
     run_arguments,
     to_dict,
 )
+from deepmd_ema.config.schema.optim import AdaMuonConfig, AdamWConfig, EnerLossConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -441,7 +439,7 @@ def test_what_is_likely_not_meant_is_warned_about(changes, phrase):
 
 def test_the_summary_says_what_the_input_asks_for():
     changes = {"training.enable_ema": True, "training.ema_decay": 0.99, "validating.ema_full_validation": True}
-    lines = config_summary(config_from_dict(spoiled(changes)))
+    lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
     text = "\n".join(lines)
     for phrase in (
         "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "0.001 to 1e-08", "Adam", "force 1000 to 1", "2000 steps",
@@ -450,7 +448,7 @@ def test_the_summary_says_what_the_input_asks_for():
         assert phrase in text
     assert all(len(line) < 140 for line in lines)
     wsd = spoiled({"learning_rate.type": "wsd", "learning_rate.warmup_steps": 5, "training.validation_data": REMOVE})
-    text = "\n".join(config_summary(config_from_dict(wsd)))
+    text = "\n".join(text for _, text in config_summary(config_from_dict(wsd)))
     assert "inverse_linear over the last 10 %, warm-up 5 steps" in text
     assert "none (training.validation_data is missing)" in text
 

@@ -8,20 +8,11 @@ import math
 import pytest
 from config_inputs import REMOVE, spoiled, write
 
-from deepmd_ema.config import (
-    EmaAverageConfig,
-    PowerAverageConfig,
-    SwaAverageConfig,
-    config_from_dict,
-    config_summary,
-    config_warnings,
-    ignored_options,
-    load_config,
-    to_dict,
-)
+from deepmd_ema.config import config_from_dict, config_summary, config_warnings, ignored_options, load_config, to_dict
 from deepmd_ema.config.manual import manual
 from deepmd_ema.config.messages import dotted, path_of
 from deepmd_ema.config.rules import RULES
+from deepmd_ema.config.schema.averaging import EmaAverageConfig, PowerAverageConfig, SwaAverageConfig
 from deepmd_ema.errors import ConfigError
 
 SLOW = {"name": "slow", "decay": 0.99}
@@ -308,8 +299,6 @@ BROKEN_RULES = {
     "one_length_of_the_average": [
         ((DECAYS,), {}, "[0].half_life = 10", "decay = 0.9 is given too. Remove one of the two."),
         ((SLOW, {"name": "a"}), {}, "[1]: decay or half_life is required for type ema", 'Add one, e.g. "decay": 0.999'),
-    ],
-    "one_width_of_the_average": [
         (({**POWER, "gamma": 5},), {}, "[0].sigma_rel = 0.05", "gamma = 5 is given too. Remove one of the two."),
         (({"type": "power", "name": "a"},), {}, "[0]: gamma or sigma_rel is required", 'e.g. "sigma_rel": 0.05'),
     ],
@@ -561,13 +550,13 @@ def test_nothing_is_said_about_averages_while_the_length_of_the_run_is_open():
 # ---- words
 
 
-def summary(*entries, **changes):
-    lines = config_summary(config_from_dict(bank(*entries, **changes)))
-    return [line.removeprefix("average").strip() for line in lines if line.startswith("average ")]
+def summary(*entries, steps_per=None, **changes):
+    rows = config_summary(config_from_dict(bank(*entries, **changes)), 2000, steps_per)
+    return [text for name, text in rows if name == "average"]
 
 
 def test_the_summary_has_a_line_for_each_average():
-    assert summary() == ["none (training.enable_ema is false, training.averaging is empty)"]
+    assert summary() == ["none"]
     lines = summary(
         {**SLOW, "warmup": False, "start_step": 50, "update_every": 4, "device": "cpu", "dtype": "float64"},
         {"name": "half", "half_life": 2.5, "half_life_unit": "epochs", "start_epoch": 1.5},
@@ -586,9 +575,16 @@ def test_the_summary_has_a_line_for_each_average():
     ]
 
 
+def test_the_summary_gives_lengths_in_steps_once_the_data_are_known():
+    half = {"name": "half", "half_life": 2.5, "half_life_unit": "epochs", "start_epoch": 1.5, "warmup": False}
+    assert summary(half, steps_per={"frames": 0.5, "epochs": 800.0}) == [
+        "half: EMA, half-life 2.5 epochs (2,000 steps), from epoch 1.5 (step 1,200)"
+    ]
+
+
 def test_the_summary_names_the_averages_that_are_validated():
     values = bank({**SLOW, "full_validation": True}, validating__full_validation=True)
-    (line,) = lines_about(config_summary(config_from_dict(values)), "validation ")
+    line = dict(config_summary(config_from_dict(values)))["validation"]
     assert line.endswith("all data every 5000 steps (live and slow weights, best by E:MAE)")
 
 

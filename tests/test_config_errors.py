@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
 from deepmd_ema.config import config_from_dict, launch_problems, load_config, model_config_from_dict
 from deepmd_ema.config.rules import RULES
+from deepmd_ema.config.schema.model import FITTINGS, EnerFittingConfig
 from deepmd_ema.errors import ConfigError
 
 NOT_YET = "known to DeePMD-kit, not available in dp-ema 0.1"
@@ -523,3 +526,18 @@ def test_json_with_a_byte_order_mark_is_read(tmp_path):
     path = tmp_path / "input.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
     assert load_config(path) == config_from_dict(GOOD)
+
+
+def test_an_unknown_fitting_is_answered_with_those_of_the_registry(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class OtherFitting(EnerFittingConfig):
+        """Another network."""
+
+        type: ClassVar[str] = "other"
+
+    monkeypatch.setitem(FITTINGS, "other", OtherFitting)
+    with pytest.raises(ConfigError, match=r'model\.fitting_net\.type = "othr": unknown\. Did you mean other\?'):
+        config_from_dict(spoiled({"model.fitting_net": {"type": "othr"}}))
+    assert isinstance(
+        config_from_dict(spoiled({"model.fitting_net": {"type": "other"}})).model.fitting_net, OtherFitting
+    )

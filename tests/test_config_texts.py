@@ -11,7 +11,7 @@ import pytest
 from config_inputs import spoiled
 
 from deepmd_ema.config import config_from_dict, to_dict
-from deepmd_ema.config.schema.texts import BatchSizeRule, Metric, SystemProbability
+from deepmd_ema.config.schema.texts import ActivationName, BatchSizeRule, Metric, SystemProbability
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import ConfigError
 
@@ -41,6 +41,16 @@ def test_a_metric_has_its_quantity_and_error():
     assert (metric, metric.quantity, metric.error) == ("F:RMSE", "F", "RMSE")
 
 
+@pytest.mark.parametrize(
+    ("text", "kind", "bend"), [("silut", "silut", 3.0), ("silut:5.5", "silut", 5.5), ("None", "none", 3.0)]
+)
+def test_an_activation_function_has_its_name_and_number(text, kind, bend):
+    for section in ("descriptor", "fitting_net"):
+        model = config_from_dict(spoiled({f"model.{section}.activation_function": text})).model
+        found = getattr(model, section).activation_function
+        assert (found, found.kind, found.bend) == (text, kind, bend)
+
+
 def test_texts_with_parts_are_plain_texts_in_files():
     """A checkpoint holds the config and is loaded without classes of ours."""
     texts = {"training.training_data.batch_size": "max:64", "training.training_data.auto_prob": "prob_uniform"}
@@ -51,7 +61,10 @@ def test_texts_with_parts_are_plain_texts_in_files():
     assert json.loads(json.dumps(written)) == written
 
 
-@pytest.mark.parametrize("made", [BatchSizeRule("max:3"), SystemProbability("prob_sys_size;0:1:1"), Metric("E:MAE")])
+@pytest.mark.parametrize(
+    "made",
+    [BatchSizeRule("max:3"), SystemProbability("prob_sys_size;0:1:1"), Metric("E:MAE"), ActivationName("silut:2")],
+)
 def test_texts_with_parts_survive_copies_and_the_way_to_other_ranks(made):
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), type(made)(made)):
         assert other == made
@@ -69,6 +82,7 @@ def test_texts_with_parts_survive_copies_and_the_way_to_other_ranks(made):
         (SystemProbability, "prob_sys_size;2:1:1", "expected start < stop"),
         (SystemProbability, "prob_sys_size;0:1:0", "a weight above 0"),
         (Metric, "E:ME", "Known: E, F, V or S"),
+        (ActivationName, "tanj", "Did you mean tanh?"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_told(kind, text, phrase):

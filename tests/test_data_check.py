@@ -6,8 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
+from fake_descriptor import FakeConfig
 from helpers import open_data, toy_frame, toy_labels, write_system
 
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check import check_systems
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs
@@ -16,9 +18,9 @@ ELEMENTS = ["O", "H"]
 LABELS = ("energy", "force", "virial")
 
 
-def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, **arguments):
+def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, sel="auto", **arguments):
     opened = [open_data([str(p) for p in paths], type_map, labels) if paths else [] for paths in (training, validation)]
-    return check_systems(*opened, type_map, 4.0, labels, **arguments)
+    return check_systems(*opened, type_map, SeE2AConfig(rcut=4.0, sel=sel), labels, **arguments)
 
 
 @pytest.fixture
@@ -198,13 +200,18 @@ def test_a_sel_too_small_is_a_warning_with_the_numbers_needed(water):
     found = check(["water"]).neighbors
     a, b = found.max_neighbors
     assert check(["water"], sel=[a, b]).warnings == []
-    assert check(["water"], sel=[found.max_total]).warnings == []
     assert check(["water"], sel=[a - 2, b + 4]).warnings == [
         f"sel = [{a - 2}, {b + 4}] is too small: an atom has up to [{a}, {b}] neighbors within 4 angstrom, and the "
         f"farthest are dropped, which makes the energy jump. Use sel [{a}, {b + 4}] or more, or auto."
     ]
-    [warning] = check(["water"], sel=[5]).warnings
-    assert f"up to [{found.max_total}] neighbors" in warning
+
+
+def test_another_descriptor_says_its_own_option_and_counts_all_neighbors_together(water):
+    opened = open_data(["water"], ELEMENTS, LABELS)
+    total = check_systems(opened, [], ELEMENTS, FakeConfig(rcut=4.0), LABELS).neighbors.max_total
+    assert check_systems(opened, [], ELEMENTS, FakeConfig(rcut=4.0, most=total), LABELS).warnings == []
+    [warning] = check_systems(opened, [], ELEMENTS, FakeConfig(rcut=4.0, most=5), LABELS).warnings
+    assert warning.startswith(f"most = [5] is too small: an atom has up to [{total}] neighbors within 4 angstrom")
 
 
 def test_elements_that_no_training_frame_has_are_a_warning(water):

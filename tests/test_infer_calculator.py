@@ -103,6 +103,12 @@ def test_parameters_may_be_changed(tmp_path, atoms):
     assert atoms.get_potential_energy() == first
 
 
+def test_a_parameter_that_ase_would_take_and_never_look_at_is_refused(potential):
+    for name in ("head", "type_dict"):
+        with pytest.raises(UserError, match=f"{name}: models take no such parameter. Known: fparam, aparam"):
+            DP(potential, **{name: "water"})
+
+
 def test_without_ase_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ase.calculators.calculator", None)
     monkeypatch.delitem(sys.modules, "deepmd_ema.calculator")

@@ -181,11 +181,6 @@ def test_the_package_offers_the_class_and_its_facts(run):
         deepmd_ema.Potentail  # noqa: B018
 
 
-def test_a_head_is_refused(run):
-    with pytest.raises(UserError, match="this model has one head"):
-        Potential(run[0], head="water")
-
-
 def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames):
     live, averaged = run
     inside = load_model(live, use_average=True)

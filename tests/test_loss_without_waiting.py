@@ -7,10 +7,11 @@ from flat_batches import flat_batch, predicted, random_frame
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from deepmd_ema.config import EnerLossConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.dist.world import World
 from deepmd_ema.loss import build_loss
 from deepmd_ema.metrics import Errors
-from deepmd_ema.optim.clip import clip_gradients
+from deepmd_ema.optim.build import clip_gradients
 
 PREFS = {"start_pref_v": 1, "limit_pref_v": 1, "start_pref_ae": 1, "limit_pref_ae": 1}
 PREF_PF = {"start_pref_pf": 1, "limit_pref_pf": 1, "use_default_pf": True}
@@ -40,7 +41,7 @@ def test_reading_a_number_would_be_noticed(numberless):
 def test_the_loss_and_its_gradient_do_not_wait(numberless, options):
     mode, batch, guess = numberless
     with mode:
-        total, shown = build_loss(EnerLossConfig(**PREFS, **options), 1e-3)(guess, batch, 1e-4)
+        total, shown = build_loss(EnerLossConfig(**PREFS, **options), 1e-3, World())(guess, batch, 1e-4)
         total.backward()
     assert total.shape == ()
     assert all(value.shape == () for value in shown.values())
@@ -52,7 +53,7 @@ def test_errors_add_up_without_waiting(numberless):
         errors = Errors()
         errors.add(guess, batch)
         errors.add(guess, batch)
-    assert errors.as_tensor().shape == (8, 3)
+    assert errors.sums.shape == (8, 3)
 
 
 def test_clipping_does_not_wait():

@@ -70,7 +70,7 @@ def test_errors_do_not_depend_on_how_frames_are_batched(per_batch):
 def test_errors_of_ranks_add_up():
     labelled, guesses = frames_and_guesses()
     parts = [measure(labelled[k : k + 1], guesses[k : k + 1]) for k in range(3)]
-    reduced = Errors.from_tensor(sum(part.as_tensor() for part in parts))
+    reduced = Errors(sum(part.sums for part in parts))
     whole = measure(labelled, guesses).summary()
     assert reduced.summary() == pytest.approx(whole)
     merged = Errors()

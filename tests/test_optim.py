@@ -1,4 +1,4 @@
-"""Optimizers: same numbers as plain Adam, steps called off on the device, state by name, clipping."""
+"""Optimizers: same numbers as plain Adam, steps skipped on the device, state by name, clipping."""
 
 import copy
 
@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_ema.config import AdamConfig, AdamWConfig
+from deepmd_ema.config.schema.optim import AdamConfig, AdamWConfig
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.optim.build import build_optimizer, guarded_step, load_optimizer_state_by_name, optimizer_state_by_name
-from deepmd_ema.optim.clip import clip_gradients
+from deepmd_ema.optim.build import (
+    build_optimizer,
+    clip_gradients,
+    guarded_step,
+    load_optimizer_state,
+    optimizer_state,
+)
 
 SAME_MATH = 1e-12
 CPU = torch.device("cpu")
@@ -46,7 +51,7 @@ def step(optimizer, found_inf=0.0, lr=1e-2):
 
 def everything(model, optimizer):
     """Return copies of all weights and all state."""
-    state = optimizer_state_by_name(optimizer, model.named_parameters())
+    state = optimizer_state(optimizer, model.named_parameters())
     return [p.detach().clone() for p in model.parameters()] + [t for s in state["state"].values() for t in s.values()]
 
 
@@ -54,7 +59,7 @@ def everything(model, optimizer):
 def test_steps_equal_those_of_torch_without_fusing(config):
     model = make_model()
     reference = copy.deepcopy(model)
-    optimizer = build_optimizer(config, model.named_parameters(), CPU)
+    optimizer = build_optimizer(config, model.named_parameters())
     plain = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.type](
         reference.parameters(),
         lr=1e-2,
@@ -76,7 +81,7 @@ def test_steps_equal_those_of_torch_without_fusing(config):
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_step_called_off_changes_no_bit(config, steps_before):
     model = make_model()
-    optimizer = build_optimizer(config, model.named_parameters(), CPU)
+    optimizer = build_optimizer(config, model.named_parameters())
     for k in range(steps_before):
         fill_gradients(model, k)
         step(optimizer)
@@ -88,7 +93,7 @@ def test_a_step_called_off_changes_no_bit(config, steps_before):
 
 def test_a_guarded_step_is_a_plain_step_when_nothing_is_wrong_also_after_one_called_off():
     model, other = make_model(), make_model()
-    guarded, plain = (build_optimizer(AdamWConfig(), m.named_parameters(), CPU) for m in (model, other))
+    guarded, plain = (build_optimizer(AdamWConfig(), m.named_parameters()) for m in (model, other))
     for k in range(4):
         fill_gradients(model, 9, bad=True)
         step(guarded, found_inf=1.0)
@@ -103,25 +108,25 @@ def test_a_guarded_step_is_a_plain_step_when_nothing_is_wrong_also_after_one_cal
 def test_frozen_parameters_are_left_out():
     model = make_model(frozen=True)
     before = model[0].bias.detach().clone()
-    optimizer = build_optimizer(AdamWConfig(weight_decay=0.5), model.named_parameters(), CPU)
+    optimizer = build_optimizer(AdamWConfig(weight_decay=0.5), model.named_parameters())
     fill_gradients(model, 0)
     step(optimizer)
     assert torch.equal(model[0].bias, before)
-    assert "0.bias" not in optimizer_state_by_name(optimizer, model.named_parameters())["state"]
+    assert "0.bias" not in optimizer_state(optimizer, model.named_parameters())["state"]
     assert len(optimizer.param_groups[0]["params"]) == 3
 
 
 def test_state_by_name_continues_to_the_last_bit(tmp_path):
     model = make_model()
-    optimizer = build_optimizer(AdamConfig(), model.named_parameters(), CPU)
+    optimizer = build_optimizer(AdamConfig(), model.named_parameters())
     for k in range(3):
         fill_gradients(model, k)
         step(optimizer)
-    torch.save(optimizer_state_by_name(optimizer, model.named_parameters()), tmp_path / "state.pt")
+    torch.save(optimizer_state(optimizer, model.named_parameters()), tmp_path / "state.pt")
     other = copy.deepcopy(model)
-    restored = build_optimizer(AdamConfig(), other.named_parameters(), CPU)
+    restored = build_optimizer(AdamConfig(), other.named_parameters())
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    load_optimizer_state_by_name(restored, other.named_parameters(), state)
+    load_optimizer_state(restored, other.named_parameters(), state)
     for k in range(3, 6):
         for m, o in ((model, optimizer), (other, restored)):
             fill_gradients(m, k)
@@ -132,8 +137,8 @@ def test_state_by_name_continues_to_the_last_bit(tmp_path):
 
 def test_saved_state_does_not_follow_later_steps():
     model = make_model()
-    optimizer = build_optimizer(AdamConfig(), model.named_parameters(), CPU)
-    state = optimizer_state_by_name(optimizer, model.named_parameters())
+    optimizer = build_optimizer(AdamConfig(), model.named_parameters())
+    state = optimizer_state(optimizer, model.named_parameters())
     fill_gradients(model, 0)
     step(optimizer)
     assert state["state"]["0.weight"]["step"].item() == 0
@@ -142,14 +147,14 @@ def test_saved_state_does_not_follow_later_steps():
 
 def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
     model = make_model()
-    optimizer = build_optimizer(AdamConfig(), model.named_parameters(), CPU)
-    state = optimizer_state_by_name(optimizer, model.named_parameters())
+    optimizer = build_optimizer(AdamConfig(), model.named_parameters())
+    state = optimizer_state(optimizer, model.named_parameters())
     moments = state["state"]
     moments["2.new"] = moments.pop("2.weight")
     moments["0.bias"]["exp_avg"] = torch.ones(5)
     moments["0.weight"]["exp_avg"] += 1
     with pytest.raises(CheckpointError) as caught:
-        load_optimizer_state_by_name(optimizer, model.named_parameters(), state)
+        load_optimizer_state(optimizer, model.named_parameters(), state)
     text = str(caught.value)
     assert "2.weight.exp_avg, 2.weight.exp_avg_sq, 2.weight.step missing" in text
     assert "2.new.exp_avg, 2.new.exp_avg_sq, 2.new.step not in this model" in text
@@ -159,12 +164,10 @@ def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
 
 def test_state_of_another_optimizer_is_refused():
     model = make_model()
-    state = optimizer_state_by_name(
-        build_optimizer(AdamConfig(), model.named_parameters(), CPU), model.named_parameters()
-    )
-    other = build_optimizer(AdamWConfig(), model.named_parameters(), CPU)
+    state = optimizer_state(build_optimizer(AdamConfig(), model.named_parameters()), model.named_parameters())
+    other = build_optimizer(AdamWConfig(), model.named_parameters())
     with pytest.raises(CheckpointError, match=r"it is of Adam, optimizer\.type is AdamW"):
-        load_optimizer_state_by_name(other, model.named_parameters(), state)
+        load_optimizer_state(other, model.named_parameters(), state)
 
 
 def test_clipping_scales_all_gradients_to_the_norm():

@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from deepmd_ema import config as sections
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.optim.build import build_optimizer
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def train(net, optimizer, steps=4):
-    """Train, the second step called off; the weights are in ``net``."""
+    """Train, the second step skipped; the weights are in ``net``."""
     own = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
     x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
     for k in range(steps):
@@ -47,7 +47,7 @@ def train(net, optimizer, steps=4):
 
 
 def build(net, kind, shared=False):
-    return build_optimizer(getattr(sections, f"{kind}Config")(), net.named_parameters(), CPU, shared)
+    return build_optimizer(getattr(sections, f"{kind}Config")(), net.named_parameters(), shared)
 
 
 def compare_shards(kind, rank):

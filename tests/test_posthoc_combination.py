@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile, gamma_of
 from deepmd_ema.errors import UserError
 from deepmd_ema.posthoc.combination import (
     LONGEST,
+    SHORTEST,
     TOLERANCE,
     Track,
-    _longest_stretch,
     _products,
     find_combinations,
     refuse_unresolvable,
@@ -221,8 +222,12 @@ def test_every_width_in_the_resolvable_range_is_resolved():
     ("bits", "stretch"),
     [("110010", (0, 1)), ("100111", (3, 5)), ("011110", (1, 4)), ("101000", (0, 0)), ("000000", None)],
 )
-def test_the_resolvable_range_is_the_longest_run_that_is_resolved(bits, stretch):
-    assert _longest_stretch(range(6), [bit == "1" for bit in bits]) == stretch
+def test_the_resolvable_range_is_the_longest_run_that_is_resolved(monkeypatch, bits, stretch):
+    found = SimpleNamespace(combinations=[SimpleNamespace(residual=bit == "0") for bit in bits])
+    monkeypatch.setattr(f"{resolvable_range.__module__}.find_combinations", lambda *_: found)
+    monkeypatch.setattr(f"{resolvable_range.__module__}._NUM_CONSIDERED", len(bits))
+    widths = np.geomspace(SHORTEST, LONGEST, len(bits)).tolist()
+    assert resolvable_range([], 0) == (None if stretch is None else (widths[stretch[0]], widths[stretch[1]]))
 
 
 def test_more_snapshots_resolve_a_wider_range():

@@ -12,15 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.report import (
-    IntervalTimes,
-    LcurveFile,
-    Progress,
-    ValidationLog,
-    open_board,
-    set_up_logging,
-    show_metric,
-)
+from deepmd_ema.report.logs import open_board, set_up_logging
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
 
 TABLES = Path(__file__).parent / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
@@ -70,9 +64,10 @@ def write_lcurve(file, text, steps=()):
         values = [float(c) for c in cells[1:-1]]
         names = sorted(NAMES)
         if len(values) == 8:
-            file.write(int(cells[0]), float(cells[-1]), dict(zip(names, values[1::2])), dict(zip(names, values[::2])))
+            training, validation = dict(zip(names, values[1::2])), dict(zip(names, values[::2]))
+            file.write(int(cells[0]), float(cells[-1]), {"": training}, {"": validation})
         else:
-            file.write(int(cells[0]), float(cells[-1]), dict(zip(names, values)))
+            file.write(int(cells[0]), float(cells[-1]), {"": dict(zip(names, values))}, {})
 
 
 def write_validation(log, text, steps=()):
@@ -88,10 +83,9 @@ def write_validation(log, text, steps=()):
 
 @pytest.mark.parametrize("text", [LCURVE, LCURVE_WITHOUT_VALIDATION])
 def test_lcurve_has_the_bytes_of_deepmd_kit(here, text):
-    file = LcurveFile("lcurve.out", NAMES, validation="_val" in text)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""} if "_val" in text else ())
     write_lcurve(file, text)
     assert (here / "lcurve.out").read_text() == text  # before close: every row is flushed
-    file.close()
 
 
 @pytest.mark.parametrize("text", [VAL_LOG, VAL_LOG_OPEN, VAL_LOG_VIRIAL])
@@ -99,22 +93,19 @@ def test_val_log_has_the_bytes_of_deepmd_kit(here, text):
     log = ValidationLog("val.log", 12, "V:RMSE" if "V_MAE" in text else "E:MAE")
     write_validation(log, text)
     assert (here / "val.log").read_text(encoding="utf-8") == text
-    log.close()
 
 
 def test_a_long_run_widens_the_step_column_of_val_log(here):
     log = ValidationLog("val.log", 1000000)
     log.write(5000, Given([1, 1, 1, 1, 1, 1]))
-    log.close()
     lines = (here / "val.log").read_text().splitlines()
     assert lines[0].startswith("#  step   E_MAE")
     assert lines[2].startswith("   5000  ")
 
 
 def test_lcurve_names_the_tasks_when_there_are_tasks(here):
-    file = LcurveFile("lcurve.out", {"water": ["rmse", "rmse_e"], "ice": ["rmse"]}, validation=True)
+    file = LcurveFile("lcurve.out", {"water": ["rmse", "rmse_e"], "ice": ["rmse"]}, {"water", "ice"})
     file.write(7, 1e-3, {"water": {"rmse": 1.0, "rmse_e": 2.0}, "ice": {"rmse": 3.0}}, {"ice": {"rmse": 4.0}})
-    file.close()
     header, _, row = (here / "lcurve.out").read_text().splitlines()
     assert header.split()[2:] == [
         *("rmse_val_water", "rmse_trn_water", "rmse_e_val_water", "rmse_e_trn_water"),
@@ -125,9 +116,8 @@ def test_lcurve_names_the_tasks_when_there_are_tasks(here):
 
 def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
     """Tasks stand in their own order; one without validation data has columns of training only."""
-    file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, validation={"water"})
+    file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, {"water"})
     file.write(100, 1e-3, {"water": {"rmse": 1.0, "rmse_f": 2.0}, "ice": {"rmse": 3.0}}, {"water": {"rmse": 4.0}})
-    file.close()
     names = [("rmse_val_water", "rmse_trn_water"), ("rmse_f_val_water", "rmse_f_trn_water"), ("rmse_trn_ice",)]
     values = [("   4.00e+00", "   1.00e+00"), ("        nan", "   2.00e+00"), ("   3.00e+00",)]
     header, _, row = (here / "lcurve.out").read_text().splitlines()
@@ -137,20 +127,18 @@ def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
 
 def test_a_run_that_starts_anew_starts_its_files_anew(here):
     for _ in range(2):
-        file = LcurveFile("lcurve.out", NAMES, validation=True)
+        file = LcurveFile("lcurve.out", {"": NAMES}, {""})
         write_lcurve(file, LCURVE, steps=(1, 4))
-        file.close()
     assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
 
 
 def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header(here):
     for torn in ("", "     16      5.0", "# step     "):
         (here / "lcurve.out").write_text(LCURVE + torn)
-        file = LcurveFile("lcurve.out", NAMES, validation=True)
+        file = LcurveFile("lcurve.out", {"": NAMES}, {""})
         file.cut_after(5)
         assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
         write_lcurve(file, LCURVE, steps=(8, 12))
-        file.close()
         assert (here / "lcurve.out").read_text() == LCURVE
 
 
@@ -161,7 +149,6 @@ def test_best_lines_of_later_steps_are_cut_from_val_log(here):
         log.cut_after(8)
         assert (here / "val.log").read_text() == "".join(VAL_LOG.splitlines(keepends=True)[:6])
         write_validation(log, VAL_LOG, steps=(12,))
-        log.close()
         assert (here / "val.log").read_text() == VAL_LOG
 
 
@@ -169,10 +156,9 @@ def test_best_lines_of_later_steps_are_cut_from_val_log(here):
 def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
     if before is not None:
         (here / "lcurve.out").write_text(before)
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     file.cut_after(3)
     write_lcurve(file, LCURVE, steps=(4,))
-    file.close()
     lines = LCURVE.splitlines(keepends=True)
     assert (here / "lcurve.out").read_text() == lines[0] + lines[1] + lines[3]
 
@@ -180,18 +166,16 @@ def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
 def test_a_second_header_that_deepmd_kit_wrote_at_a_restart_is_removed(here):
     lines = LCURVE.splitlines(keepends=True)
     (here / "lcurve.out").write_text("".join(lines[:4] + lines[:2] + lines[4:]))
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     file.cut_after(100)
-    file.close()
     assert (here / "lcurve.out").read_text() == LCURVE
 
 
 def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
     (here / "lcurve.out").write_text(LCURVE)
-    file = LcurveFile("lcurve.out", NAMES, validation=False)
+    file = LcurveFile("lcurve.out", {"": NAMES}, ())
     file.cut_after(1)
     write_lcurve(file, LCURVE_WITHOUT_VALIDATION, steps=(4,))
-    file.close()
     new = LCURVE_WITHOUT_VALIDATION.splitlines(keepends=True)
     old = LCURVE.splitlines(keepends=True)
     assert (here / "lcurve.out").read_text() == "".join([*old[:3], new[0], new[1], new[3]])
@@ -201,26 +185,23 @@ def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
 def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypatch):
     (here / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
-        write_lcurve(LcurveFile("file/lcurve.out", NAMES, validation=True), LCURVE)
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+        write_lcurve(LcurveFile("file/lcurve.out", {"": NAMES}, {""}), LCURVE)
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1,))
 
     class Full(io.StringIO):
-        def flush(self):
+        def write(self, text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    file.close()
-    monkeypatch.setattr(file, "_file", Full())
+    monkeypatch.setattr(Path, "open", lambda *arguments, **options: Full())
     with pytest.raises(CheckpointError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
         write_lcurve(file, LCURVE, steps=(4,))
 
 
-def test_a_closed_table_can_be_continued(here):
-    file = LcurveFile("lcurve.out", NAMES, validation=True)
+def test_a_table_is_whole_in_the_file_between_two_rows(here):
+    file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1, 4))
-    file.close()
     write_lcurve(file, LCURVE, steps=(8, 12))
-    file.close()
     assert (here / "lcurve.out").read_text() == LCURVE
 
 
@@ -275,7 +256,7 @@ def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
         progress.advance(step)
         if step % 10 == 0:
             show(progress, step)
-            progress.say("saved model.ckpt-10.pt")
+            logging.getLogger("deepmd_ema.train").info("saved model.ckpt-10.pt")
     progress.close()
     text = stream.getvalue()
     assert "20/20" in text
@@ -334,7 +315,7 @@ def test_time_is_counted_also_when_the_body_fails(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt), times.of("step"):
         fail()
-    assert times.shares()["step"] == 1
+    assert times.split().startswith("data 0 % | step 100 %")
 
 
 def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch, fresh_logging):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_ema.config import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
+from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.optim.schedule import build_schedule
 

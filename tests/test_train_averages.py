@@ -21,7 +21,7 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.report import set_up_logging
+from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.train.averages import tracked_averages
 from deepmd_ema.train.run import run_training
 from deepmd_ema.train.saver import StateBuilder
@@ -232,9 +232,10 @@ def test_G2_half_lives_in_frames_and_epochs_survive_a_change_of_batch_and_of_ran
     halved = {}
     for batch, ranks in ((1, 1), (2, 1), (1, 4), (5, 2)):
         sampler = Sampler([40, 60], [10, 10], batch_size=batch, world_size=ranks)
-        for tracked in tracked_averages(config, sampler, None):
-            steps = math.log(0.5) / math.log(tracked.profile.decay)
-            halved.setdefault(tracked.name, []).append((steps, steps * batch * ranks))
+        steps_per = {"steps": 1.0, "frames": 1 / sampler.frames_per_step, "epochs": sampler.batches_per_epoch}
+        for profile in tracked_averages(config, steps_per, None):
+            steps = math.log(0.5) / math.log(profile.decay)
+            halved.setdefault(profile.name, []).append((steps, steps * batch * ranks))
     assert np.ptp([frames for _, frames in halved["frames"]]) < 1e-6
     assert halved["frames"][0][1] == pytest.approx(100)
     assert np.ptp([frames for _, frames in halved["epochs"]]) < 1e-6
@@ -247,8 +248,8 @@ def test_a_smaller_last_batch_counts_in_half_lives_of_frames():
         tiny_input(["a"], training__averaging=[{"name": "a", "half_life": 70, "half_life_unit": "frames"}])
     )
     sampler = Sampler([7], [10], batch_size=5)  # an epoch is a batch of 5 and one of 2
-    (tracked,) = tracked_averages(config, sampler, None)
-    assert tracked.profile.decay == pytest.approx(0.5 ** (1 / 20))
+    (profile,) = tracked_averages(config, {"frames": 1 / sampler.frames_per_step}, None)
+    assert profile.decay == pytest.approx(0.5 ** (1 / 20))
 
 
 class EveryThird:
@@ -258,9 +259,11 @@ class EveryThird:
         return step % 3 == 0
 
 
-def test_the_hook_decides_which_steps_an_average_takes_in(start):
-    folder = start("run", 10, {"training__averaging": [{"name": "third", "decay": 0.5}]},
-                   should_update={"third": EveryThird()})  # fmt: skip
+def test_the_hook_decides_which_steps_an_average_takes_in(start, caplog):
+    with caplog.at_level("INFO"):
+        folder = start("run", 10, {"training__averaging": [{"name": "third", "decay": 0.5}]},
+                       should_update={"third": EveryThird()})  # fmt: skip
+    assert "third: updated when EveryThird says so" in caplog.text
     assert load(folder / "model_third.ckpt-10.pt")["average"]["updates"] == 3
     with pytest.raises(ConfigError, match=r"no average is called fourth\. This run tracks: ema, third"):
         start("run", 10, {"training__averaging": [{"name": "third", "decay": 0.5}]},
@@ -320,13 +323,11 @@ def test_the_last_step_of_a_run_is_averaged_too(start):
 
 def test_the_short_form_is_a_bank_of_one_called_ema():
     def tracked(**changes):
-        return tracked_averages(config_from_dict(tiny_input(["a"], ["b"], **changes)), sampler, None)
+        return config_from_dict(tiny_input(["a"], ["b"], **changes)).training.averaging
 
-    sampler = Sampler([40], [10], batch_size=2)
     assert tracked() == []
     plain = tracked(training__enable_ema=True, training__max_ckpt_keep=7)
     assert plain == tracked(training__averaging=[{"name": "ema", "decay": 0.999}], training__max_ckpt_keep=7)
-    assert plain[0].keep == 7
     options = {
         "training__enable_ema": True,
         "training__ema_decay": 0.9,

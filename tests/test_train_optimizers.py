@@ -10,14 +10,15 @@ from helpers import assert_same, tiny_input
 from test_optim_lkf import GOLDEN, PEER, numbered
 from torch import nn
 
-from deepmd_ema.config import EnerLossConfig, LKFConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.lkf import LKF
+from deepmd_ema.train import kalman
+from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
 from deepmd_ema.train.run import run_training
-from deepmd_ema.train.step import kalman
-from deepmd_ema.train.step.kalman import KalmanStep, measure_energy, measure_force
 
 KINDS = {
     "AdaMuon": {"type": "AdaMuon"},
@@ -100,7 +101,7 @@ def measured():
 
 def kalman_step(model, **factors):
     config = LKFConfig(**(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
-    loss = build_loss(EnerLossConfig(), 1.0)
+    loss = build_loss(EnerLossConfig(), 1.0, World())
     task = SimpleNamespace(models=lambda _, batch, **how: model(batch, **how), loss=loss, name="")
     return task, KalmanStep(model, LKF(model.named_parameters(), 100), lambda _: 1.0, config, 10, 0)
 
@@ -181,27 +182,26 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     assert all(p.isfinite().all() for p in stands)
     model.poison = None
     assert step(task, batch, 2).ok == 0
-    assert step.first_bad_step() == 1
     assert all(torch.equal(p, q) for p, q in zip(stands, model.parameters()))
     frames = SimpleNamespace(position=2, frames_at=lambda _: (("water", 3),))
     tasks = SimpleNamespace(draw=lambda _: task)
-    task.train_loader, task.batch_at = frames, frames.frames_at
+    task.train_loader = frames
     with pytest.raises(
         DivergedError, match=r"step 1.*water frame 3.*stand as before its first update that was not"
     ) as e:
-        step.raise_if_diverged(tasks, 2)
+        step.raise_if_diverged(tasks, 2, World())
     assert "lower optimizer.kf_start_pref_e" in str(e.value)
 
 
 def test_a_term_that_the_loss_leaves_out_is_not_fitted(measured):
     model, batch, _, _ = measured
     task, step = kalman_step(model)
-    task.loss = build_loss(EnerLossConfig(start_pref_f=0.0, limit_pref_f=0.0), 1.0)
+    task.loss = build_loss(EnerLossConfig(start_pref_f=0.0, limit_pref_f=0.0), 1.0, World())
     force = model.force.detach().clone()
     step(task, batch, 1)
     assert torch.equal(force, model.force)
     assert model.calls == 1
-    task.loss = build_loss(EnerLossConfig(start_pref_e=0.0, limit_pref_e=0.0), 1.0)
+    task.loss = build_loss(EnerLossConfig(start_pref_e=0.0, limit_pref_e=0.0), 1.0, World())
     energy = model.energy.detach().clone()
     step(task, batch, 2)
     assert model.calls == 1 + kalman.GROUPS

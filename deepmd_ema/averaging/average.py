@@ -1,26 +1,27 @@
-"""One average of all its tensors, with its counters on the host or on the device."""
+"""One average of all its tensors, and its counters on the host or on the device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from deepmd_ema.averaging.counter import Counter
+import torch
+from torch import Tensor
+
+from deepmd_ema.averaging.binding import Binding, Shard
+from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.averaging.storage import Storage
+from deepmd_ema.tensors import check_weights
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from deepmd_ema.averaging.profile import Profile
-    from deepmd_ema.averaging.shards import Shard
+logger = logging.getLogger(__name__)
 
 
 class Average:
-    """One average: its tensors and how many updates are behind it.
+    """One average: its tensors, the number of its updates and the mean step of its weights.
 
-    As long as ``start_step`` is ahead, the average is the live weights, and its number of updates is -1. An average
-    that is kept away from the weights counts on the host.
+    Before ``start_step`` the average is the live weights, and its number of updates is -1. An average on another device
+    than the weights counts on the host.
 
     Args:
         profile: how it is averaged.
@@ -42,16 +43,16 @@ class Average:
 
     @property
     def started(self) -> bool:
-        """Whether it has begun to differ from the live weights: ``start_step`` is behind."""
+        """Whether ``start_step`` is reached; before it the average is the live weights."""
         return self._counter.updates >= 0 or self.counts()[0] >= 0
 
     def update(self, step: int, ok: Tensor | None) -> None:
-        """Take the live weights after ``step`` in; ``ok`` (not on the host) decides later whether anything changes."""
+        """Update with the live weights after ``step``, unless ``ok`` (not on the host) turns out to be 0."""
         storage = self.storage
         if storage.staging is not None:
             self.flush()
             storage.staging.start(step, ok)
-        elif ok is None and not self._counter.is_on_device:
+        elif ok is None and self._counter.on_device is None:
             share = self._counter.count(step)
             for buffer in storage.buffers:
                 buffer.lerp(buffer.live(), share)
@@ -61,7 +62,7 @@ class Average:
                 buffer.lerp_if(good, buffer.live(), share_on_device)
 
     def flush(self) -> None:
-        """Take in the weights that are on their way; waits for them."""
+        """Wait for a copy of the weights that was enqueued, and update with it."""
         arrived = self.storage.staging.finish() if self.storage.staging is not None else None
         if arrived is not None:
             step, weights = arrived
@@ -70,7 +71,7 @@ class Average:
                 buffer.lerp(live, share)
 
     def seed(self, step: int) -> None:
-        """Start from the live weights, which have ``step`` steps behind them."""
+        """Start from the live weights, which are those after ``step`` steps."""
         self.set_counts(0 if step >= self.profile.start_step else -1, float(step))
         for i in range(len(self.storage.shards)):
             self.storage.seed(i)
@@ -86,7 +87,7 @@ class Average:
         return steps - mean_step if updates >= 0 else 0.0
 
     def set_counts(self, updates: int, mean_step: float) -> None:
-        """Set the counters, on the host; weights that are on their way are dropped."""
+        """Set the counters, on the host, and drop a copy of the weights that was enqueued."""
         if self.storage.staging is not None:
             self.storage.staging.forget()
         self._counter.set(updates, mean_step)
@@ -103,3 +104,111 @@ class Average:
                 self.storage.tensors[i].copy_(previous.storage.tensors[k])
             else:
                 self.storage.set(i, previous.storage.averaged(k))
+
+    def load(self, state: Mapping[str, Any], tasks: Iterable[str], binding: Binding) -> None:
+        """Continue as ``state`` of a bank has it. Every rank must call this when weights are sharded.
+
+        Raises:
+            CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
+        """
+        name, saved = self.profile.name, state["profiles"][self.profile.name]
+        _warn_changes(self.profile, saved)
+        dropped = {*binding.frozen, *binding.floating_buffers} - set(self.tensor_names)
+        found = {name: tensor for name, tensor in saved["weights"].items() if name not in dropped}
+        copied_buffers = binding.floating_buffers if saved.get("buffers", "copy") == "copy" else []
+        _check_tensors(self, state, found, {*state["frozen"], *copied_buffers}, set(tasks))
+        seeded = []
+        for i, shard in enumerate(self.storage.shards):
+            known = next((name for name in shard.names if name in found), None)
+            if known is None:
+                self.storage.seed(i)
+                seeded.append(shard.names[0])
+            else:
+                self.storage.set(i, found[known])
+        if seeded:
+            text = "average %s: %s was not averaged before and starts from its live value"
+            logger.info(text, name, ", ".join(seeded))
+        # files of 0.1.0 have the mean age only
+        self.set_counts(saved["updates"], saved.get("mean_step", state["steps"] - saved["mean_age"]))
+
+
+class Counter:
+    """The number of updates (-1 before the start) and the mean step of the weights in an average.
+
+    They are on the host until the first step of which only the device knows whether it was good, then on the device.
+
+    Args:
+        profile: what gives the decay of an update.
+
+    Attributes:
+        updates: number of updates; out of date while ``on_device`` is not None.
+        on_device: both numbers on the device, where reading waits for it; None while they are on the host.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self.set(0, 0.0)
+
+    def set(self, updates: int, mean_step: float) -> None:
+        """Set both, on the host."""
+        self.updates, self._mean_step = updates, mean_step
+        self.on_device: Tensor | None = None
+
+    def read(self) -> tuple[int, float]:
+        """Return both; may wait for the device."""
+        if self.on_device is not None:
+            updates, self._mean_step = self.on_device.tolist()
+            self.updates = int(updates)
+        return self.updates, self._mean_step
+
+    def count(self, step: int) -> float:
+        """Count an update with the weights of ``step``; return the share that they get, ``1 - d``."""
+        decay = self._profile.decay_at(self.updates) if self.updates >= 0 else 0.0
+        share: float = 1.0 - decay
+        self._mean_step = decay * self._mean_step + share * step
+        self.updates += 1
+        return share
+
+    def count_if(self, step: int, ok: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Do :meth:`count` on ``device``, if ``ok`` is above 0 or None; return 1 or 0 for whether, and the share."""
+        counts = self.on_device
+        if counts is None:
+            counts = torch.tensor([self.updates, self._mean_step], dtype=torch.float64, device=device)
+        updates, mean_step = counts.unbind()
+        good = torch.ones_like(updates) if ok is None else (ok.detach() > 0).to(counts)
+        decay = torch.where(updates < 0, 0.0, self._profile.decay_at(updates.clamp(min=0)))
+        share = 1 - decay
+        counted = torch.stack([updates + 1, decay * mean_step + share * step])
+        self.on_device = torch.where(good > 0, counted, counts)
+        return good, share
+
+
+def _warn_changes(profile: Profile, saved: Mapping[str, Any]) -> None:
+    before_type = saved.get("type", "ema")  # files of 0.1.0 know no other
+    if before_type != profile.type:
+        text = "average %s: was of type %s in the checkpoint and is %s from now on"
+        logger.warning(text, profile.name, before_type, profile.type)
+        return
+    for key, now in profile.settings().items():
+        before = saved.get(key, now)
+        if now != before:
+            text = "average %s: %s was %s in the checkpoint and is %s from now on"
+            logger.warning(text, profile.name, key, before, now)
+
+
+def _check_tensors(
+    average: Average, state: Mapping[str, Any], found: Mapping[str, Tensor], new: set[str], tasks: set[str]
+) -> None:
+    """Check that ``found`` has every averaged tensor, but those named in ``new`` and those of new tasks."""
+    new_tasks, old_tasks = tasks - set(state["tasks"]), set(state["tasks"]) - tasks
+    expected: dict[str, tuple[int, ...]] = {}
+    for shard in average.storage.shards:
+        known = [n for n in shard.names if n in found]
+        if known or not any(n in new or _of_task(n, new_tasks) for n in shard.names):
+            expected |= dict.fromkeys(known or shard.names[:1], shard.shape)
+    kept = {n: t for n, t in found.items() if not _of_task(n, old_tasks)}
+    check_weights(expected, kept, f"average {average.profile.name!r} of the checkpoint")
+
+
+def _of_task(name: str, tasks: set[str]) -> bool:
+    return any(task and name.startswith(f"{task}.") for task in tasks)

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
-from deepmd_ema.averaging.binding import Binding, canonical, live_state, unwrap
-from deepmd_ema.averaging.exchange import Exchange, reshard, signals_wait
-from deepmd_ema.averaging.profile import LIVE
-from deepmd_ema.averaging.shards import RangeShard
-from deepmd_ema.averaging.state import full_tensors, load_average
+from deepmd_ema.averaging.binding import Binding, RangeShard, canonical, unwrap
+from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signals_wait
+from deepmd_ema.averaging.profile import LIVE, Profile
 from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import check_weights, cpu_copy, prefix_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from deepmd_ema.averaging.profile import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +95,7 @@ class AverageBank:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """Run the body with the average in the modules, then put the live weights back, whatever happens.
+        """Run the body with the average in the modules, then put the live weights back, also after an exception.
 
         The exchange is in place, tensor by tensor, and compiled modules see it. It needs extra memory for the largest
         tensor only; for all live weights (of this process, where the average is kept) if the average is held in
@@ -134,15 +128,18 @@ class AverageBank:
         Args:
             name: of the average; ``live`` for the raw weights, also while an average is swapped in.
             copy: whether the tensors are copies on the CPU, or may share memory with the averages and the model.
-            keep: whether this process wants them; else it only takes part, and the result is empty.
+            keep: whether this process wants them; else it only takes part in the collectives, and the result is empty.
         """
         average = None if name == LIVE else self._averages[name]
         averaged = full_tensors(average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep)
         found: dict[str, Tensor] = {}
-        for key, value in live_state(self._modules).items():
-            whole = averaged.get(key) if key in self._binding.names else full_tensor(value)
-            if keep and whole is not None:
-                found[key] = whole
+        for task, module in self._modules.items():
+            for name, value in unwrap(module).state_dict().items():
+                if isinstance(value, Tensor):
+                    key = prefix_of(task) + canonical(name)
+                    whole = averaged.get(key) if key in self._binding.names else full_tensor(value)
+                    if keep and whole is not None:
+                        found[key] = whole
         return cpu_copy(found) if copy else found
 
     @torch.no_grad()
@@ -177,7 +174,7 @@ class AverageBank:
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.
 
         Args:
-            keep: whether this process wants the tensors; else it only takes part, and the result has none.
+            keep: whether this process wants the tensors; else it only takes part in collectives; then there are none.
         """
         profiles = {}
         for name, average in self._averages.items():
@@ -203,7 +200,7 @@ class AverageBank:
 
         Args:
             state: from :meth:`state_dict`, or None when the checkpoint has no averages.
-            step: optimizer steps behind the live weights, used when ``state`` is None.
+            step: optimizer steps of the live weights, used when ``state`` is None.
 
         Raises:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
@@ -219,7 +216,7 @@ class AverageBank:
                 average.seed(self._steps)
                 logger.info("the checkpoint has no average %s: it starts from the loaded weights", name)
             else:
-                load_average(average, state, self._modules, self._binding)
+                average.load(state, self._modules, self._binding)
 
     @torch.no_grad()
     def reseed(self) -> None:
@@ -230,7 +227,7 @@ class AverageBank:
 
     @torch.no_grad()
     def rebind(self) -> None:
-        """Look again at which tensors are averaged and where they stand.
+        """Find the averaged tensors again.
 
         :meth:`update` does this by itself when ``requires_grad`` of a parameter has changed; call it after parameters
         were moved to another device or replaced.
@@ -254,25 +251,12 @@ class AverageBank:
         # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
-        return _rebuild, (self._modules, self._profiles, state.getvalue())
+        return AverageBank, (self._modules, self._profiles), state.getvalue()
 
-
-def note_unused(state: Mapping[str, Any] | None) -> None:
-    """Say that averaging is off in this run if the checkpoint it goes on from has averages."""
-    if state is not None and state["profiles"]:
-        logger.info(
-            "averaging is off in this run (training.enable_ema, training.averaging): the raw weights are trained on, "
-            "and the averages of the checkpoint (%s) are left behind",
-            ", ".join(state["profiles"]),
-        )
+    def __setstate__(self, state: bytes) -> None:
+        self.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
 
 
 def is_on_host(ok: Tensor) -> bool:
     """Whether the host can read ``ok`` without waiting for a device."""
     return ok.device.type == "cpu"
-
-
-def _rebuild(modules: dict[str, nn.Module], profiles: tuple[Profile, ...], state: bytes) -> AverageBank:
-    bank = AverageBank(modules, profiles)
-    bank.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
-    return bank

@@ -1,27 +1,25 @@
-"""The exchange of live weights with an average, complete or undone, whatever interrupts it."""
+"""The exchange of live weights with an average, complete or undone, and reading both wherever they are."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import Tensor, nn
-
-    from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.binding import Shard
 
 
 class Exchange:
     """An average in the place of the live weights, shard by shard, in place.
 
     Where both have one precision they change places, which takes memory for one tensor. An average in another
-    precision, or gathered, does not fit into the live tensor: there the live weights are set aside, on the device of
+    precision, or gathered, does not fit into the live tensor: there the live weights are copied to the device of
     the average. Every rank must call each method when weights are sharded.
 
     Args:
@@ -30,12 +28,12 @@ class Exchange:
 
     def __init__(self, average: Average) -> None:
         self.average = average
-        self._done = 0  # shards exchanged so far: what failed on the way is undone from here
+        self._done = 0  # shards exchanged so far; swap_out() undoes these after a failure
         self._aside: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the average into the weights; if it fails on the way, :meth:`swap_out` undoes what was done."""
+        """Put the average into the weights; after a failure :meth:`swap_out` undoes what was done."""
         if not self.average.started:
             return  # it still is the live weights
         self.average.flush()
@@ -77,6 +75,35 @@ class Exchange:
         return storage.shards[i].full_tensor(storage.shards[i].local) if in_weights else storage.averaged(i)
 
 
+def full_tensors(
+    average: Average | None, exchange: Exchange | None, shards: Sequence[Shard], keep: bool
+) -> dict[str, Tensor]:
+    """Return the tensors of ``shards`` under ``average``, or live where it has none or has not started; all whole.
+
+    Gathered tensors go to host memory, so that the whole model is never on a device that holds a part of it; nothing
+    stays where ``keep`` is off.
+    """
+    # by first name: the shard as it is held there, and what reads it; later entries take the place of earlier ones
+    reads: dict[str, tuple[Shard, Callable[[], Tensor]]] = {
+        shard.names[0]: (shard, partial(shard.full_tensor, shard.local)) for shard in shards
+    }
+    if exchange is not None:
+        own = exchange.average.storage.shards
+        reads |= {shard.names[0]: (shard, partial(exchange.live, i)) for i, shard in enumerate(own)}
+    if average is not None and average.started:
+        average.flush()
+        place = exchange if exchange is not None and exchange.average is average else average.storage
+        own = average.storage.shards
+        reads |= {shard.names[0]: (shard, partial(place.averaged, i)) for i, shard in enumerate(own)}
+    found: dict[str, Tensor] = {}
+    for wanted in shards:
+        shard, read = reads[wanted.names[0]]
+        tensor = read()
+        if keep:
+            found |= dict.fromkeys(wanted.names, tensor.cpu() if shard.is_sharded else tensor)
+    return found
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
     for module in modules:
@@ -93,8 +120,7 @@ def signals_wait() -> Iterator[None]:
         yield  # Python delivers signals to the main thread only
         return
     arrived: list[int] = []
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    held = {s: h for s, h in handlers.items() if callable(h)}
+    held = {s: h for s in (signal.SIGINT, signal.SIGTERM) if callable(h := signal.getsignal(s))}
     for s in held:
         signal.signal(s, lambda number, _frame: arrived.append(number))
     try:

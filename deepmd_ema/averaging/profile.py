@@ -1,11 +1,11 @@
-"""What is averaged how: the settings of one average, and the weight that its formula gives to each step."""
+"""The settings of an average, and the decay that its formula gives to each update."""
 
 from __future__ import annotations
 
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -16,13 +16,7 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, WIDEST_SIGMA_REL
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_CHOICES = {
-    "device": DEVICES,
-    "dtype": DTYPES,
-    "layout": LAYOUTS,
-    "buffers": BUFFERS,
-}
-_LAYOUTS = {"full_tensor": ["whole on every rank"], "rank_range": ["a range of it on each rank"]}
+_CHOICES = {"device": DEVICES, "dtype": DTYPES, "layout": LAYOUTS, "buffers": BUFFERS}
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Profile:
         start_step: optimizer steps before the average starts.
         update_every: optimizer steps between two updates; decays are corrected for it.
         device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of a GPU are then
-            copied asynchronously, and taken in when the next update begins or something reads the average.
+            copied asynchronously, and used when the next update begins or the average is read.
         dtype: ``float32`` or ``float64``; never narrower than float32 or the weights themselves.
         layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
             weights at each update and holds the whole average on every rank; ``rank_range`` lets each rank average
@@ -60,16 +54,15 @@ class Profile:
     should_update: Callable[[int, Any], bool] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        problems = [*self._common_problems(), *self._own_problems()]
+        problems = [f"average {self.name!r}: {problem}" for problem in self._problems()]
         if problems:
-            raise ConfigError([f"average {self.name!r}: {problem}" for problem in problems])
+            raise ConfigError(problems)
 
-    def decay_at(self, updates: int) -> float:
-        """Return the decay of the update that follows after ``updates`` updates."""
-        raise NotImplementedError
+    def decay_at(self, updates: int | Tensor) -> Any:
+        """Return the decay of the update that follows after ``updates`` updates.
 
-    def decay_after(self, updates: Tensor) -> Tensor:
-        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
+        Of a tensor in float64, a counter that only the device knows, it is a tensor, and nothing waits for the device.
+        """
         raise NotImplementedError
 
     def is_due(self, step: int, epoch: float | None = None) -> bool:
@@ -82,57 +75,33 @@ class Profile:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as plain values, ``type`` first, without the name; a hook by its name."""
-        found: dict[str, Any] = {"type": self.type}
-        found |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
         hook = self.should_update
         found["should_update"] = None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
-        return found
+        return {"type": self.type, **found}
 
-    def words(self) -> str:
-        """Return one line for people: the kind of average and what is not as usual."""
-        parts = [f"{self.name}: {self._formula_in_words()}"]
-        parts += [f"from step {self.start_step:,}"] if self.start_step else []
-        parts += [f"every {self.update_every} steps"] if self.update_every > 1 else []
-        parts += [f"when {self.settings()['should_update']} says so"] if self.should_update is not None else []
-        parts += ["in host memory"] if self.device == "cpu" else []
-        parts += ["in float64"] if self.dtype == "float64" else []
-        parts += _LAYOUTS.get(self.layout, [])
-        parts += ["with averaged buffers"] if self.buffers == "average" else []
-        return ", ".join(parts)
-
-    def _formula_in_words(self) -> str:
-        raise NotImplementedError
-
-    def _own_problems(self) -> list[str]:
-        return []
-
-    def _common_problems(self) -> list[str]:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == LIVE:
-            problems.append(f"the name must be letters, digits, _ and -, and not {LIVE!r}.")
+            yield f"the name must be letters, digits, _ and -, and not {LIVE!r}."
         for key, least in (("start_step", 0), ("update_every", 1)):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                problems.append(f"{key} {value!r}, expected a whole number of at least {least}.")
+                yield f"{key} {value!r}, expected a whole number of at least {least}."
         for key, known in _CHOICES.items():
             if getattr(self, key) not in known:
-                problems.append(f"{key} {getattr(self, key)!r}, expected one of: {', '.join(known)}.")
-        return problems + self._hook_problems()
-
-    def _hook_problems(self) -> list[str]:
+                yield f"{key} {getattr(self, key)!r}, expected one of: {', '.join(known)}."
         hook = self.should_update
         if hook is None:
-            return []
+            return
         if not callable(hook):
-            return [f"should_update {hook!r}, expected a function of (step, epoch) or an object that can be called."]
-        problems = []
+            yield f"should_update {hook!r}, expected a function of (step, epoch) or an object that can be called."
+            return
         if self.update_every != 1:
-            problems.append(f"update_every {self.update_every} beside should_update, which decides alone: leave it 1.")
+            yield f"update_every {self.update_every} beside should_update, which decides alone: leave it 1."
         try:
             pickle.dumps(hook)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            problems.append(f"should_update cannot be pickled ({error}); use a function or a class of a module.")
-        return problems
+            yield f"should_update cannot be pickled ({error}); use a function or a class of a module."
 
 
 @dataclass(frozen=True)
@@ -162,29 +131,21 @@ class EmaProfile(Profile):
             raise ConfigError(f"average {name!r}: a half-life of {steps!r} steps, expected a number above 0.")
         return cls(name, decay=0.5 ** (1 / steps), **more)
 
-    def decay_at(self, updates: int) -> float:
+    def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay over ``update_every`` steps that follows after ``updates`` updates."""
-        decay = min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
+        ramp: Any = (1 + updates) / (10 + updates)
+        if isinstance(updates, int):
+            decay = min(self.decay, ramp) if self.warmup else self.decay
+        else:
+            decay = ramp.clamp(max=self.decay) if self.warmup else torch.full_like(updates, self.decay)
         return decay if self.update_every == 1 else decay**self.update_every
 
-    def decay_after(self, updates: Tensor) -> Tensor:
-        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
-        decay = torch.full_like(updates, self.decay)
-        if self.warmup:
-            decay = torch.minimum(decay, (1 + updates) / (10 + updates))
-        return decay if self.update_every == 1 else decay**self.update_every
-
-    def _formula_in_words(self) -> str:
-        warmup = ", short at first (warm-up)" if self.warmup else ""
-        return f"exponential, decay {self.decay:g}, a window of {1 / (1 - self.decay):,.0f} steps{warmup}"
-
-    def _own_problems(self) -> list[str]:
-        problems = []
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if not _is_number(self.decay) or not 0 <= self.decay < 1:
-            problems.append(f"decay {self.decay!r}, expected 0 <= decay < 1.")
+            yield f"decay {self.decay!r}, expected 0 <= decay < 1."
         if not isinstance(self.warmup, bool):
-            problems.append(f"warmup {self.warmup!r}, expected true or false.")
-        return problems
+            yield f"warmup {self.warmup!r}, expected true or false."
 
 
 @dataclass(frozen=True)
@@ -223,21 +184,14 @@ class PowerProfile(Profile):
         """Standard deviation of the weights over the steps, as a share of the steps since the start."""
         return sigma_rel_of(self.gamma)
 
-    def decay_at(self, updates: int) -> float:
+    def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay of the update that follows after ``updates`` updates."""
         return (updates / (updates + 1)) ** (self.gamma + 1)
 
-    def decay_after(self, updates: Tensor) -> Tensor:
-        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
-        return (updates / (updates + 1)) ** (self.gamma + 1)
-
-    def _formula_in_words(self) -> str:
-        return f"power of the step, gamma {self.gamma:.4g}, spread over {self.sigma_rel:.1%} of the steps so far"
-
-    def _own_problems(self) -> list[str]:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
-            return [f"gamma {self.gamma!r}, expected a number of at least 0."]
-        return []
+            yield f"gamma {self.gamma!r}, expected a number of at least 0."
 
 
 @dataclass(frozen=True)
@@ -246,24 +200,12 @@ class SwaProfile(Profile):
 
     type: ClassVar[str] = "swa"
 
-    def decay_at(self, updates: int) -> float:
+    def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay of the update that follows after ``updates`` updates."""
         return updates / (updates + 1)
 
-    def decay_after(self, updates: Tensor) -> Tensor:
-        """Return :meth:`decay_at` for a counter in float64 that only the device knows, without waiting for it."""
-        return updates / (updates + 1)
-
-    def _formula_in_words(self) -> str:
-        return "equal weights"
-
 
 PROFILES: dict[str, type[Profile]] = {kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile)}
-
-_OTHER_LENGTHS: dict[str, Callable[..., Profile]] = {
-    "half_life": EmaProfile.from_half_life,
-    "sigma_rel": PowerProfile.from_sigma_rel,
-}
 
 
 def make_profile(kind: str, settings: Mapping[str, Any]) -> Profile:
@@ -276,9 +218,10 @@ def make_profile(kind: str, settings: Mapping[str, Any]) -> Profile:
     """
     profile = PROFILES[kind]
     known = {f.name: settings[f.name] for f in fields(profile) if settings.get(f.name) is not None}
-    for name, make in _OTHER_LENGTHS.items():
-        if settings.get(name) is not None:
-            return make(known.pop("name"), settings[name], **known)
+    if settings.get("half_life") is not None:
+        return EmaProfile.from_half_life(known.pop("name"), settings["half_life"], **known)
+    if settings.get("sigma_rel") is not None:
+        return PowerProfile.from_sigma_rel(known.pop("name"), settings["sigma_rel"], **known)
     return profile(**known)
 
 

@@ -1,17 +1,16 @@
-"""Where the tensors of one average are kept: flat buffers, and the copies on the way into those on the host."""
+"""The memory of one average: flat buffers, and staging memory for averages that are on the host."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from deepmd_ema.averaging.profile import Profile
-    from deepmd_ema.averaging.shards import Shard
+from deepmd_ema.averaging.binding import Shard
+from deepmd_ema.averaging.profile import Profile
 
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
 
@@ -29,7 +28,7 @@ class Storage:
     Attributes:
         tensors: the averages in the order of ``shards``, views of the buffers.
         buffers: flat buffers.
-        staging: copies on the way, or None if the averages are on the device of the weights.
+        staging: staging memory, or None if the averages are on the device of the weights.
     """
 
     def __init__(self, shards: Sequence[Shard], profile: Profile) -> None:
@@ -51,8 +50,9 @@ class Storage:
 
     @property
     def num_bytes(self) -> int:
-        """Memory on this process, with that of copies on their way."""
-        return sum(b.flat.nbytes for b in self.buffers) + (self.staging.num_bytes if self.staging is not None else 0)
+        """Memory on this process, with staging."""
+        on_their_way = self.staging.flats if self.staging is not None else []
+        return sum(flat.nbytes for flat in [*(b.flat for b in self.buffers), *on_their_way])
 
     def seed(self, i: int) -> None:
         """Set tensor ``i`` to the live value."""
@@ -116,11 +116,14 @@ class Buffer:
 class Staging:
     """Host memory through which the weights of a device reach averages that are kept on the host.
 
-    The copy is enqueued after a step, and has arrived when the next update begins or something reads the average:
-    training does not wait for it. Whether the step was good is known to the device only, and travels with the copy.
+    A copy is enqueued after a step and waited for when the next update begins or the average is read, so training does
+    not wait for it. Whether the step was good, which only the device knows, is copied with the weights.
 
     Args:
         buffers: averages on the host.
+
+    Attributes:
+        flats: memory of the copies, one for each of ``buffers``.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -131,11 +134,6 @@ class Staging:
         self._good = torch.empty((), pin_memory=pin)
         self._step: int | None = None
         self._events: list[torch.cuda.Event] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of the copies."""
-        return sum(flat.nbytes for flat in self.flats)
 
     def start(self, step: int, ok: Tensor | None) -> None:
         """Enqueue a copy of the live weights after ``step``, and of ``ok``."""
@@ -159,7 +157,7 @@ class Staging:
         return (step, self._views) if bool(self._good > 0) else None
 
     def forget(self) -> None:
-        """Drop a copy that was not taken in."""
+        """Drop the copy that was enqueued."""
         self._step = None
 
 
@@ -173,13 +171,10 @@ def _flat(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.d
 
 
 def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    views, start = [], 0
-    for shape in shapes:
-        views.append(flat[start : start + torch.Size(shape).numel()].view(shape))
-        start += _stride(shape)
-    return views
+    parts = flat.split([_stride(shape) for shape in shapes])
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes)]
 
 
 def _stride(shape: tuple[int, ...]) -> int:
     """Return the elements from the start of a tensor of ``shape`` to that of the next one."""
-    return -(-torch.Size(shape).numel() // _ALIGN) * _ALIGN
+    return -(-math.prod(shape) // _ALIGN) * _ALIGN

@@ -1,4 +1,4 @@
-"""Checkpoints: what is in a file (schema, payload), one file (files), names, series with rotation, best files.
+"""Checkpoints: the content of a file (payload), one file (files), names, series with rotation, best files.
 
 Files of kind ``training`` hold everything that a restart needs; the others hold weights only.
 """

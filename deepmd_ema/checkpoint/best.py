@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepmd_ema.checkpoint.files import save
 from deepmd_ema.checkpoint.names import best_name, best_pattern, files_by_step
 from deepmd_ema.files import sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +19,13 @@ logger = logging.getLogger(__name__)
 class BestFiles:
     """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
 
-    What a better file pushes out stays, with a rank beyond ``keep``, until :meth:`prune` is called after a training
-    checkpoint that knows the new records: so the files that a restart expects are always there. Best files of an
-    earlier run go the same way once this run has one of its own. Rotation of checkpoints never touches them.
+    A file that is no longer among the best keeps a rank beyond ``keep`` until :meth:`prune` is called, after a training
+    checkpoint with the new records was written: a restart finds the files of its records. :meth:`prune` also removes
+    best files of an earlier run, once this run has one of its own. Rotation of checkpoints never touches best files.
 
     Args:
         prefix: ``best``, or ``best_<name>`` for an average.
-        folder: where the files stand.
+        folder: of the files.
         keep: how many are kept.
         metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
         writes: whether this process writes the files; others keep the records and make the payload, no more.
@@ -41,7 +39,7 @@ class BestFiles:
     def offer(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
         """Write the file of ``step`` if it is among the best, and return whether it is.
 
-        Of equal values the earlier one stays ahead; a value that is not finite is never kept.
+        Of equal values the earlier one ranks higher; a value that is not finite is never kept.
         """
         records = [r for r in self.records if r[1] != step]
         rank = sum(v <= value for v, _ in records)
@@ -76,7 +74,7 @@ class BestFiles:
         return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the records of ``state`` whose files are still there; put the ranks in their names right.
+        """Continue with the records of ``state`` whose files still exist, and correct the ranks in their names.
 
         A process that does not write takes the records as they are: those that the writing one has checked.
         """

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 
 from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
 from deepmd_ema.config.outputs import POINTER
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import cpu_copy
-from deepmd_ema.text import first_few
+from deepmd_ema.weights import LIVE
 
-FORMAT = 1  # of the payload; a reader knows this number and all below it
+FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -34,12 +35,12 @@ def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = N
     """Write ``payload`` to ``path`` in one move; tensors are copied to the CPU first.
 
     Args:
-        path: the file; its folder is made when it is not there.
+        path: the file; its folder is made if it is missing.
         payload: primitive containers, numbers, strings and tensors.
         fallback: an older checkpoint, named in the message when the writing fails.
 
     Raises:
-        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name stays.
+        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept.
     """
     path = Path(path)
     try:
@@ -90,7 +91,7 @@ def resolve(path: str | Path) -> Path:
     """Return the file that ``path`` means: a file, a name without ``.pt``, or a folder in which a run has saved.
 
     Raises:
-        CheckpointError: if there is no such file; the checkpoints that stand nearby are listed.
+        CheckpointError: if there is no such file; the checkpoints in that folder are listed.
     """
     path = Path(path)
     if path.is_dir():
@@ -119,11 +120,18 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     kind = payload["kind"]
     if kind == "training":
         return
-    what = f"the average {payload['weights']!r}" if payload["weights"] != "live" else "the live weights"
+    what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
     if kind == "best":
-        what = "the best weights" if payload["weights"] == "live" else f"the best weights of {what}"
-    partner = _training_partner(Path(path), payload)
-    use = f"Use --restart {partner}" if partner is not None else "Use a training checkpoint (model.ckpt-*.pt)"
+        what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
+    path = Path(path)
+    real = path.resolve()
+    use = "Use a training checkpoint (model.ckpt-*.pt)"
+    files = numbered(real.parent, training_series(real.name, payload["weights"]))
+    if files:
+        partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
+        if not path.is_absolute():
+            partner = path.parent / os.path.relpath(partner, path.parent.resolve())
+        use = f"Use --restart {partner}"
     raise CheckpointError(
         f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
         f"so a restart cannot go on from it. {use}, or start anew from these weights with --init-model {path}."
@@ -158,7 +166,7 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
     """Check that a file of weights may be written to ``path``: not over what a restart or ``dp-ema posthoc`` needs.
 
     Args:
-        path: the file; need not be there.
+        path: the file; need not exist.
         option: what names it, for the message.
 
     Raises:
@@ -240,11 +248,9 @@ def _newest_intact_before(path: Path) -> Path | None:
         return None
     older = {s: p for s, p in numbered(real.parent, found[0]).items() if s < found[1]}
     for step in sorted(older, reverse=True):
-        try:
+        with suppress(_DamagedError, CheckpointError):
             _read(older[step])
-        except (_DamagedError, CheckpointError):
-            continue
-        return older[step]
+            return older[step]
     return None
 
 
@@ -266,16 +272,6 @@ def _nearby(path: Path) -> str:
         return series, -step  # the newest of a series first
 
     return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
-
-
-def _training_partner(path: Path, payload: Mapping[str, Any]) -> Path | None:
-    """Return the training checkpoint of the same step beside a file of an average, or the newest one there is."""
-    real = path.resolve()
-    files = numbered(real.parent, training_series(real.name, payload["weights"]))
-    if not files:
-        return None
-    chosen = files.get(payload["step"], files[max(files)])
-    return chosen if path.is_absolute() else path.parent / os.path.relpath(chosen, path.parent.resolve())
 
 
 def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:

@@ -1,17 +1,16 @@
-"""Which weights a reader takes out of a model file: the live ones or an average, each with its own output bias."""
+"""The head of model files, and the weights in them: the live ones or an average, each with its own output bias."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from deepmd_ema import __version__
 from deepmd_ema.checkpoint.files import FORMAT
 from deepmd_ema.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def payload_head(
@@ -22,7 +21,7 @@ def payload_head(
     Args:
         kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
         weights: ``live``, or the name of an average.
-        step: optimizer steps behind the weights.
+        step: optimizer steps after which the weights were saved.
         config: normalized config of the run.
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by task if there are
             several.
@@ -63,7 +62,8 @@ def weights_in(
         name = choose_profile(payload, path, profile)
         state = payload["averages"]["profiles"][name]
         weights |= state["weights"]
-        facts = {"profile": name, **_plain(state)}
+        plain = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
+        facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
     elif profile is not None and profile != own:
         raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
     biases = payload.get("refitted_bias", {})
@@ -91,9 +91,3 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
         wanted = "which average?" if profile is None else f"no average is called {profile!r}."
         raise CheckpointError(f"{path}: {wanted} Give --average one of: {', '.join(profiles)}.")
     return profile
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings and counters of an average without its tensors; before its start it has no update."""
-    facts = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
-    return {**facts, "updates": max(0, state["updates"])}

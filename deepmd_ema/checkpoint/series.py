@@ -6,19 +6,16 @@ import logging
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.checkpoint.best import BestFiles
 from deepmd_ema.checkpoint.files import save
 from deepmd_ema.checkpoint.names import link_name, numbered, numbered_name, numbered_pattern
 from deepmd_ema.config.outputs import POINTER, suffixed
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write, sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from deepmd_ema.checkpoint.best import BestFiles
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +32,7 @@ class CheckpointSeries:
         prefix: ``training.save_ckpt``; may contain folders.
         suffix: empty for the live weights, ``_<name>`` for an average.
         save_dir: folder of the numbered files; that of ``prefix`` when None. The link stays beside ``prefix``.
-        keep: how many files stay; less than 1 keeps all.
+        keep: how many files are kept; less than 1 keeps all.
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
         pointer: text file that names the newest file, or None.
@@ -107,13 +104,13 @@ def save_together(
     """Write the files of one step as one transaction and return their paths.
 
     The first series is the live one. All files are written before any link moves, and the pointer moves last: a crash
-    at any moment leaves links to a step all of whose files are whole. A file without its partners is never linked, and
-    is written again when the restarted run gets there.
+    at any moment leaves links to a step all of whose files are whole. A file without those of the
+    other series is never linked; the restarted run writes it again.
 
     Args:
-        step: optimizer steps behind the weights.
+        step: optimizer steps after which the weights were saved.
         files: series and what their file holds, the live one first.
-        bests: best files whose records stand in the payload; what they have pushed out is removed now.
+        bests: best files whose records are in the payload; files that are no longer among them are removed now.
 
     Raises:
         CheckpointError: if a file cannot be written; links and older files are as before.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from deepmd_ema.cli.options import add_input
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "check an input and the data it names, without training"
 
@@ -21,12 +18,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print what the input asks for and what its data hold."""
     from deepmd_ema.config import config_summary, config_warnings, ignored_options, load_config
+    from deepmd_ema.report.table import facts, render
 
     config = load_config(args.input)
-    print(f"{args.input}: the options are good")
-    lines = [*config_summary(config), *config.notes]
-    lines += [f"warning: {line}" for line in [*ignored_options(config), *config_warnings(config)]]
-    print("\n".join(f"  {line}" for line in lines), flush=True)
+    table = facts(f"{args.input}: the options are good", config_summary(config))
+    warnings = [f"  warning: {line}" for line in [*ignored_options(config), *config_warnings(config)]]
+    print("\n".join([*render(table, "  "), *(f"  {line}" for line in config.notes), *warnings]), flush=True)
     if args.config_only:
         return
     from deepmd_ema.data.run import check_run, length_lines, open_run

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from deepmd_ema.cli.options import add_average, start_logging
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads"
 

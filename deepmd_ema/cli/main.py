@@ -178,19 +178,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed words; options of DeePMD-kit are refused by name, others with the nearest that is known."""
     parser = build_parser()
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
     args, rest = parser.parse_known_args(list(words))
-    _refuse_unknown(args, rest)
-    return args
-
-
-def _refuse_unknown(args: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Answer what the parser did not know: options of DeePMD-kit by name, others with the nearest that is known."""
     if not rest:
-        return
+        return args
     refused = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
     options = sorted(s for action in args.parser._actions for s in action.option_strings if s.startswith("--"))
     problems = []

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepmd_ema.errors import ConfigError, UserError
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add_input(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +41,7 @@ def add_systems(
 
 def start_logging(args: argparse.Namespace) -> None:
     """Send log messages where ``-v`` and ``-l`` say."""
-    from deepmd_ema.report import set_up_logging
+    from deepmd_ema.report.logs import set_up_logging
 
     set_up_logging(args.log_level, args.log_path, is_main=args.launch.is_main)
 

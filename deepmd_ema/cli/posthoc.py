@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from deepmd_ema.cli.options import add_device, add_systems, start_logging, validation_systems
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "the average of any length, from the snapshots of a run"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from deepmd_ema.cli.options import (
     add_average,
@@ -12,9 +12,6 @@ from deepmd_ema.cli.options import (
     start_logging,
     validation_systems,
 )
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "errors of a model on labelled frames"
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.options import add_device, add_input, start_logging
 from deepmd_ema.dist.launch import raise_on_sigterm
 from deepmd_ema.errors import ReportedElsewhere
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "train a model"
 
@@ -35,24 +31,20 @@ def run(args: argparse.Namespace) -> None:
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with raise_on_sigterm() if args.launch.size > 1 else nullcontext():
-        _train(args)
-
-
-def _train(args: argparse.Namespace) -> None:
-    try:
-        from deepmd_ema.train.run import run_training
-    except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
-        if args.launch.is_main:
-            raise
-        raise ReportedElsewhere from error
-    run_training(
-        args.input,
-        restart=args.restart,
-        init_model=args.init_model,
-        output=args.output,
-        device=args.device,
-        skip_neighbor_stat=args.skip_neighbor_stat,
-        allow_config_change=args.allow_config_change,
-        launch=args.launch,
-    )
+    with raise_on_sigterm(args.launch):
+        try:
+            from deepmd_ema.train.run import run_training
+        except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
+            if args.launch.is_main:
+                raise
+            raise ReportedElsewhere from error
+        run_training(
+            args.input,
+            restart=args.restart,
+            init_model=args.init_model,
+            output=args.output,
+            device=args.device,
+            skip_neighbor_stat=args.skip_neighbor_stat,
+            allow_config_change=args.allow_config_change,
+            launch=args.launch,
+        )

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.descriptor import DESCRIPTORS
 from deepmd_ema.config.fields import Option, input_options, plain, wants
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import FITTINGS
 from deepmd_ema.config.schema.run import RunConfig
 
 if TYPE_CHECKING:
@@ -26,12 +27,12 @@ def run_arguments() -> Argument:
     ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
     places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
     """
-    return _run_arguments(tuple(DESCRIPTORS))
+    return _run_arguments((*DESCRIPTORS, *FITTINGS))
 
 
 @cache
-def _run_arguments(descriptors: tuple[str, ...]) -> Argument:
-    """Return the declaration for the registered ``descriptors``; the registry may grow between calls."""
+def _run_arguments(registered: tuple[str, ...]) -> Argument:
+    """Return the declaration for the ``registered`` parts of a model; registries may grow between calls."""
     from dargs import Argument  # a third of the time that `--help` may take
 
     return Argument("input", dict, arguments(RunConfig), doc=RunConfig.__doc__ or "")
@@ -39,7 +40,7 @@ def _run_arguments(descriptors: tuple[str, ...]) -> Argument:
 
 def arguments(section: type) -> tuple[Argument, ...]:
     """Return the declarations of the options of a section, nested sections included."""
-    return tuple(_argument(o) for o in input_options(section))
+    return tuple(argument(o) for o in input_options(section))
 
 
 def normalized(declared: Argument, values: Any) -> tuple[dict[str, Any], str]:
@@ -50,13 +51,14 @@ def normalized(declared: Argument, values: Any) -> tuple[dict[str, Any], str]:
         values: without comments.
 
     Returns:
-        The values with every default filled in and aliases replaced, and an empty string; or an empty dictionary and
-        the first mistake in the words of dargs.
+        The values with aliases replaced, and an empty string; or an empty dictionary and the first mistake in the
+        words of dargs. What is not given is not checked: defaults are those of the sections, where ``build`` takes
+        them from.
     """
     from dargs.dargs import ArgumentError
 
     try:
-        found: dict[str, Any] = declared.normalize_value(values)
+        found: dict[str, Any] = declared.normalize_value(values, do_default=False)
         declared.check_value(found, strict=True)
     except (ArgumentError, TypeError) as error:  # TypeError: a key that is no text, of which it seeks similar ones
         return {}, str(error)
@@ -100,12 +102,8 @@ def leaves(value: Any) -> Iterator[Any]:
         yield from leaves(item)
 
 
-def option_argument(section: type, name: str) -> Argument:
-    """Return the declaration of one plain option of ``section``."""
-    return next(a for a in arguments(section) if a.name == name)
-
-
-def _argument(option: Option) -> Argument:
+def argument(option: Option) -> Argument:
+    """Return the declaration of one option, nested sections included."""
     from dargs import Argument, Variant
 
     extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from deepmd_ema.config.fields import Option, options, section_by_type
+from deepmd_ema.config.fields import Option, options
 
 INVALID: Any = object()  # stands where an input has no value that can be used
 
@@ -53,9 +53,8 @@ def _built(option: Option, value: Any) -> Any:
 def _section(option: Option, value: Any) -> Any:
     if value is INVALID:  # an entry of a list, of which nothing can be read
         return build(option.sections[0], {o.name: INVALID for o in options(option.sections[0])})
-    name = value.get("type", option.default_type)
-    section = section_by_type(option.sections, name) if option.by_type else option.sections[0]
-    assert section is not None, f"unchecked type {name}"
+    section = option.section_of(value)
+    assert section is not None, f"unchecked type {value.get('type')}"
     return build(section, value)
 
 

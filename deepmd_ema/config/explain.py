@@ -6,12 +6,12 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.argcheck import LARGEST_INTEGER, has_stray_bool, is_bounded, leaves, option_argument
+from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.build import INVALID
-from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, section_by_type, type_names
+from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, type_names
 from deepmd_ema.config.messages import (
     NOT_AVAILABLE,
-    Path,
+    Place,
     Problem,
     bad_value,
     close_names,
@@ -30,7 +30,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def explain(section: type, values: Any, path: Path = ()) -> tuple[dict[str, Any], list[Problem]]:
+def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
     """Return what can be used of a section that dargs refuses, and all its mistakes.
 
     Args:
@@ -52,7 +52,7 @@ class _Validator:
 
     problems: list[Problem] = field(default_factory=list)
 
-    def section(self, kind: type, raw: Any, path: Path, spelled: Path) -> Any:
+    def section(self, kind: type, raw: Any, path: Place, spelled: Place) -> Any:
         """Return the values of a section under canonical keys, or ``INVALID``."""
         if not isinstance(raw, dict):
             self._note(spelled, bad_value(raw, "a section {...}"))
@@ -72,11 +72,11 @@ class _Validator:
             values["type"] = kind.type
         return values
 
-    def _note(self, spelled: Path, text: str) -> None:
+    def _note(self, spelled: Place, text: str) -> None:
         self.problems.append(Problem(spelled, text))
 
     def _sort_keys(
-        self, kind: type, raw: dict[Any, Any], path: Path, spelled: Path, missed: dict[str, str]
+        self, kind: type, raw: dict[Any, Any], path: Place, spelled: Place, missed: dict[str, str]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Note unknown keys, keys given twice and absent features.
 
@@ -110,7 +110,7 @@ class _Validator:
                 meant |= {name: INVALID for s in others for name in set(canonical.values()) - set(keys_of(s))}
         return meant, found
 
-    def _value(self, kind: type, option: Option, value: Any, path: Path, spelled: Path) -> Any:
+    def _value(self, kind: type, option: Option, value: Any, path: Place, spelled: Place) -> Any:
         if value is None and option.nullable:
             return None
         if option.many:
@@ -120,34 +120,28 @@ class _Validator:
             return INVALID
         if option.sections:
             return self._nested(option, value, path, spelled)
-        text = _leaf_problem(kind, option, value, path)
+        text = _leaf_problem(option, value, path)
         if text is None:
             return value
         self._note(spelled, text)
         return INVALID
 
-    def _nested(self, option: Option, value: Any, path: Path, spelled: Path) -> Any:
-        kind = option.sections[0]
-        if option.by_type and isinstance(value, dict):
-            name = value.get("type", option.default_type)
-            chosen = section_by_type(option.sections, name) if isinstance(name, str) else None
-            if chosen is None:
-                self._wrong_type_name(option, name, "type" in value, path, spelled)
-                return INVALID  # the keys of an unknown type cannot be judged
-            kind = chosen
-        return self.section(kind, value, path, spelled)
-
-    def _wrong_type_name(self, option: Option, name: Any, given: bool, path: Path, spelled: Path) -> None:
-        known, there = type_names(option.sections), (*spelled, "type")
-        if not given:
-            self._note(there, f": required, but missing. Expected one of {', '.join(known)}.")
+    def _nested(self, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+        kind = option.section_of(value)
+        if kind is not None:
+            return self.section(kind, value, path, spelled)
+        known, name = type_names(option.sections), value.get("type")
+        if "type" not in value:
+            text = f": required, but missing. Expected one of {', '.join(known)}."
         elif name in UNAVAILABLE_TYPES.get(dotted(path), ()):
-            self._note(there, f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}.")
+            text = f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}."
         else:
-            self._note(there, unknown_choice(name, known))
+            text = unknown_choice(name, known)
+        self._note((*spelled, "type"), text)
+        return INVALID  # the keys of an unknown type cannot be judged
 
 
-def _leaf_problem(kind: type, option: Option, value: Any, path: Path) -> str | None:
+def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
     """Return what is wrong with a plain value, or None; dargs judges the type and the check of the declaration."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
@@ -158,7 +152,7 @@ def _leaf_problem(kind: type, option: Option, value: Any, path: Path) -> str | N
     if has_stray_bool(option, value):
         return wrong_type(option, value)
     try:
-        option_argument(kind, option.name).check_value(value)
+        argument(option).check_value(value)
     except ArgumentTypeError:
         return wrong_type(option, value)
     except ArgumentValueError:
@@ -169,7 +163,7 @@ def _leaf_problem(kind: type, option: Option, value: Any, path: Path) -> str | N
     return None
 
 
-def _misspelled(kind: type, raw: dict[Any, Any], path: Path) -> dict[str, str]:
+def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
     """Return unknown keys that look like a required key which is missing, with that key."""
     known = keys_of(kind)
     missing = [o for o in input_options(kind) if o.required and not any(key in raw for key in o.keys)]
@@ -182,7 +176,7 @@ def _misspelled(kind: type, raw: dict[Any, Any], path: Path) -> dict[str, str]:
     return found
 
 
-def _name(path: Path) -> str:
+def _name(path: Place) -> str:
     return dotted(path) if path else ""
 
 

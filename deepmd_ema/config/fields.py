@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -77,6 +77,13 @@ class Option:
         """The canonical key and its other spellings."""
         return (self.name, *self.alias)
 
+    def section_of(self, value: Any) -> type | None:
+        """Return the section that a value chooses by its key ``type``, or None if it has an unknown one."""
+        if not self.by_type or not isinstance(value, dict):
+            return self.sections[0]
+        name = value.get("type", self.default_type)
+        return next((s for s in self.sections if name in type_names([s])), None)
+
 
 def option(default: Any = _MISSING, *, doc: str, **about: Any) -> Any:
     """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
@@ -125,11 +132,6 @@ def is_comment(key: Any) -> bool:
     return isinstance(key, str) and (key.startswith("_") or key == "$schema")
 
 
-def section_by_type(sections: Sequence[type], name: str) -> type | None:
-    """Return the section whose ``type``, or an alias of it, is ``name``."""
-    return next((s for s in sections if name in type_names([s])), None)
-
-
 def type_names(sections: Iterable[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
     chosen: list[Any] = list(sections)
@@ -175,11 +177,7 @@ def _in_file(kind: Any) -> Any:
 
 def _parts(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the hint itself."""
-    return typing.get_args(hint) if _is_union(hint) else (hint,)
-
-
-def _is_union(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def plain(value: Any) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config import average_rules  # noqa: F401 - enters its rules into the registry
 from deepmd_ema.config.argcheck import normalized, run_arguments
 from deepmd_ema.config.build import build
 from deepmd_ema.config.explain import explain
-from deepmd_ema.config.messages import Path as ConfigPath
-from deepmd_ema.config.messages import Problem, Source, render
+from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.run import RunConfig
@@ -19,8 +18,6 @@ from deepmd_ema.config.upgrade import expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dargs import Argument
 
 
@@ -58,7 +55,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     return model
 
 
-def _load(values: Any, name: str, lines: Mapping[ConfigPath, int]) -> RunConfig:
+def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     upgraded = upgrade(values, lines)
     found, problems = _checked(RunConfig, run_arguments(), upgraded.values)
     expand_short_form(upgraded, found)
@@ -72,9 +69,7 @@ def _load(values: Any, name: str, lines: Mapping[ConfigPath, int]) -> RunConfig:
     return config
 
 
-def _checked(
-    section: type, declared: Argument, values: Any, path: ConfigPath = ()
-) -> tuple[dict[str, Any], list[Problem]]:
+def _checked(section: type, declared: Argument, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
     """Return the values of a section under canonical keys, and the mistakes; dargs judges whether there is one."""
     found, refusal = normalized(declared, values)
     if not refusal:

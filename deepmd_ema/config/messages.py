@@ -15,19 +15,10 @@ from deepmd_ema.config.fields import Option, wants
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Path = tuple[str | int, ...]
+Place = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""
 
-DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
 NOT_AVAILABLE = "known to DeePMD-kit, not available in dp-ema 0.1"
-
-
-@dataclass(frozen=True)
-class ConfigText:
-    """Values of a config file and the line, from 1, of each key and list item."""
-
-    values: Any
-    lines: dict[Path, int]
 
 
 @dataclass(frozen=True)
@@ -42,11 +33,11 @@ class Source:
     """
 
     name: str = "<dict>"
-    lines: Mapping[Path, int] = field(default_factory=dict)
-    paths: Mapping[Path, Path] = field(default_factory=dict)
-    given: frozenset[Path] = frozenset()
+    lines: Mapping[Place, int] = field(default_factory=dict)
+    paths: Mapping[Place, Place] = field(default_factory=dict)
+    given: frozenset[Place] = frozenset()
 
-    def path(self, canonical: str) -> Path:
+    def path(self, canonical: str) -> Place:
         """Return the path that the input spells for a canonical one, e.g. of an option that it gives by an alias."""
         path = path_of(canonical)
         for depth in range(len(path), 0, -1):
@@ -59,11 +50,11 @@ class Source:
 class Problem:
     """One mistake: its place in the config and the rest of the message, which begins with `` = value: `` or ``: ``."""
 
-    path: Path
+    path: Place
     text: str
 
 
-def dotted(path: Path) -> str:
+def dotted(path: Place) -> str:
     """Return a path as people write it: ``training.training_data.systems[0]``."""
     text = ""
     for part in path:
@@ -71,7 +62,7 @@ def dotted(path: Path) -> str:
     return text or "the config"
 
 
-def path_of(text: str) -> Path:
+def path_of(text: str) -> Place:
     """Return the path that :func:`dotted` writes as ``text``."""
     parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", text)
     return tuple(int(number) if number else name for number, name in parts)
@@ -147,7 +138,7 @@ def close_names(key: str, known: Sequence[str]) -> list[str]:
     return [by_lower[k] for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)]
 
 
-def _line_of(path: Path, lines: Mapping[Path, int]) -> int | None:
+def _line_of(path: Place, lines: Mapping[Place, int]) -> int | None:
     """Return the line of the path, or of the nearest thing around it that is in the file."""
     while path not in lines:
         if not path:

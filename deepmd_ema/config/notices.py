@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.average_notices import average_words, averages_unused, bank_warnings
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
-from deepmd_ema.config.schema.optim import ExpScheduleConfig, LKFConfig, WsdScheduleConfig
+from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.optim import EnerLossConfig
     from deepmd_ema.config.schema.run import RunConfig
 
 Unused = Iterator[tuple[str, str]]
@@ -21,13 +21,15 @@ _FULL_VALIDATION = (
     "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "full_val_file",
     "full_val_start",
 )  # fmt: skip
-_TERMS = {"e": "energy", "f": "force", "v": "virial", "ae": "atomic energy", "pf": "weighted force"}
+_LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
+_FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
+_LAST_REPLICATED_STAGE = 1  # the largest zero_stage at which every process holds all weights
 
 
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
     found = list(config.unused)
-    for of_section in _UNUSED:
+    for of_section in (_of_tasks, _of_learning_rate, _of_optimizer, _of_averages, _of_training, _of_validating):
         for path, why in of_section(config):
             if path_of(path) in config.source.given:
                 spelled = dotted(config.source.path(path))
@@ -42,30 +44,49 @@ def config_warnings(
 
     Args:
         config: of the run.
-        num_steps: length of the run, for one that counts epochs.
+        num_steps: length of the run, for one that counts epochs; while it is not known, little can be said.
         steps_per: steps of one of ``frames`` and ``epochs``, for averages that count in them; without it nothing is
             said about these.
     """
-    steps = config.training.numb_steps or num_steps
-    found = [text for check in _WARNINGS for text in check(config, steps)]
-    return found + list(bank_warnings(config, steps, {"steps": 1.0, **(steps_per or {})}))
+    steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
+    found = [*config.model.warnings(), *_validates_on_training_data(config), *_snapshots_that_do_not_combine(config)]
+    if steps is None:
+        return found
+    for path, average in _entries(config):
+        if isinstance(average, EmaAverageConfig):
+            found += _long_window(config, path, average, steps, steps_per)
+        found += _late_or_few(config, dotted(config.source.path(path)), average, steps, steps_per)
+    return [*_decay_steps_against_run(config, steps), *found]
 
 
-def config_summary(config: RunConfig) -> list[str]:
-    """Return what the input asks for in a few short lines, for the banner and for ``dp-ema check``."""
-    model, training = config.model, config.training
+def config_summary(
+    config: RunConfig, num_steps: int = 0, steps_per: Mapping[str, float] | None = None
+) -> list[tuple[str, str]]:
+    """Return names and texts of what the input asks for: rows for ``dp-ema check``, ``show`` and the start of a run.
+
+    Args:
+        config: of the run.
+        num_steps: length of the run, once the data are known.
+        steps_per: steps of one of ``frames`` and ``epochs``, then as well.
+    """
+    training, rows = config.training, []
+    for task in config.tasks.values():
+        of = f"{task.name}: " if task.name else ""
+        rows += [(name, f"{of}{text}") for name, text in [*task.model.summary(), ("loss", task.loss.summary())]]
     length = f"{training.numb_steps} steps" if training.numb_steps else f"{training.numb_epoch:g} epochs"
+    if steps_per is not None:
+        batches = steps_per["epochs"]
+        length = f"{num_steps:,} steps = {num_steps / batches:.1f} epochs of {batches:,.0f} batches"
+    averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
+    decay = getattr(config.optimizer, "weight_decay", 0.0)
+    batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     return [
-        f"elements       {' '.join(model.type_map)}",
-        f"descriptor     {model.descriptor.summary()}",
-        f"fitting        {model.fitting_net.summary()}",
-        f"learning rate  {_schedule_words(config)}",
-        f"optimizer      {config.optimizer.type}" + _decay_words(getattr(config.optimizer, "weight_decay", 0.0)),
-        f"loss           {_loss_words(config)}",
-        f"run            {length}, batch_size {show(training.training_data.batch_size)}, "
-        f"seed {'random' if training.seed is None else training.seed}",
-        *(f"average        {words}" for words in average_words(config)),
-        f"validation     {_validation_words(config)}",
+        *rows,
+        ("learning rate", config.learning_rate.summary()),
+        ("optimizer", config.optimizer.type + (f", weight decay {decay:g}" if decay else "")),
+        ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
+        *(averages or [("average", "none")]),
+        ("validation", _validation_words(config)),
     ]
 
 
@@ -88,7 +109,7 @@ def _of_loss(loss: EnerLossConfig) -> Unused:
         yield "use_huber", "loss_func is mae"
     if not loss.use_huber or loss.loss_func == "mae":
         yield "huber_delta", "the loss is not Huber's"
-    if not (loss.start_pref_pf or loss.limit_pref_pf):
+    if "pf" not in loss.weights:
         yield "use_default_pf", "the weights start_pref_pf and limit_pref_pf are 0"
     if loss.use_huber or loss.loss_func == "mae":
         yield "intensive_ener_virial", "absolute and Huber errors are per atom anyway"
@@ -138,6 +159,28 @@ def _of_validating(config: RunConfig) -> Unused:
         yield "validating.max_best_ckpt", "save_best is false"
 
 
+def _of_averages(config: RunConfig) -> Unused:
+    stage = config.training.zero_stage
+    for path, average in _entries(config):
+        if average.length[0] == "decay":
+            yield f"{path}.half_life_unit", "decay is given, and no half_life"
+        if not average.snapshots:
+            yield f"{path}.snapshot_freq", "snapshots is false"
+        if config.training.ckpt_keep_ratio is not None:
+            yield f"{path}.ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
+        if config.validating.full_val_start == 1:
+            yield f"{path}.full_validation", "validating.full_val_start = 1 means never"
+        if average.layout == "full_tensor" and stage <= _LAST_REPLICATED_STAGE:
+            yield f"{path}.layout", f"every process holds all weights at zero_stage {stage}"
+        if average.layout == "rank_range" and stage > _LAST_REPLICATED_STAGE:
+            yield f"{path}.layout", f"every process holds a part of the weights only at zero_stage {stage}"
+
+
+def _entries(config: RunConfig) -> Iterator[tuple[str, AverageConfig]]:
+    for number, average in enumerate(config.training.averaging):
+        yield f"training.averaging[{number}]", average
+
+
 def _value_at(config: RunConfig, path: str) -> Any:
     value: Any = config
     for part in path_of(path):
@@ -145,25 +188,13 @@ def _value_at(config: RunConfig, path: str) -> Any:
     return value
 
 
-_UNUSED: tuple[Callable[[RunConfig], Unused], ...] = (
-    _of_tasks,
-    _of_learning_rate,
-    _of_optimizer,
-    averages_unused,
-    _of_training,
-    _of_validating,
-)
-
-
 # ---- allowed, but likely not meant
 
 
-def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]:
     lr = config.learning_rate
-    if not isinstance(lr, ExpScheduleConfig) or num_steps is None or lr.decay_rate is not None:
-        return
     steps = num_steps - lr.num_warmup_steps(num_steps)
-    if lr.decay_steps >= steps:
+    if isinstance(lr, ExpScheduleConfig) and lr.decay_rate is None and lr.decay_steps >= steps:
         used = 100 if steps // 10 > 100 else steps // 100 + 1
         yield (
             f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} steps of the decay; "
@@ -171,54 +202,72 @@ def _decay_steps_against_run(config: RunConfig, num_steps: int | None) -> Iterat
         )
 
 
-def _of_the_model(config: RunConfig, num_steps: int | None) -> Iterator[str]:
-    yield from config.model.warnings()
-
-
-def _validates_on_training_data(config: RunConfig, num_steps: int | None) -> Iterator[str]:
+def _validates_on_training_data(config: RunConfig) -> Iterator[str]:
     data = config.training.validation_data
     both = set(config.training.training_data.systems) & set(data.systems) if data is not None else set()
     if both:
         yield f"training.validation_data.systems: {', '.join(sorted(both))} is training data too; it validates nothing."
 
 
-_WARNINGS: tuple[Callable[[RunConfig, int | None], Iterator[str]], ...] = (
-    _decay_steps_against_run,
-    _of_the_model,
-    _validates_on_training_data,
-)
+def _long_window(
+    config: RunConfig, path: str, average: EmaAverageConfig, num_steps: int, steps_per: Mapping[str, float]
+) -> Iterator[str]:
+    (name, value), longest = average.length, _LONGEST_WINDOW * num_steps
+    if name == "decay":
+        window, better, unit = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2)), ""
+    elif average.half_life_unit in steps_per:
+        steps, unit = steps_per[average.half_life_unit], f" {average.half_life_unit}"
+        window, better = 1 / -math.expm1(-math.log(2) / (value * steps)), math.log(2) * longest / 2 / steps
+    else:
+        return
+    if window > longest:
+        yield (
+            f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back {window:.0f} "
+            f"steps, more than a fifth of the run of {num_steps}, so it may lag behind the live weights. "
+            f"Try {better:.3g}."
+        )
+
+
+def _late_or_few(
+    config: RunConfig, path: str, average: AverageConfig, num_steps: int, steps_per: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield that an average starts after the run, or has few snapshots in it."""
+    late, start = "start_step", float(average.start_step)
+    if average.start_epoch is not None:
+        late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
+    often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
+    every = config.training.save_freq if average.snapshot_freq is None else average.snapshot_freq
+    if start >= num_steps:
+        yield (
+            f"{path}.{late} = {getattr(average, late):g}: the run ends at step {num_steps}, so that nothing is "
+            f"averaged and {average.name} is the live weights. Choose an earlier start."
+        )
+    elif average.snapshots:
+        files = math.ceil((num_steps - start) / every)  # the last step is stored in any case
+        if files < _FEWEST_SNAPSHOTS:
+            better = max(1, int(num_steps - start) // (2 * _FEWEST_SNAPSHOTS))
+            yield (
+                f"{path}.snapshots: {files} snapshot{'s' * (files != 1)} in the run of {num_steps} steps ({often} = "
+                f'{every}), too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
+            )
+
+
+def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
+    stored = [average for average in config.training.averaging if average.snapshots]
+    if len({a.length for a in stored}) == 1:
+        yield (
+            f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
+            "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
+        )
+    if len({a.buffers for a in stored}) > 1:
+        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
+        yield (
+            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
+            "averages of the same tensors only: give them the same."
+        )
 
 
 # ---- words of the summary
-
-
-def _schedule_words(config: RunConfig) -> str:
-    lr = config.learning_rate
-    words = f"{lr.type}, {lr.start_lr:g} to {lr.end_lr:g}"
-    if isinstance(lr, ExpScheduleConfig):
-        rate = "" if lr.decay_rate is None else f" by {lr.decay_rate:g}"
-        words += f", every {'step' if lr.smooth else f'{lr.decay_steps} steps'}{rate}"
-    if isinstance(lr, WsdScheduleConfig):
-        words += f", {lr.decay_type} over the last {100 * lr.decay_phase_ratio:g} %"
-    if lr.warmup_steps or lr.warmup_ratio:
-        warmup = f"{lr.warmup_steps} steps" if lr.warmup_steps else f"{100 * (lr.warmup_ratio or 0):g} %"
-        words += f", warm-up {warmup}"
-    return words
-
-
-def _decay_words(weight_decay: float) -> str:
-    return f", weight decay {weight_decay:g}" if weight_decay else ""
-
-
-def _loss_words(config: RunConfig) -> str:
-    loss = config.loss
-    kind = "huber" if loss.use_huber else loss.loss_func
-    terms = []
-    for key, name in _TERMS.items():
-        start, limit = getattr(loss, f"start_pref_{key}"), getattr(loss, f"limit_pref_{key}")
-        if start or limit:
-            terms.append(f"{name} {start:g} to {limit:g}")
-    return f"{kind}: {', '.join(terms)}"
 
 
 def _validation_words(config: RunConfig) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.weights import LIVE
 
@@ -28,6 +28,25 @@ def suffixed(file: str | Path, suffix: str) -> Path:
 def suffix_of(weights: str, task: str = "") -> str:
     """Return what tells the files of these weights, and of a task that has a name, from those of the live weights."""
     return f"_{task}" * bool(task) + f"_{weights}" * (weights != LIVE)
+
+
+def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
+    """Return whose rows a file holds by its name: the inverse of :meth:`Outputs.lcurve` and ``validation_log``.
+
+    Args:
+        file: a learning curve or log of full validation.
+        values: the normalized input of the run; empty where it is not known.
+
+    Returns:
+        ``live``, the name of an average, or the stem of a file that the run does not write.
+    """
+    names = (values.get("training", {}).get("disp_file"), values.get("validating", {}).get("full_val_file"))
+    stems = {"lcurve", "val", *(Path(name).stem for name in names if name)}
+    if file.stem in stems:
+        return LIVE
+    # the longest: of run.out and run_ice.out, run_ice_ema.out belongs to the second
+    start = max((stem for stem in stems if file.stem.startswith(f"{stem}_")), key=len, default=None)
+    return file.stem if start is None else file.stem.removeprefix(f"{start}_")
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,7 @@ class Outputs:
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
             yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)
-        if any(getattr(average, "snapshots", False) for average in training.averaging):
+        if any(average.snapshots for average in training.averaging):
             yield Output("training.averaging", "snapshots", self.snapshot_folder, is_folder=True)
 
     def shared_rows(self) -> Iterator[tuple[Output, Output]]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.build import InvalidOptionError
-from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, render, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.averaging import AverageConfig
     from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.config.schema.run import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingConfig
@@ -239,8 +239,7 @@ def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
 @rule("loss")
 def something_is_minimized(loss: EnerLossConfig) -> Violations:
     """At least one weight of the loss is not zero."""
-    terms = ("e", "f", "v", "ae", "pf")
-    if not any(getattr(loss, f"start_pref_{t}") or getattr(loss, f"limit_pref_{t}") for t in terms):
+    if not loss.weights:
         yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
 
 
@@ -319,4 +318,68 @@ def rows_have_files_of_their_own(run: RunConfig) -> Violations:
             output.option,
             f": {output.content} would be written to {os.path.normpath(output.path)}, as {first.content} is. "
             "Choose another name.",
+        )
+
+
+# ---- one entry of training.averaging
+
+
+@rule("average")
+def names_are_unique(entry: AverageEntry) -> Violations:
+    """No two averages have one name; upper and lower case are one on some disks."""
+    name, averages = entry.average.name, entry.run.training.averaging
+    same = next((n for n in range(entry.number) if averages[n].name.lower() == name.lower()), None)
+    if same is not None:
+        case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
+        first = dotted(entry.run.source.path(f"training.averaging[{same}]"))
+        yield "name", f" = {show(name)}: {first} has this name{case}. Choose another."
+
+
+@rule("average")
+def one_length_of_the_average(entry: AverageEntry) -> Violations:
+    """Exactly one of ``decay`` and ``half_life`` is given, or of ``gamma`` and ``sigma_rel``."""
+    average = entry.average
+    given = [(name, value) for name in average.lengths if (value := getattr(average, name)) is not None]
+    if len(given) > 1:
+        (first, a), (second, b) = given
+        yield second, f" = {b:g}: {first} = {a:g} is given too. Remove one of the two."
+    if average.lengths and not given:
+        example = '"decay": 0.999' if average.type == "ema" else '"sigma_rel": 0.05'
+        yield "", f": {' or '.join(average.lengths)} is required for type {average.type}. Add one, e.g. {example}."
+
+
+@rule("average")
+def one_start_of_the_average(entry: AverageEntry) -> Violations:
+    """``start_step`` and ``start_epoch`` exclude each other."""
+    average = entry.average
+    if average.start_step > 0 and average.start_epoch is not None:
+        yield (
+            "start_epoch",
+            f" = {average.start_epoch:g}: start_step = {average.start_step} is given too. Remove one of the two.",
+        )
+
+
+@rule("average")
+def validated_average_needs_data(entry: AverageEntry) -> Violations:
+    """``full_validation`` of an average needs ``validation_data``."""
+    if entry.average.full_validation and entry.run.training.validation_data is None:
+        yield "full_validation", NEEDS_DATA
+
+
+@rule("average")
+def displayed_average_needs_display(entry: AverageEntry) -> Violations:
+    """``lcurve`` of an average needs ``disp_training``."""
+    if entry.average.lcurve and not entry.run.training.disp_training:
+        yield "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
+
+
+@rule("average")
+def snapshots_have_a_frequency(entry: AverageEntry) -> Violations:
+    """``snapshots`` come with the checkpoints, unless ``snapshot_freq`` says otherwise."""
+    save_freq = entry.run.training.save_freq
+    if entry.average.snapshots and entry.average.snapshot_freq is None and save_freq <= 0:
+        yield (
+            "snapshots",
+            f" = true: needs snapshot_freq, because training.save_freq = {save_freq} writes the last step only. "
+            'Add it, e.g. "snapshot_freq": 1000.',
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deepmd_ema.config.messages import DEEPEST, ConfigText, dotted
-from deepmd_ema.config.messages import Path as ConfigPath
+from deepmd_ema.config.messages import Place, dotted
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,16 @@ if TYPE_CHECKING:
 
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
+_DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
 _LARGEST = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
+
+
+@dataclass(frozen=True)
+class ConfigText:
+    """Values of a config file and the line, from 1, of each key and list item."""
+
+    values: Any
+    lines: dict[Place, int]
 
 
 def read_config_file(path: Path) -> ConfigText:
@@ -43,105 +53,96 @@ def read_config_file(path: Path) -> ConfigText:
     return found
 
 
+class Marks:
+    """Collects the line of every key and item of a text, JSON or YAML, which is walked through in its order."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.lines: dict[Place, int] = {}
+        self._twice: list[tuple[Place, int, int]] = []
+
+    def value(self, place: Place, line: int) -> None:
+        """Note where a value stands, unless its key was noted.
+
+        Raises:
+            RecursionError: if it is nested too deeply.
+        """
+        if len(place) > _DEEPEST:
+            raise RecursionError
+        self.lines.setdefault(place, line)
+
+    def key(self, place: Place, line: int, *, may_repeat: bool = False) -> None:
+        """Note where a key stands, and whether its section has it already."""
+        if place in self.lines and not may_repeat:
+            self._twice.append((place, self.lines[place], line))
+        self.lines[place] = line
+
+    def text_of(self, values: Any) -> ConfigText:
+        """Return the values of the text with these lines.
+
+        Raises:
+            ConfigError: if a section has a key twice.
+        """
+        if self._twice:
+            raise ConfigError(
+                f"{self.source}:{line}: {dotted(place)}: given twice, first on line {first}. Remove one of the two."
+                for place, first, line in self._twice
+            )
+        return ConfigText(values, self.lines)
+
+
 def parse_json(text: str, source: str) -> ConfigText:
     """Return the values and lines of a JSON text; a key named twice in one object is an error.
 
     Raises:
         ConfigError: with line and column of the first mistake, and what it looks like.
     """
+
+    def refuse_constant(name: str) -> NoReturn:
+        line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)), 1)
+        raise ConfigError(f"{source}:{line}: {name} is no JSON number. Write a finite number, or null.")
+
+    marks = Marks(source)
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
-        scanner = _Scanner(text)
-        scanner.value(())
+        values = json.loads(text, parse_constant=refuse_constant)
+        tokens = _tokens(text)
+        _mark_json(*next(tokens), tokens, (), marks)
     except json.JSONDecodeError as error:
         raise ConfigError(_json_message(text, error, source)) from None
-    except _NotANumberError as error:
-        line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){error}", t)), 1)
-        raise ConfigError(f"{source}:{line}: {error} is no JSON number. Write a finite number, or null.") from None
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError(f"{source}: {error}.") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply to be an input.") from None
-    if scanner.twice:
-        raise ConfigError(
-            f"{source}:{line}: {dotted(path)}: given twice, first on line {first}. Remove one of the two."
-            for path, first, line in scanner.twice
-        )
-    return ConfigText(values, scanner.lines)
+    return marks.text_of(values)
 
 
-class _NotANumberError(Exception):
-    """NaN or Infinity stood in a JSON text."""
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise _NotANumberError(name)
+def _tokens(text: str) -> Iterator[tuple[str, int]]:
+    """Yield texts, numbers, words and brackets of a text that is known to be JSON, each with its line."""
+    line, end = 1, 0
+    for found in _TOKEN.finditer(text):
+        line += text.count("\n", end, found.start())
+        end = found.end()
+        yield found[0], line
 
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_SCALAR = re.compile(r"[^\s,\]}]+")
-
-
-class _Scanner:
-    """Finds the line of every key and item of a text that is known to be JSON."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.line = 1
-        self.lines: dict[ConfigPath, int] = {}
-        self.twice: list[tuple[ConfigPath, int, int]] = []
-
-    def value(self, path: ConfigPath) -> None:
-        """Step over one value that stands at ``path``."""
-        if len(path) > DEEPEST:
-            raise RecursionError
-        self._skip_space()
-        self.lines.setdefault(path, self.line)
-        opening = self.text[self.at]
-        if opening in "{[":
-            self._items(path, "}" if opening == "{" else "]")
-        else:
-            self._take(_STRING if opening == '"' else _SCALAR)
-
-    def _items(self, path: ConfigPath, closing: str) -> None:
-        self.at += 1
-        number = 0
-        while True:
-            self._skip_space()
-            if self.text[self.at] == closing:
-                break
-            here = (*path, self._key(path) if closing == "}" else number)
-            self.value(here)
-            number += 1
-            self._skip_space()
-            if self.text[self.at] == ",":
-                self.at += 1
-        self.at += 1
-
-    def _key(self, path: ConfigPath) -> str:
-        line = self.line
-        key: str = json.loads(self._take(_STRING))
-        here = (*path, key)
-        if here in self.lines:
-            self.twice.append((here, self.lines[here], line))
-        self.lines[here] = line
-        self._skip_space()
-        self.at += 1  # the colon
-        return key
-
-    def _take(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self.text, self.at)
-        assert found is not None, self.text[self.at : self.at + 20]
-        self.at = found.end()
-        return found[0]
-
-    def _skip_space(self) -> None:
-        found = _SPACE.match(self.text, self.at)
-        assert found is not None
-        self.line += found[0].count("\n")
-        self.at = found.end()
+def _mark_json(token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, marks: Marks) -> None:
+    """Mark the value that begins with ``token``, to its end."""
+    marks.value(place, line)
+    if token == "{":
+        for key, key_line in tokens:
+            if key == "}":
+                return
+            inside = (*place, json.loads(key))
+            marks.key(inside, key_line)
+            _mark_json(*next(tokens), tokens, inside, marks)
+    elif token == "[":
+        for number, (item, item_line) in enumerate(tokens):
+            if item == "]":
+                return
+            _mark_json(item, item_line, tokens, (*place, number), marks)
 
 
 def _read_text(path: Path) -> str:

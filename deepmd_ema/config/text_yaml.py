@@ -7,9 +7,11 @@ from typing import Any
 
 import yaml
 
-from deepmd_ema.config.messages import DEEPEST, ConfigText, dotted
-from deepmd_ema.config.messages import Path as ConfigPath
+from deepmd_ema.config.messages import Place
+from deepmd_ema.config.text import ConfigText, Marks
 from deepmd_ema.errors import ConfigError
+
+_MOST = 100_000  # values of an input
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,70 +44,38 @@ def parse_yaml(text: str, source: str) -> ConfigText:
     Raises:
         ConfigError: with line and column of the first mistake.
     """
-    marks = _Marks()
+    marks = Marks(source)
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
-            marks.visit(node, (), ())
+            _mark_yaml(node, (), (), marks)
         values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(text, error, source)) from None
-    except (RecursionError, _LoopError):
+    except RecursionError:
         raise ConfigError(f"{source}: an anchor that contains itself, or nested too deeply to be an input.") from None
-    except _TooManyError:
-        raise ConfigError(f"{source}: anchors that stand for more than {_MOST:,} values: this is no input.") from None
     except (ValueError, KeyError, AttributeError) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
         raise ConfigError(f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}.") from None
-    if marks.twice:
-        raise ConfigError(
-            f"{source}:{line}: {dotted(path)}: given twice, first on line {first}. Remove one of the two."
-            for path, first, line in marks.twice
-        )
-    return ConfigText(values, marks.lines)
+    return marks.text_of(values)
 
 
-class _LoopError(Exception):
-    """An alias stands inside its own anchor."""
-
-
-class _TooManyError(Exception):
-    """Aliases of aliases multiply what a text stands for."""
-
-
-_MOST = 100_000  # values of an input
-
-
-class _Marks:
-    """Lines of the keys and items of a tree of YAML nodes."""
-
-    def __init__(self) -> None:
-        self.visited = 0
-        self.lines: dict[ConfigPath, int] = {}
-        self.twice: list[tuple[ConfigPath, int, int]] = []
-
-    def visit(self, node: yaml.Node, path: ConfigPath, above: tuple[int, ...]) -> None:
-        """Note the lines of everything in ``node``; ``above`` are the nodes around it."""
-        self.visited += 1
-        if id(node) in above or len(path) > DEEPEST:
-            raise _LoopError
-        if self.visited > _MOST:
-            raise _TooManyError
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        inside = (*above, id(node))
-        if isinstance(node, yaml.SequenceNode):
-            for number, item in enumerate(node.value):
-                self.visit(item, (*path, number), inside)
-        elif isinstance(node, yaml.MappingNode):
-            for key, item in node.value:
-                self._key(key, path)
-                self.visit(item, (*path, str(key.value)), inside)
-
-    def _key(self, key: yaml.Node, path: ConfigPath) -> None:
-        here, line = (*path, str(key.value)), key.start_mark.line + 1
-        if here in self.lines and key.tag != "tag:yaml.org,2002:merge":
-            self.twice.append((here, self.lines[here], line))
-        self.lines[here] = line
+def _mark_yaml(node: yaml.Node, place: Place, above: tuple[int, ...], marks: Marks) -> None:
+    """Mark everything in ``node``; ``above`` are the nodes around it."""
+    if id(node) in above:
+        raise RecursionError
+    if len(marks.lines) > _MOST:  # aliases of aliases multiply what a text stands for
+        raise ConfigError(f"{marks.source}: anchors that stand for more than {_MOST:,} values: this is no input.")
+    marks.value(place, node.start_mark.line + 1)
+    inside = (*above, id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            _mark_yaml(item, (*place, number), inside, marks)
+    elif isinstance(node, yaml.MappingNode):
+        for key, item in node.value:
+            here = (*place, str(key.value))
+            marks.key(here, key.start_mark.line + 1, may_repeat=key.tag == "tag:yaml.org,2002:merge")
+            _mark_yaml(item, here, inside, marks)
 
 
 def _yaml_message(text: str, error: yaml.YAMLError, source: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.fields import Option, input_options, is_comment, options, section_by_type
-from deepmd_ema.config.messages import Path, Problem, dotted, show
+from deepmd_ema.config.fields import Option, input_options, is_comment, options
+from deepmd_ema.config.messages import Place, Problem, dotted, show
 from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.run import RunConfig
@@ -53,15 +53,15 @@ class Upgraded:
     """
 
     values: Any
-    lines: dict[Path, int]
-    given: set[Path] = field(default_factory=set)
-    source_paths: dict[Path, Path] = field(default_factory=dict)
+    lines: dict[Place, int]
+    given: set[Place] = field(default_factory=set)
+    source_paths: dict[Place, Place] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
-def upgrade(values: Any, lines: Mapping[Path, int]) -> Upgraded:
+def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
     """Return the input in today's sections; the one that was given is left alone."""
     upgraded = Upgraded(copy.deepcopy(dict(values)) if isinstance(values, Mapping) else values, dict(lines))
     training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
@@ -84,7 +84,7 @@ def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
         _drop(upgraded, (*folder, "set_prefix"), "sets are always found as set.*")
 
 
-def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Path, spelled: Path) -> Any:
+def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spelled: Place) -> Any:
     """Return a section without comments and options of DeePMD-kit that ask for nothing; note what it names, and where.
 
     Args:
@@ -119,25 +119,21 @@ def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Path, spelle
     return kept
 
 
-def _nested(upgraded: Upgraded, option: Option, value: Any, path: Path, spelled: Path) -> Any:
-    section = option.sections[0]
-    if option.by_type and isinstance(value, dict):
-        name = value.get("type", option.default_type)
-        section = (section_by_type(option.sections, name) if isinstance(name, str) else None) or section
-    return _own_options(upgraded, section, value, path, spelled)
+def _nested(upgraded: Upgraded, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    return _own_options(upgraded, option.section_of(value) or option.sections[0], value, path, spelled)
 
 
 # ---- the short form of an average
 
 EMA = "ema"  # name of the average that the short form stands for
-_SWITCH: Path = ("training", "enable_ema")
-_SHORT_FORM: dict[Path, str] = {  # option of the short form -> option of the entry
+_SWITCH: Place = ("training", "enable_ema")
+_SHORT_FORM: dict[Place, str] = {  # option of the short form -> option of the entry
     ("training", "ema_decay"): "decay",
     ("training", "ema_warmup"): "warmup",
     ("training", "ema_ckpt_keep"): "ckpt_keep",
     ("validating", "ema_full_validation"): "full_validation",
 }
-_BANK: Path = ("training", "averaging")
+_BANK: Place = ("training", "averaging")
 
 
 def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
@@ -174,7 +170,7 @@ def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
         _move_paths_of_entries(upgraded, len(entries))
 
 
-def _take(values: dict[str, Any], path: Path, default: Any) -> Any:
+def _take(values: dict[str, Any], path: Place, default: Any) -> Any:
     section = values.get(str(path[0]))
     return section.pop(path[1], default) if isinstance(section, dict) else default
 
@@ -182,7 +178,7 @@ def _take(values: dict[str, Any], path: Path, default: Any) -> Any:
 def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
     """Let paths of entries, which now stand one place later, lead to those that the input has."""
 
-    def moved(path: Path) -> Path:
+    def moved(path: Place) -> Place:
         is_inside = path[: len(_BANK)] == _BANK and len(path) > len(_BANK)
         return (*_BANK, int(path[len(_BANK)]) + 1, *path[len(_BANK) + 1 :]) if is_inside else path
 
@@ -198,7 +194,7 @@ def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
 # ---- keys of older versions
 
 
-def _move(upgraded: Upgraded, old: Path, new: Path) -> None:
+def _move(upgraded: Upgraded, old: Place, new: Place) -> None:
     source = _section(upgraded.values, old[:-1])
     if source is None or old[-1] not in source:
         return
@@ -221,14 +217,14 @@ def _move(upgraded: Upgraded, old: Path, new: Path) -> None:
     upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
 
 
-def _drop(upgraded: Upgraded, path: Path, why: str) -> None:
+def _drop(upgraded: Upgraded, path: Place, why: str) -> None:
     section = _section(upgraded.values, path[:-1])
     if section is not None and path[-1] in section:
         del section[path[-1]]
         upgraded.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
 
 
-def _section(values: Any, path: Path, *, make: bool = False) -> dict[str, Any] | None:
+def _section(values: Any, path: Place, *, make: bool = False) -> dict[str, Any] | None:
     """Return the dictionary at ``path``, made when asked for, or None where something else stands."""
     for key in path:
         if make and isinstance(values, dict) and key not in values:

@@ -16,28 +16,26 @@ class PairCache:
     """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
 
     Nothing is evicted when it is full: frames are drawn in permutations, so that no frame is more likely to come next
-    than another. Loaders and statistics of one layout share one cache. May be used by several threads.
+    than another. All tasks of a run, their loaders and statistics share one cache. May be used by several threads.
 
     Args:
-        layout: how the model wants its neighbors.
         max_bytes: by default a quarter of the machine's memory over the processes on it, at most 4 GiB.
         local_size: processes of the run on this machine.
     """
 
-    def __init__(self, layout: NeighborLayout, max_bytes: int | None = None, local_size: int = 1) -> None:
-        self.layout = layout
+    def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
         self.max_bytes = default_cache_bytes(local_size) if max_bytes is None else max_bytes
         self.num_bytes = 0
-        self._kept: dict[tuple[FrameSource, int], PairedFrame] = {}
+        self._kept: dict[tuple[FrameSource, int, NeighborLayout], PairedFrame] = {}
         self._lock = threading.Lock()
 
-    def get(self, system: FrameSource, index: int) -> PairedFrame:
-        """Return frame ``index`` of ``system`` with its neighbors."""
-        key = (system, index)
+    def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame:
+        """Return frame ``index`` of ``system`` with its neighbors as ``layout`` wants them."""
+        key = (system, index, layout)
         kept = self._kept.get(key)
         if kept is not None:
             return kept
-        made = pair_frame(system.frame(index), self.layout)
+        made = pair_frame(system.frame(index), layout)
         with self._lock:
             if key not in self._kept and self.num_bytes + made.nbytes <= self.max_bytes:
                 self._kept[key] = made

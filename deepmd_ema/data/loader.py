@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import count
-from types import TracebackType
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.cache import PairCache
@@ -18,7 +16,6 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 
 MOST_ATOMS = 1024  # in a batch of a validation
-_POLL_S = 0.2  # how often a waiting thread looks whether it shall stop
 
 
 class Loader:
@@ -55,14 +52,16 @@ class Loader:
         cache: PairCache | None = None,
         labels: Sequence[str] = (),
     ) -> None:
-        cache = cache if cache is not None else PairCache(layout)
-        assert cache.layout == layout, "a cache of another layout"
         self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
-        self._make = partial(_make_batch, systems, sampler, cache, tuple(labels), pin)
+        # not a method: the thread must not hold a reference to this object, which could then not be forgotten
+        self._make = partial(
+            _make_batch, systems, sampler, layout, PairCache() if cache is None else cache, labels, pin
+        )
         self._prefetch = prefetch
-        self._worker: _Worker | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[Batch]] = deque()
 
     def make(self, n: int) -> Batch:
         """Return batch ``n``, made in this thread; ``position`` does not change."""
@@ -77,13 +76,16 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self._worker is None:
-            self._worker = _Worker(self._make, self.position, self._prefetch)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader")
+        while len(self._ahead) <= self._prefetch:
+            self._ahead.append(self._thread.submit(self._make, self.position + len(self._ahead)))
         began = time.perf_counter()
         try:
-            batch = self._worker.take()
+            batch = self._ahead[0].result()  # an error stays the first, to be raised again
         finally:
             self.wait_s += time.perf_counter() - began
+        self._ahead.popleft()
         self.position += 1
         return batch
 
@@ -94,21 +96,19 @@ class Loader:
 
     def close(self) -> None:
         """Stop the thread; ``next`` starts a new one."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)  # waits for the batch that it is making
+            self._thread = None
+            self._ahead.clear()
 
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        # the thread does not hold a reference to this object, which would keep both alive: it has to be stopped here
-        if getattr(self, "_worker", None) is not None and not sys.is_finalizing():
+        if hasattr(self, "_ahead") and not sys.is_finalizing():
             self.close()
 
 
@@ -134,12 +134,11 @@ def sequential_batches(
         world_size: number of shares; every batch goes to one rank.
         frames: which frames of each system, and in which order; all by default.
     """
-    cache = cache if cache is not None else PairCache(layout, max_bytes=0)
-    assert cache.layout == layout, "a cache of another layout"
+    cache = cache if cache is not None else PairCache(max_bytes=0)
     chosen = [range(system.num_frames) for system in systems] if frames is None else frames
     for number, group in enumerate(_groups(systems, chosen, max_atoms)):
         if number % world_size == rank:
-            yield collate([cache.get(system, k) for system, k in group], layout, labels=labels)
+            yield collate([cache.get(system, k, layout) for system, k in group], layout, labels=labels)
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MOST_ATOMS) -> int:
@@ -166,69 +165,16 @@ def _groups(
 
 
 def _make_batch(
-    systems: Sequence[FrameSource], sampler: Sampler, cache: PairCache, labels: tuple[str, ...], pin: bool, n: int
+    systems: Sequence[FrameSource],
+    sampler: Sampler,
+    layout: NeighborLayout,
+    cache: PairCache,
+    labels: Sequence[str],
+    pin: bool,
+    n: int,
 ) -> Batch:
     system, frames = sampler.batch(n)
-    batch = collate([cache.get(systems[system], k) for k in frames], cache.layout, labels=labels)
+    batch = collate([cache.get(systems[system], k, layout) for k in frames], layout, labels=labels)
     if sampler.is_repeat(n):
         batch = batch.as_padding()
     return batch.pin_memory() if pin else batch
-
-
-class _Worker:
-    """A thread that makes batches from ``start`` on into a queue of ``size`` until it is stopped or fails."""
-
-    def __init__(self, make: Callable[[int], Batch], start: int, size: int) -> None:
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, size))
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(make, start), name="dp-ema-loader", daemon=True)
-        self._thread.start()
-
-    def take(self) -> Batch:
-        """Return the next batch, or raise what stopped the thread."""
-        while self._error is None:
-            item = self._next_item()
-            if isinstance(item, BaseException):
-                self._error = item
-            elif item is not None:
-                return item
-            elif not self._thread.is_alive() and self._queue.empty():
-                self._error = RuntimeError("the thread that makes batches has ended without an error")
-        raise self._error
-
-    def stop(self) -> None:
-        """Stop the thread after the batch it is making."""
-        self._stop.set()
-        while self._thread.is_alive():
-            self._next_item(0.0)  # makes room: the thread may be waiting to put
-            self._thread.join(timeout=0.01)
-
-    def _next_item(self, timeout_s: float = _POLL_S) -> Batch | BaseException | None:
-        try:
-            return self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get_nowait()
-        except queue.Empty:
-            return None
-
-    def _run(self, make: Callable[[int], Batch], start: int) -> None:
-        item: Batch | BaseException | None = None
-        for n in count(start):
-            if self._stop.is_set() or isinstance(item, BaseException):
-                return
-            item = _try(make, n)
-            while not self._stop.is_set() and not self._offer(item):
-                pass
-
-    def _offer(self, item: Batch | BaseException) -> bool:
-        try:
-            self._queue.put(item, timeout=_POLL_S)
-        except queue.Full:
-            return False
-        return True
-
-
-def _try(make: Callable[[int], Batch], n: int) -> Batch | BaseException:
-    try:
-        return make(n)
-    except BaseException as error:  # whatever it is, it is raised again by ``next``
-        return error

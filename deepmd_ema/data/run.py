@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepmd_ema.data.check import DataReport, check_systems
+from deepmd_ema.data.check import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.formats import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
@@ -13,7 +13,8 @@ from deepmd_ema.errors import DataError, UserError, collect_problems
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import RunConfig, TaskConfig, TrainingDataConfig, ValidationDataConfig
+    from deepmd_ema.config import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
@@ -29,13 +30,19 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
     """Return the data of every task by its name.
 
     Raises:
-        DataError: with the problems of all tasks at once.
+        DataError: with the problems of all tasks at once, of training and validation data.
     """
     data: dict[str, TaskData] = {}
     problems: list[str] = []
     for name, task in config.tasks.items():
-        with collect_problems(problems):
-            data[name] = open_task(task)
+        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+        opened: list[list[FrameSource]] = []
+        for section, given in _sections(task).items():
+            opened.append([])
+            if given is not None:
+                with collect_problems(problems):
+                    opened[-1] = open_systems(given.systems, spec, given.rglob_patterns, f"{section}.systems")
+        data[name] = TaskData(*opened)
     if problems:
         raise DataError(problems)
     return data
@@ -46,37 +53,11 @@ def check_run(config: RunConfig, data: Mapping[str, TaskData]) -> dict[str, Data
     return {name: check_task(task, data[name]) for name, task in config.tasks.items()}
 
 
-def open_task(task: TaskConfig) -> TaskData:
-    """Return the data of one task.
-
-    Raises:
-        DataError: with the problems of training and validation data at once.
-    """
-    spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
-    problems: list[str] = []
-    opened: list[list[FrameSource]] = []
-    for section, data in _sections(task).items():
-        opened.append([])
-        if data is not None:
-            with collect_problems(problems):
-                opened[-1] = open_systems(data.systems, spec, data.rglob_patterns, f"{section}.systems")
-    if problems:
-        raise DataError(problems)
-    return TaskData(*opened)
-
-
 def check_task(task: TaskConfig, data: TaskData) -> DataReport:
     """Return what the checks find in the data of one task: problems, warnings, a summary."""
     bound = task.training_data.min_pair_dist
-    report = check_systems(
-        data.train,
-        data.valid,
-        task.model.type_map,
-        task.model.descriptor.cutoff,
-        labels=task.loss.labels,
-        min_distance=bound if bound > 0 else None,
-        sel=task.model.descriptor.neighbors,
-    )
+    bound = bound if bound > 0 else MIN_DISTANCE
+    report = check_systems(*data, task.model.type_map, task.model.descriptor, task.loss.labels, bound)
     options: list[str] = []
     for (section, given), systems in zip(_sections(task).items(), data):
         if given is not None:
@@ -100,8 +81,9 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
+        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {neighbors}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
-        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({atoms:,} atoms, sel {neighbors})")
+        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})")
     return lines
 
 

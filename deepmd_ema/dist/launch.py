@@ -73,8 +73,8 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 @contextlib.contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise :class:`Terminated` in the body; only in the main thread, where Python can.
+def raise_on_sigterm(launch: Launch) -> Iterator[None]:
+    """Let SIGTERM raise :class:`Terminated` in the body, where there are other ranks; only Python's main thread can.
 
     torchrun sends it to the ranks that are left when one has ended. By default they would end without a message.
     """
@@ -82,7 +82,7 @@ def raise_on_sigterm() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():
+    if launch.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, handle)

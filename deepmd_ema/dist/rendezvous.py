@@ -7,15 +7,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from deepmd_ema.dist.launch import ADDRESS, Launch
-from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError
-from deepmd_ema.text import first_few
+from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
 PEER_ERROR_S = 2.0  # that a rank which lost another one waits for one that knows why
@@ -27,18 +26,18 @@ LONGEST_POLL_S = 0.5
 class Rendezvous:
     """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
-    Keys: ``joined K`` and ``left K`` of rank K, ``who K`` (its process and machine), and ``error``, the number of ranks
-    that wanted to report one. Methods raise a RuntimeError of torch where the host of the store has ended.
+    Keys: ``joined K`` of rank K (its process and machine), ``left K``, and ``error``, the number of ranks that wanted to
+    report one. Methods raise a RuntimeError of torch where the host of the store has ended.
     """
 
-    def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._address = host, port = _address(launch, environ)
-        self._is_host = launch.is_main and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._address = host, port = _address(launch)
+        self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         me = f"rank {launch.rank} of {launch.size}"
-        if self._is_host and self.is_up():
+        if self._is_host and self._is_up():
             raise UserError(f"MASTER_PORT = {port}: in use on {host}. Choose another port; every run needs its own.")
-        if not self._is_host and not _wait_for(self.is_up, JOIN_S):
+        if not self._is_host and not _wait_for(self._is_up, JOIN_S):
             raise UserError(
                 f"{me}: nobody has answered at {host}:{port} within {JOIN_S:.0f} s. MASTER_ADDR and MASTER_PORT must "
                 "be those of the machine of rank 0, and rank 0 must be running."
@@ -49,15 +48,7 @@ class Rendezvous:
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise UserError(f"{me}: cannot meet at {host}:{port} ({str(error).splitlines()[0]}).") from error
         # an agent that starts the ranks again keeps its store, with the keys of the first attempt
-        self.store = dist.PrefixStore(f"dp-ema/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-    def is_up(self) -> bool:
-        """Whether somebody listens at the address of the store; unlike the store itself, answers within 5 s."""
-        try:
-            socket.create_connection(self._address, timeout=5).close()
-        except OSError:
-            return False
-        return True
+        self.store = dist.PrefixStore(f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def join(self) -> None:
         """Wait until all ranks are here.
@@ -66,12 +57,12 @@ class Rendezvous:
             UserError: naming the ranks that are missing, or joined twice.
         """
         rank, size = self._launch.rank, self._launch.size
-        if self.store.add(f"joined {rank}", 1) > 1:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        if self.store.compare_set(f"joined {rank}", "", me).decode() != me:
             raise UserError(
                 f"another process has come as rank {rank} already: RANK is the same twice, or two runs have the same "
                 f"MASTER_PORT = {self._address[1]}. Give every process its own RANK and every run its own port."
             )
-        self.store.set(f"who {rank}", f"process {os.getpid()} on {socket.gethostname()}")
         if _wait_for(lambda: not self._missing("joined"), JOIN_S):
             return
         missing = self._missing("joined")
@@ -83,28 +74,53 @@ class Rendezvous:
             "WORLD_SIZE must be the number of processes that are started; look for messages of those that are missing."
         )
 
-    def claim_error(self) -> bool:
-        """Whether this rank is the first that has an error to report."""
-        first = self.store.add("error", 1) == 1
-        self._leave()
-        return first
+    def report_of(self, error: BaseException) -> BaseException | None:
+        """Return what this rank reports of ``error``, or None where another rank reports why the run ends."""
+        rank = self._launch.rank
+        if isinstance(error, Interrupted):  # all ranks have it
+            return error if rank == 0 else None
+        lost = is_peer_lost(error)
+        try:
+            if self._is_up():  # asked first, because the store would wait minutes for a machine that is gone
+                if lost:  # a rank that knows why comes first, if there is one
+                    self._leave()
+                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("left"), PEER_ERROR_S)
+                is_first = self.store.add("error", 1) == 1
+                self._leave()
+                if lost and is_first:
+                    error = self._lost_error(error)
+                elif lost:
+                    time.sleep(HEAD_START_S)
+                if self._is_host:
+                    _wait_for(lambda: not self._missing("left"), LINGER_S)
+                return error if is_first else None
+        except RuntimeError:  # it was closed in between
+            pass
+        # Rank 0 held the store and has ended: nobody can be asked any more, but one message is enough.
+        if lost:
+            return RankLostError("rank 0 has ended; if it left no message, it was killed.") if rank == 1 else None
+        return error
 
-    def peer_error(self) -> list[str] | None:
-        """Wait for the rank that knows why the run ends; return None once it has claimed the error.
+    def _lost_error(self, error: BaseException) -> BaseException:
+        """Return the report of a rank that lost others, which have ended without a message."""
+        names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in self._missing("left")]
+        places = first_few(names, 4) or "another rank"
+        if isinstance(error, Terminated):
+            # sent by a user to all ranks, or by a launcher to those that are left
+            silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
+            return Terminated(f"{error}.{silent}")
+        return RankLostError(
+            f"{places} ended without a message or does not answer: killed by hand, by the system for want of memory, "
+            "or its machine is gone. Checkpoints on the disk are whole."
+        )
 
-        If none does, this rank must report it: the result names the ranks that have ended without a message.
-        """
-        self._leave()
-        _wait_for(lambda: self.store.check(["error"]) or not self._missing("left"), PEER_ERROR_S)
-        if not self.claim_error():
-            time.sleep(HEAD_START_S)
-            return None
-        return [f"rank {k} ({self.store.get(f'who {k}').decode()})" for k in self._missing("left")]
-
-    def linger(self) -> None:
-        """Keep the store for a moment, for ranks that are about to read it."""
-        if self._is_host:
-            _wait_for(lambda: not self._missing("left"), LINGER_S)
+    def _is_up(self) -> bool:
+        """Whether somebody listens at the address of the store; unlike the store itself, answers within 5 s."""
+        try:
+            socket.create_connection(self._address, timeout=5).close()
+        except OSError:
+            return False
+        return True
 
     def _leave(self) -> None:
         self.store.set(f"left {self._launch.rank}", "")
@@ -118,7 +134,7 @@ class Rendezvous:
 
 
 @contextmanager
-def join_ranks(launch: Launch, environ: Mapping[str, str] = os.environ) -> Iterator[dist.Store]:
+def join_ranks(launch: Launch) -> Iterator[dist.Store]:
     """Find the other ranks and yield their store; of what ends the body, one rank reports it.
 
     Raises:
@@ -126,14 +142,14 @@ def join_ranks(launch: Launch, environ: Mapping[str, str] = os.environ) -> Itera
         RankLostError: where this rank is to report that another one has ended without a message.
         ReportedElsewhere: from the error of the body, where another rank reports why the run ends.
     """
-    rendezvous = Rendezvous(launch, environ)
+    rendezvous = Rendezvous(launch)
     try:
         rendezvous.join()
         yield rendezvous.store
     except (Exception, KeyboardInterrupt) as error:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that ends the others would cut the report off
-        report = _choose_report(rendezvous, error, launch.rank)
+        report = rendezvous.report_of(error)
         if report is error:
             raise
         raise (report or ReportedElsewhere()) from error
@@ -147,49 +163,15 @@ def is_peer_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in str(error) and "enforce fail" not in str(error)
 
 
-def _choose_report(rendezvous: Rendezvous, error: BaseException, rank: int) -> BaseException | None:
-    """Return the error that this rank reports, or None where another rank reports one."""
-    if isinstance(error, Interrupted):  # all ranks have it
-        return error if rank == 0 else None
-    lost = is_peer_lost(error)
-    try:
-        if rendezvous.is_up():  # asked first, because the store would wait minutes for a machine that is gone
-            if not lost:
-                report = error if rendezvous.claim_error() else None
-            else:
-                names = rendezvous.peer_error()
-                report = None if names is None else _lost_error(error, names)
-            rendezvous.linger()
-            return report
-    except RuntimeError:  # it was closed in between
-        pass
-    # Rank 0 held the store and has ended: nobody can be asked any more, but one message is enough.
-    if lost:
-        return RankLostError("rank 0 has ended; if it left no message, it was killed.") if rank == 1 else None
-    return error
-
-
-def _lost_error(error: BaseException, names: list[str]) -> BaseException:
-    places = first_few(names, 4) or "another rank"
-    if isinstance(error, Terminated):
-        # sent by a user to all ranks, or by a launcher to those that are left
-        silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
-        return Terminated(f"{error}.{silent}")
-    return RankLostError(
-        f"{places} ended without a message or does not answer: killed by hand, by the system for want of memory, or "
-        "its machine is gone. Checkpoints on the disk are whole."
-    )
-
-
-def _address(launch: Launch, environ: Mapping[str, str]) -> tuple[str, int]:
-    missing = [name for name in ADDRESS if name not in environ]
+def _address(launch: Launch) -> tuple[str, int]:
+    missing = [name for name in ADDRESS if name not in os.environ]
     if missing:
         raise UserError(
             f"started as rank {launch.rank} of {launch.size}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot meet. Launch with torchrun, or set "
             "MASTER_ADDR to the first machine and MASTER_PORT to a free port of it."
         )
-    host, port = (environ[name] for name in ADDRESS)
+    host, port = (os.environ[name] for name in ADDRESS)
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"MASTER_PORT = {port!r}: expected a port number, 1 to 65535, that is free on {host}.")
     return host, int(port)

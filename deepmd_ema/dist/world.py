@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,9 +52,13 @@ class World(Launch):
         dist.all_reduce(total)
         return total.to(values.device)
 
-    def all_reduce_max(self, number: int) -> int:
+    def all_reduce_max(self, number: int, group: dist.ProcessGroup | None = None) -> int:
         """Return the largest ``number`` of all ranks; waits for them, but not for the device."""
-        return number if self.size == 1 else _max(number, self.cpu_group)
+        if self.size == 1:
+            return number
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or self.cpu_group)
+        return int(largest)
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returns on rank 0; other ranks do not call it.
@@ -65,28 +69,43 @@ class World(Launch):
         if self.size == 1:
             return make()
         box: list[Any] = [None]
-        with _all_ranks_ok(self.rank, self.long_timeout_group):
+        with self.all_ranks_ok(self.long_timeout_group):
             if self.is_main:
                 box[0] = make()
         dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         return box[0]
 
     @contextmanager
-    def all_ranks_ok(self) -> Iterator[None]:
+    def all_ranks_ok(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Run the body on every rank, and end all ranks if it fails on one.
+
+        Args:
+            group: whose timeout is the longest that a rank waits for others; that of a step by default.
 
         Raises:
             RankLostError: where the body succeeded, if it failed on another rank, which raises its own error.
         """
-        if self.size == 1:
+        own_error: Exception | None = None
+        try:
             yield
-            return
-        with _all_ranks_ok(self.rank, self.cpu_group):
-            yield
+        except Exception as error:
+            if self.size == 1 or is_peer_lost(error):
+                raise  # there is nobody to tell
+            own_error = error
+        failed = 0
+        try:
+            failed = self.all_reduce_max(0 if own_error is None else self.rank + 1, group)
+        except RuntimeError:
+            if own_error is None:
+                raise
+        if own_error is not None:
+            raise own_error
+        if failed:
+            raise RankLostError(f"ended because rank {failed - 1} could not go on; its message says why")
 
 
 @contextmanager
-def open_world(device: str | None, launch: Launch, environ: Mapping[str, str] = os.environ) -> Iterator[World]:
+def open_world(device: str | None, launch: Launch) -> Iterator[World]:
     """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo on CPUs.
 
     An error on one rank ends all, and one of them reports it: see :func:`deepmd_ema.dist.rendezvous.join_ranks`.
@@ -94,16 +113,32 @@ def open_world(device: str | None, launch: Launch, environ: Mapping[str, str] = 
     Args:
         device: name of the device of this rank, or None to choose.
         launch: rank of this process and number of ranks.
-        environ: where the ranks meet.
     """
     if str(device).startswith("cpu") or not torch.cuda.is_available():
         # before the store and gloo start threads: glibc documents mallopt as unsafe beside others
         keep_freed_memory()
-    if not launch.launched or (launch.size == 1 and any(name not in environ for name in ADDRESS)):
+    if not launch.launched or (launch.size == 1 and any(name not in os.environ for name in ADDRESS)):
         yield World(**vars(launch), device=select_device(device, launch.local_rank))
         return
-    with join_ranks(launch, environ) as store:
-        world = _init_groups(launch, select_device(device, launch.local_rank), store)
+    with join_ranks(launch) as store:
+        chosen = select_device(device, launch.local_rank)
+        cuda = chosen.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(chosen)
+        try:
+            backend = "nccl" if cuda else "gloo"
+            dist.init_process_group(backend, timeout=STEP_TIMEOUT, rank=launch.rank, world_size=launch.size, store=store)
+            cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
+            long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            if is_peer_lost(error):
+                raise
+            raise UserError(
+                f"rank {launch.rank} of {launch.size}: the ranks cannot exchange tensors "
+                f"({str(error).splitlines()[0]}). On several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+                "to the network interface between them."
+            ) from error
+        world = World(**vars(launch), device=chosen, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
         default_group = dist.group.WORLD
         yield world
         # Not after an error: other ranks may have ended, and this would wait for them.
@@ -113,50 +148,3 @@ def open_world(device: str | None, launch: Launch, environ: Mapping[str, str] = 
         # first, and the last reference is a Python one, whose deletion releases the lock.
         gc.collect()
         del default_group
-
-
-def _init_groups(launch: Launch, device: torch.device, store: dist.Store) -> World:
-    rank, size, cuda = launch.rank, launch.size, device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT
-        )
-        cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
-        long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        if is_peer_lost(error):
-            raise
-        raise UserError(
-            f"rank {rank} of {size}: the ranks cannot exchange tensors ({str(error).splitlines()[0]}). On several "
-            "machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them."
-        ) from error
-    return World(**vars(launch), device=device, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
-
-
-def _max(number: int, group: dist.ProcessGroup | None) -> int:
-    largest = torch.tensor(number)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
-
-
-@contextmanager
-def _all_ranks_ok(rank: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-    own_error: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        if is_peer_lost(error):
-            raise  # there is nobody to tell
-        own_error = error
-    failed = 0
-    try:
-        failed = _max(0 if own_error is None else rank + 1, group)
-    except RuntimeError:
-        if own_error is None:
-            raise
-    if own_error is not None:
-        raise own_error
-    if failed:
-        raise RankLostError(f"ended because rank {failed - 1} could not go on; its message says why")

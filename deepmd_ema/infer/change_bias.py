@@ -13,14 +13,12 @@ import torch
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.errors import CheckpointError, UserError, first_few
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, change_bias, energies_of, fixed_elements, set_bias
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
-from deepmd_ema.text import first_few
+from deepmd_ema.report.table import Column, Table, render
 
 if TYPE_CHECKING:
     from deepmd_ema.model.bias import FrameEnergies
@@ -144,25 +142,19 @@ def write_changed(
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if request.values is not None:
-        after = _given(request.values, loaded.config.type_map)
-        done = ChangedBias(path, loaded, {"mode": GIVEN, "source": "values given"}, before, after)
+        record: dict[str, Any] = {"mode": GIVEN, "source": "values given"}
+        done = ChangedBias(path, loaded, record, before, _given(request.values, loaded.config.type_map))
         _write(done, None)
         return done
-    where = select_device(device)
     systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
-    network = loaded.model.to(where)
-    batches = sequential_batches(
-        systems, network.layout, labels=(ENERGY,), frames=first_frames(systems, request.num_frames)
-    )
+    network, names = loaded.model.to(select_device(device)), list(map(str, request.systems))
+    chosen = first_frames(systems, request.num_frames)
+    batches = sequential_batches(systems, network.layout, labels=(ENERGY,), frames=chosen)
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
-        raise UserError(f"no frame of {', '.join(map(str, request.systems))} has an energy to fit the bias to.")
+        raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")
     fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
-    record = {
-        "mode": request.mode,
-        "frames": len(frames),
-        "source": request.source or first_few(list(map(str, request.systems)), 3),
-    }
+    record = {"mode": request.mode, "frames": len(frames), "source": request.source or first_few(names, 3)}
     done = ChangedBias(path, loaded, record, before, fit.bias, frames, fit.undetermined)
     _write(done, fit.std)
     return done

@@ -20,13 +20,13 @@ from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, METRICS, QUANTITIES, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, render
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepmd_ema.config import ModelConfig
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 
 WORST = 10  # frames shown at the end
@@ -99,11 +99,12 @@ class ErrorReport:
         from deepmd_ema.report.plots import plot_parity
 
         def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-            labelled = [f for f in self.frames if name in f.label]
-            scale = [f.num_atoms if per_atom else 1 for f in labelled]
-            sides = ([np.ravel(side[name]) / n for side, n in zip(sides, scale)]
-                     for sides in ([f.label for f in labelled], [f.prediction for f in labelled]))  # fmt: skip
-            labels, predictions = (np.concatenate([*side, np.zeros(0)]) for side in sides)
+            pairs = [(np.zeros(0), np.zeros(0))]
+            for f in self.frames:
+                if name in f.label:
+                    scale = f.num_atoms if per_atom else 1
+                    pairs.append((np.ravel(f.label[name]) / scale, np.ravel(f.prediction[name]) / scale))
+            labels, predictions = map(np.concatenate, zip(*pairs))
             return labels, predictions
 
         systems = len(self.by_system)
@@ -121,31 +122,26 @@ class ErrorReport:
     def forces_by_element(self) -> Table:
         """Return the errors of the forces on the atoms of each element that has some."""
         unit, factor = METRICS["F"].display_unit, METRICS["F"].display_factor
-        rows = [
-            (name, errors.summary()["num_atoms"], factor * errors.metric("F:MAE"), factor * errors.metric("F:RMSE"))
-            for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map)))
-            if errors.summary()["num_atoms"]
-        ]
-        columns = (Column("element"), Column("atoms", "", ".0f"), Column("F MAE", unit, ".3f"),
-                   Column("F RMSE", unit, ".3f"))  # fmt: skip
-        return Table("# forces by element", columns, rows)
+        rows = []
+        for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map))):
+            if atoms := errors.summary()["num_atoms"]:
+                rows.append((name, atoms, factor * errors.metric("F:MAE"), factor * errors.metric("F:RMSE")))
+        numbers = (Column("atoms", "", ".0f"), Column("F MAE", unit, ".3f"), Column("F RMSE", unit, ".3f"))
+        return Table("# forces by element", (Column("element"), *numbers), rows)
 
     def worst(self) -> Table:
         """Return the frames of largest force error, or energy error without forces, and where they are."""
         metric, by = ("F:RMSE", "force") if any(FORCE in frame.label for frame in self.frames) else ("E:RMSE", "energy")
         frames = worst_frames(self.frames, metric, WORST)
         force, energy = METRICS["F"], METRICS["E"]
-        rows: list[tuple[float, float, str]] = []
+        rows: list[list[float | str]] = []
         for frame in frames if len(frames) > 1 else ():
             place = self.systems[frame.source[0]].where(frame.source[1])
             errors = [q.display_factor * frame.errors.metric(f"{q.metric}:RMSE") for q in (force, energy)]
-            rows.append((errors[0], errors[1], f"{place.file} frame {place.frame}"))
-        columns = (
-            Column("F RMSE", force.display_unit, ".3f"),
-            Column("E error", energy.display_unit, ".3f"),
-            Column("where"),
-        )
-        return Table(f"# the {len(rows)} frames of largest {by} error (frames count from 0)", columns, rows)
+            rows.append([*errors, f"{place.file} frame {place.frame}"])
+        columns = (Column("F RMSE", force.display_unit, ".3f"), Column("E error", energy.display_unit, ".3f"))
+        title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
+        return Table(title, (*columns, Column("where")), rows)
 
 
 def measure(
@@ -185,7 +181,7 @@ def measure(
     if not any(frame.label for frame in total.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
-    _refuse_non_finite(report, loaded.config.descriptor.cutoff)
+    _refuse_non_finite(report, loaded.config.descriptor)
     return report
 
 
@@ -218,14 +214,14 @@ def first_frames(systems: Sequence[FrameSource], most: int) -> list[range]:
     return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
 
 
-def _refuse_non_finite(report: ErrorReport, rcut: float) -> None:
+def _refuse_non_finite(report: ErrorReport, descriptor: DescriptorConfig) -> None:
     """Raise DataError if the model gives no number for some frame, as it does for atoms in one place."""
     bad = [f for f in report.frames if not all(np.isfinite(value).all() for value in f.prediction.values())]
     if not bad:
         return
     # a batch fails as a whole: look for the frames that made it fail
     systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
-    check_systems(systems, [], report.type_map, rcut, min_distance=_SAME_PLACE).raise_problems()
+    check_systems(systems, [], report.type_map, descriptor, min_distance=_SAME_PLACE).raise_problems()
     place = report.systems[bad[0].source[0]].where(bad[0].source[1])
     raise DataError(
         f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite "

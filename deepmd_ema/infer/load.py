@@ -55,8 +55,11 @@ class Provenance:
         step = "an unknown step" if self.step is None else f"step {self.step}"
         if self.weights == LIVE:
             return f"live weights of {step}"
-        about = [f"{name.replace('_', ' ')} {_short(value)}" for name, value in facts_of_average(self.average).items()
-                 if name in ("decay", "sigma_rel", "updates", "mean_age")]  # fmt: skip
+        about = [
+            f"{name.replace('_', ' ')} {f'{value:.6g}' if isinstance(value, float) else value}"
+            for name, value in facts_of_average(self.average).items()
+            if name in ("decay", "sigma_rel", "updates", "mean_age")
+        ]
         return f"averaged weights ({self.weights}) of {step}" + (f": {', '.join(about)}" if about else "")
 
 
@@ -139,7 +142,3 @@ def _load_frozen(path: Path) -> LoadedModel:
         ours.get("bias", {}),
     )
     return LoadedModel(model.eval(), config, info)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -47,13 +47,10 @@ class Potential:
 
     Args:
         path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a model already loaded.
-        head: for models with several heads; the models of this version have one.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
     """
 
-    def __init__(self, path: str | Path | LoadedModel, head: str | None = None, device: str | None = None) -> None:
-        if head is not None:
-            raise UserError(f"head={head!r}: this model has one head. Leave it out.")
+    def __init__(self, path: str | Path | LoadedModel, device: str | None = None) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path)
         self.info, self.config = loaded.info, loaded.config
         self._device = select_device(device)
@@ -91,13 +88,14 @@ class Potential:
             UserError: if an array has another shape, a number is not finite, or a type is unknown.
         """
         frames = self._frames(coord, types, box, fparam, aparam)
-        natoms = len(frames[0].atom_type) if frames else np.shape(types)[-1]
-        parts = [self._predict(chunk) for chunk in _chunks(frames, ATOMS_AT_ONCE.get(self._device.type, 1024))]
-        names = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
-        joined = [np.concatenate([p[name] for p in parts]) if parts else np.zeros(0) for name in names]
-        count = len(frames)
-        return Prediction(joined[0], joined[1].reshape(count, natoms, 3), joined[2].reshape(count, 9),
-                          joined[3].reshape(count, natoms))  # fmt: skip
+        count, natoms = len(frames), np.shape(types)[-1]
+        size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
+        parts = [self._predict(frames[first : first + size]) for first in range(0, count, size)]
+        shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
+        return Prediction(
+            *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
+              for name, shape in shapes.items())
+        )  # fmt: skip
 
     def _predict(self, frames: Sequence[Frame]) -> dict[str, NDArray[np.float64]]:
         batch = collate(frames, self._layout).to(self._device)
@@ -210,11 +208,3 @@ def _numbers(name: str, value: Any) -> NDArray[np.float64]:
     if not np.isfinite(found).all():
         raise UserError(f"{name}: {np.argwhere(~np.isfinite(found))[0].tolist()} is not a finite number.")
     return found
-
-
-def _chunks(frames: Sequence[Frame], most_atoms: int) -> Iterator[Sequence[Frame]]:
-    if not frames:
-        return
-    size = max(1, most_atoms // len(frames[0].atom_type))
-    for start in range(0, len(frames), size):
-        yield frames[start : start + size]

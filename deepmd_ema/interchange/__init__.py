@@ -1,7 +1,5 @@
 """Models in the files of other programs, written from ours and read into them."""
 
-from __future__ import annotations
-
-from deepmd_ema.interchange.dp import EXTRA, read_dp, rewrite_bias, write_dp
+from deepmd_ema.interchange.dp.model import EXTRA, read_dp, rewrite_bias, write_dp
 
 __all__ = ["EXTRA", "read_dp", "rewrite_bias", "write_dp"]

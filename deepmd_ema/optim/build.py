@@ -1,9 +1,9 @@
-"""Optimizers by name, steps that a flag on the device can skip, and optimizer state by parameter name."""
+"""Optimizers by name, clipping, steps that a flag on the device can skip, and optimizer state by parameter name."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,33 +12,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepmd_ema.dist.dtensor import full_tensor, local_shard, shard_like
-from deepmd_ema.errors import CheckpointError
-from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer
-from deepmd_ema.optim.hybrid_muon import HybridMuon, routed
-from deepmd_ema.optim.muon import AdaMuon
-from deepmd_ema.text import first_few
+from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
+from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
 
 if TYPE_CHECKING:
-    from deepmd_ema import config as sections
+    from deepmd_ema.config.schema import optim as sections
 
+OF_CHECKPOINT = "optimizer state of the checkpoint"
+NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
 NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(
     config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
     named_parameters: NamedParameters,
-    device: torch.device,
     shared: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
-    State is allocated at construction, so that a skipped step leaves all of it as it was, and the learning rate is 0
-    until the caller sets it in ``param_groups``. Adam and AdamW run as one fused kernel.
+    State is allocated at construction, so that a skipped step leaves all of it as it was. The step counters are on the
+    device of the parameters, so that no step waits. The learning rate is 0 until the caller sets it in
+    ``param_groups``. Adam and AdamW run as one fused kernel.
 
     Args:
         config: the section ``optimizer``.
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
-        device: where the parameters are; the step counters stay there as well, so that no step waits.
         shared: whether each rank keeps the state of a part of the parameters only, updates these, and sends them to
             all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
     """
@@ -64,8 +63,38 @@ def build_optimizer(
     local = _local(optimizer)
     if not isinstance(local, GuardedOptimizer):
         for p in (p for group in local.param_groups for p in group["params"]):
-            local.state[p] = _fused_state(p, device)
+            local.state[p] = adam_state(p, p.dtype)
     return optimizer
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, all_reduce_sum: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Scale the gradients so that their global L2 norm is at most ``max_norm``; nothing waits for the device.
+
+    Parameters without a gradient are left out.
+
+    Args:
+        parameters: owners of the gradients, on one device, of any precisions.
+        max_norm: largest norm, or None to leave the gradients as they are.
+        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
+
+    Returns:
+        The norm before clipping, a scalar; it is finite only if every gradient is.
+    """
+    # of a sharded gradient, the part that this process holds
+    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(gradients)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
+    if all_reduce_sum is not None:
+        total = all_reduce_sum(total.square()).sqrt()
+    if max_norm is not None:
+        factor = (max_norm / (total + NORM_GUARD)).clamp(max=1.0)
+        for dtype in {g.dtype for g in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+    return total
 
 
 def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
@@ -87,10 +116,8 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
         del local.found_inf  # type: ignore[attr-defined]
 
 
-def optimizer_state_by_name(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters,
-    keep: bool = True,
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, keep: bool = True
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
@@ -112,12 +139,10 @@ def optimizer_state_by_name(
     return {"type": type(local).__name__, "state": state}
 
 
-def load_optimizer_state_by_name(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters,
-    state: Mapping[str, Any],
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, state: Mapping[str, Any]
 ) -> None:
-    """Copy a state made by :func:`optimizer_state_by_name` into an optimizer over parameters of the same names.
+    """Copy a state made by :func:`optimizer_state` into an optimizer over parameters of the same names.
 
     The state must be whole on every rank, however it was or will be sharded.
 
@@ -126,12 +151,26 @@ def load_optimizer_state_by_name(
     """
     local = _local(optimizer)
     trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad}
-    problems = _differences(type(local).__name__, _full_shapes(optimizer, trained), state)
+    check_state_type(state, type(local).__name__)
+    problems = _differences(optimizer, trained, state["state"])
     if problems:
-        raise CheckpointError([f"optimizer state of the checkpoint: {problem}" for problem in problems])
+        raise CheckpointError([f"{OF_CHECKPOINT}: {problem}" for problem in problems])
     for name, p in trained.items():
         for key, tensor in local.state.get(p, {}).items():
             local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))
+
+
+def check_state_type(state: Mapping[str, Any], own: str) -> None:
+    """Check that ``state`` is of an optimizer of the type ``own``.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    if state.get("type") != own:
+        raise CheckpointError(
+            f"{OF_CHECKPOINT}: it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {own}. Set it "
+            "back, or start anew from the weights with --init-model."
+        )
 
 
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -139,44 +178,23 @@ def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
 
 
-def _fused_state(p: Tensor, device: torch.device) -> dict[str, Tensor]:
-    moments = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
-
-
-def _full_shapes(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of the full state, by parameter name and key, whatever this rank has of it."""
+def _differences(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Tensor]]
+) -> list[str]:
+    """Return how ``state`` differs from the full state of the optimizer, of which this rank may hold a part."""
     local = _local(optimizer)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    shapes = {}
+    wanted: dict[str, tuple[int, ...]] = {}
     for name, p in trained.items():
         like = torch.empty(p.shape, dtype=p.dtype, device="meta")  # has a shape and no memory
-        if isinstance(local, GuardedOptimizer):
-            state = local.first_state(like, group_of[p])
-        else:
-            state = _fused_state(like, like.device)
-        shapes[name] = {key: tuple(value.shape) for key, value in state.items()}
-    return shapes
-
-
-def _differences(kind: str, own: Mapping[str, Mapping[str, tuple[int, ...]]], state: Mapping[str, Any]) -> list[str]:
-    if state.get("type") != kind:
-        return [
-            f"it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {kind}. Set it back, or start "
-            "anew from the weights with --init-model."
-        ]
-    given = {f"{name}.{key}": value for name, tensors in state["state"].items() for key, value in tensors.items()}
-    wanted = {f"{name}.{key}": value for name, tensors in own.items() for key, value in tensors.items()}
-    reshaped = [
-        f"{name} {tuple(given[name].shape)} instead of {wanted[name]}"
-        for name in wanted.keys() & given.keys()
-        if tuple(given[name].shape) != wanted[name]
-    ]
+        is_ours = isinstance(local, GuardedOptimizer)
+        own = local.first_state(like, group_of[p]) if is_ours else adam_state(like, p.dtype)  # type: ignore[attr-defined]
+        wanted |= {f"{name}.{key}": tuple(value.shape) for key, value in own.items()}
+    given = {f"{name}.{key}": tuple(value.shape) for name, found in state.items() for key, value in found.items()}
+    both = wanted.keys() & given.keys()
     lists = {
         "missing": sorted(wanted.keys() - given.keys()),
         "not in this model": sorted(given.keys() - wanted.keys()),
-        "of another shape": sorted(reshaped),
+        "of another shape": sorted(f"{n} {given[n]} instead of {wanted[n]}" for n in both if given[n] != wanted[n]),
     }
     return [f"{first_few(names, 8)} {what}." for what, names in lists.items() if names]

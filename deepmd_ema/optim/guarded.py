@@ -62,9 +62,9 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
 
 
-def adam_state(p: Tensor) -> dict[str, Tensor]:
-    """Return the moments of :func:`adam_change` before the first update."""
-    moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+def adam_state(p: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return the moments of Adam before the first update; those of :func:`adam_change` are in float32."""
+    moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.errors import CheckpointError
-from deepmd_ema.text import first_few
+from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
 
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
@@ -18,7 +19,7 @@ MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
 class LKF:
     """Reorganized layer extended Kalman filter (Hu et al., AAAI 2023, arXiv:2212.06989, algorithm 1).
 
-    All weights stand in one row, cut into L blocks; each has a covariance P, at first the identity. An update with the
+    All weights form one row, cut into L blocks; each has a covariance P, at first the identity. An update with the
     error e of a measurement and its gradient H, in blocks H_l:
 
         A   = 1 / sum_l (lambda + H_l^T P_l H_l)
@@ -28,7 +29,7 @@ class LKF:
         lambda <- nu * lambda + 1 - nu
 
     Neighbors in the row share a block while they have at most ``block_size`` weights together; a larger parameter is
-    cut, and shares with nobody. The memory of all P is that of L times ``block_size`` squared numbers at most.
+    cut and does not share its blocks. The memory of all P is that of L times ``block_size`` squared numbers at most.
 
     Args:
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
@@ -43,12 +44,10 @@ class LKF:
         self.parameters = [p for _, p in trained]
         self._shapes = {name: tuple(p.shape) for name, p in trained}
         self._sizes = block_sizes([p.numel() for p in self.parameters], block_size)
-        first = self.parameters[0]
-        dtype = first.dtype
-        for p in self.parameters:
-            dtype = torch.promote_types(dtype, p.dtype)
-        self._memory = torch.tensor(MEMORY, dtype=torch.float64, device=first.device)
-        self._covariances = [torch.eye(size, dtype=dtype, device=first.device) for size in self._sizes]
+        device = self.parameters[0].device
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
+        self._memory = torch.tensor(MEMORY, dtype=torch.float64, device=device)
+        self._covariances = [torch.eye(size, dtype=dtype, device=device) for size in self._sizes]
 
     @torch.no_grad()
     def update(self, gradients: Sequence[Tensor], error: Tensor, ok: Tensor) -> None:
@@ -74,7 +73,7 @@ class LKF:
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies in host memory of the memory factor and all covariances, and whose they are."""
+        """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""
         return {
             "type": "LKF",
             "parameters": dict(self._shapes),
@@ -88,30 +87,22 @@ class LKF:
         Raises:
             CheckpointError: if the state is of another optimizer, other parameters or other blocks; nothing is changed.
         """
-        self._check(state)
-        self._memory.copy_(state["memory"])
-        for own, given in zip(self._covariances, state["covariances"]):
-            own.copy_(given)
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        where = "optimizer state of the checkpoint"
-        if state.get("type") != "LKF":
-            raise CheckpointError(
-                f"{where}: it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is LKF. Set it back, "
-                "or start anew from the weights with --init-model."
-            )
+        check_state_type(state, "LKF")
         found = {name: tuple(shape) for name, shape in state["parameters"].items()}
         if list(found.items()) != list(self._shapes.items()):
             differing = sorted(dict(found.items() ^ self._shapes.items()))
             raise CheckpointError(
-                f"{where}: covariances of other parameters than this model's: {first_few(differing, 8)}."
+                f"{OF_CHECKPOINT}: covariances of other parameters than this model's: {first_few(differing, 8)}."
             )
         sizes = [c.shape[0] for c in state["covariances"]]
         if sizes != self._sizes:
             raise CheckpointError(
-                f"{where}: {len(sizes)} blocks of up to {max(sizes)} weights, optimizer.kf_blocksize makes "
+                f"{OF_CHECKPOINT}: {len(sizes)} blocks of up to {max(sizes)} weights, optimizer.kf_blocksize makes "
                 f"{len(self._sizes)} of up to {max(self._sizes)}. Set kf_blocksize back."
             )
+        self._memory.copy_(state["memory"])
+        for own, given in zip(self._covariances, state["covariances"]):
+            own.copy_(given)
 
 
 def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
@@ -132,7 +123,7 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
 
 
 def _in_row(tensor: Tensor) -> Tensor:
-    """Return the elements of a parameter as they stand in the row: its first dim runs fastest."""
+    """Return the elements of a parameter in the order of the row: its first dim runs fastest."""
     return tensor.permute(*reversed(range(tensor.ndim))).reshape(-1)
 
 

@@ -1,19 +1,26 @@
-"""AdaMuon: momentum made orthogonal, then scaled per element."""
+"""AdaMuon and HybridMuon: momentum of matrices made orthogonal, and Adam for everything else."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
 from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state
-from deepmd_ema.optim.orthogonal import newton_schulz
+from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
 EPS = 1e-8  # AdaMuon, algorithm 1: keeps both denominators from zero
+HYBRID_ADAM_EPS = 1e-20  # DeePMD-kit's HybridMuon
+MAGMA_MEMORY = 0.9  # Magma (arXiv:2602.15322), algorithm 1: what of the score stays at a step,
+MAGMA_TEMPERATURE = 2.0  # and by what a cosine is divided
+MAGMA_FIRST = 0.5
+MAGMA_LEAST = 0.1  # the damping of an update that points against the gradient
+TINY = 1e-12  # least product of two lengths that a cosine is divided by
 
 
 class AdaMuon(GuardedOptimizer):
@@ -29,7 +36,7 @@ class AdaMuon(GuardedOptimizer):
 
     a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
     ``lr_adjust_coeff * sqrt(max(R, C))``, and Adam has ``lr``. The direction is taken in bfloat16, v and the update in
-    float32, whatever the precision of the weights. Sharded matrices are gathered for it.
+    float32, for weights of any precision. Sharded matrices are gathered for it.
 
     Args:
         params: parameters that are trained.
@@ -63,8 +70,117 @@ class AdaMuon(GuardedOptimizer):
         return {"": new, "momentum": momentum, "second_moment": second}
 
 
+class HybridMuon(GuardedOptimizer):
+    """HybridMuon of DeePMD-kit: Muon (Keller Jordan et al., 2024), damped as in Magma, with Adam beside it.
+
+    Dims of size 1 do not count here. Parameters of fewer than two other dims go to Adam, and so do those whose name
+    (its last part that is no number, in any case) has ``bias`` in it or begins with ``adam_``, all without weight
+    decay; names that begin with ``adamw_`` go to AdamW. The others are matrices of R rows and C columns: ``flat``, all
+    dims but the last are rows; ``slice``, the last two, one matrix for each index of those before; ``2d``, more than
+    two dims go to AdamW. With the gradient g of a matrix:
+
+        m <- momentum * m + (1 - momentum) * g
+        O  = orthogonal factor of (momentum * m + (1 - momentum) * g)
+        w <- (1 - lr * weight_decay) * w - lr * a * d * O
+
+    a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
+    ``lr_adjust_coeff * sqrt(max(R, C))`` (Moonlight, arXiv:2502.16982, equation 4), and Adam has ``lr``.
+    With ``magma_muon`` d is ``0.1 + 0.9 s`` for the score s of the matrix, at first 0.5; without it 1:
+
+        s <- 0.9 * s + 0.1 * q(cos(m, g))      q(x) = (f(x) - f(-1)) / (f(1) - f(-1))      f(x) = 1 / (1 + exp(-x / 2))
+
+    The orthogonal factor of a matrix that is not square comes from five steps of :func:`gram_newton_schulz` with
+    ``enable_gram``, else from ten of :func:`newton_schulz`.
+
+    Args:
+        params: groups of parameters that are trained, from :func:`routed`.
+        options: those of the section HybridMuon, and ``lr``.
+    """
+
+    def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return zero moments, and scores of one half."""
+        if group["route"] != "muon":
+            return adam_state(p)
+        momentum = {"momentum": torch.zeros_like(p)}
+        if not group["magma_muon"]:
+            return momentum
+        count = view_shape(tuple(p.shape), group["muon_mode"])[0]
+        return {**momentum, "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device)}
+
+    def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the new parameter and state by the formulas of the class."""
+        if group["route"] != "muon":
+            decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
+            return adam_change(p, group, state, HYBRID_ADAM_EPS, decay)
+        assert p.grad is not None
+        momentum = local_shard(state["momentum"]).lerp(local_shard(p.grad), 1 - group["momentum"])
+        shape = view_shape(tuple(p.shape), group["muon_mode"])
+        gradients, means = (full_tensor(from_local(t, p)).reshape(shape) for t in (local_shard(p.grad), momentum))
+        direction = gradients.lerp(means, group["momentum"])
+        if group["enable_gram"] and shape[1] != shape[2]:
+            direction = gram_newton_schulz(direction).to(p.dtype)
+        else:
+            direction = newton_schulz(direction, CONVERGED)
+        direction = direction * matrix_scale(shape[1], shape[2], group)
+        new_state = {"momentum": momentum}
+        if group["magma_muon"]:
+            score = new_state["score"] = magma_score(means, gradients, state["score"])
+            damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
+            direction = direction * damping.to(direction.dtype)[:, None, None]
+        part = shard_like(direction.reshape(p.shape), p)
+        lr = group["lr"]
+        new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(part.to(p.dtype), alpha=-lr)
+        return {"": new, **new_state}
+
+
 def matrix_scale(rows: int, columns: int, group: dict[str, Any]) -> float:
     """Return the factor by which the update of a matrix of this shape is multiplied."""
     if group["lr_adjust"] > 0:
         return math.sqrt(max(1.0, rows / columns))
     return float(group["lr_adjust_coeff"] * math.sqrt(max(rows, columns)))
+
+
+def routed(named_parameters: Mapping[str, nn.Parameter], mode: str) -> list[dict[str, Any]]:
+    """Return the parameters in groups with the key ``route``; those of a group stay in their order."""
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, p in named_parameters.items():
+        groups.setdefault(route(name, tuple(p.shape), mode), []).append(p)
+    return [{"params": parameters, "route": kind} for kind, parameters in groups.items()]
+
+
+def route(name: str, shape: tuple[int, ...], mode: str) -> str:
+    """Return ``muon``, ``adam`` or ``adamw`` for a parameter, by the rules of :class:`HybridMuon`."""
+    words = [word for word in name.split(".") if not word.isdigit()]
+    last = words[-1].lower() if words else ""
+    if "bias" in last or last.startswith("adam_"):
+        return "adam"
+    if last.startswith("adamw_"):
+        return "adamw"
+    rank = sum(size != 1 for size in shape)
+    if rank < 2:
+        return "adam"
+    return "adamw" if mode == "2d" and rank > 2 else "muon"
+
+
+def view_shape(shape: tuple[int, ...], mode: str) -> tuple[int, int, int]:
+    """Return how many matrices of how many rows and columns a parameter is taken for."""
+    sizes = [size for size in shape if size != 1]
+    if mode == "flat":
+        return 1, math.prod(sizes[:-1]), sizes[-1]
+    return math.prod(sizes[:-2]), sizes[-2], sizes[-1]
+
+
+def magma_score(means: Tensor, gradients: Tensor, score: Tensor) -> Tensor:
+    """Return the new score of each matrix: how well its gradient agrees with the mean of gradients.
+
+    Args:
+        means: (B, R, C).
+        gradients: (B, R, C).
+        score: (B,) float32.
+    """
+    product = (means * gradients).sum((1, 2))
+    lengths = torch.linalg.vector_norm(means, dim=(1, 2)) * torch.linalg.vector_norm(gradients, dim=(1, 2))
+    cosine = (product / lengths.clamp(min=TINY)).clamp(-1, 1).to(torch.float32)
+    low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
+    now = (torch.sigmoid(cosine / MAGMA_TEMPERATURE) - low) / (high - low)
+    return MAGMA_MEMORY * score + (1 - MAGMA_MEMORY) * now

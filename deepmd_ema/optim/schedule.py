@@ -4,65 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from deepmd_ema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
+    from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
+
+Schedule: TypeAlias = Callable[[int], float]
+"""The learning rate of the update that follows after this many updates."""
 
 LEAST_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A learning rate for each step of a run.
-
-    During the ``warmup_steps`` it grows linearly from ``warmup_start_factor * start_lr`` to ``start_lr``, then it
-    follows ``decay``.
-
-    Attributes:
-        start_lr: rate at the end of the warm-up.
-        stop_lr: rate at the end of the run.
-        num_steps: length of the run, warm-up included.
-        warmup_steps: length of the warm-up.
-        warmup_start_factor: first rate over ``start_lr``.
-        decay: rate as a function of the steps after the warm-up.
-    """
-
-    start_lr: float
-    stop_lr: float
-    num_steps: int
-    warmup_steps: int
-    warmup_start_factor: float
-    decay: Callable[[int], float]
-
-    def __call__(self, step: int) -> float:
-        """Return the rate of the update that follows ``step`` updates."""
-        if step < self.warmup_steps:
-            first = self.warmup_start_factor * self.start_lr
-            return first + (self.start_lr - first) * step / self.warmup_steps
-        return self.decay(step - self.warmup_steps)
 
 
 def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig, num_steps: int) -> Schedule:
     """Return the schedule that ``config`` describes for a run of ``num_steps`` updates.
 
+    During the ``warmup_steps`` the rate grows linearly from ``warmup_factor * start_lr`` to ``start_lr``, then it
+    follows the decay of ``type``.
+
     Raises:
         ConfigError: if the warm-up is as long as the run, or the rate can never reach ``stop_lr``.
     """
-    start, stop, warmup = config.start_lr, config.end_lr, config.num_warmup_steps(num_steps)
+    start, warmup = config.start_lr, config.num_warmup_steps(num_steps)
     if warmup and warmup >= num_steps:
         raise ConfigError(
             f"learning_rate.warmup_steps = {warmup}: the run has only {num_steps} steps. Make the warm-up shorter or "
             "training.numb_steps larger."
         )
     decay = DECAYS[config.type](config, max(1, num_steps - warmup), num_steps)
-    return Schedule(start, stop, num_steps, warmup, config.warmup_start_factor, decay)
+    first = config.warmup_start_factor * start
+
+    def rate(step: int) -> float:
+        return first + (start - first) * step / warmup if step < warmup else decay(step - warmup)
+
+    return rate
 
 
-def _exp(config: ExpScheduleConfig, length: int, _: int) -> Callable[[int], float]:
+def _exp(config: ExpScheduleConfig, length: int, _: int) -> Schedule:
     start, stop, every, rate = config.start_lr, config.end_lr, config.decay_steps, config.decay_rate
     if rate is None:
         if every >= length:
@@ -73,12 +52,12 @@ def _exp(config: ExpScheduleConfig, length: int, _: int) -> Callable[[int], floa
     return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)
 
 
-def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Callable[[int], float]:
+def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Schedule:
     start, stop = config.start_lr, config.end_lr
     return lambda step: _fall("cosine", step / length, start, stop) if step < length else stop
 
 
-def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Callable[[int], float]:
+def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Schedule:
     start, stop, kind = config.start_lr, config.end_lr, config.decay_type
     if kind == "inverse_linear" and stop == 0:
         raise ConfigError(
@@ -104,4 +83,4 @@ def _fall(kind: str, part: float, start: float, stop: float) -> float:
     return start + (stop - start) * part
 
 
-DECAYS: dict[str, Callable[..., Callable[[int], float]]] = {"exp": _exp, "cosine": _cosine, "wsd": _wsd}
+DECAYS: dict[str, Callable[..., Schedule]] = {"exp": _exp, "cosine": _cosine, "wsd": _wsd}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,14 +137,40 @@ def find_combinations(tracks: Sequence[Track], sigma_rels: Sequence[float], step
         sigma_rels: widths.
         step: the last step that is averaged over.
     """
-    return _solve(tracks, [target_track(tracks, sigma_rel, step) for sigma_rel in sigma_rels])
+    targets = [target_track(tracks, sigma_rel, step) for sigma_rel in sigma_rels]
+    gram = _products([*tracks, *targets])
+    num = len(tracks)
+    length = np.sqrt(np.diag(gram))
+    unit = gram / np.outer(length, length)
+    matrix, right = unit[:num, :num], unit[:num, num:] * length[num:]
+    # unknown z = x * length; sum of x = 1 leaves z = z0 + free @ y, with the columns of free orthogonal to 1 / length
+    free = np.linalg.qr((1 / length[:num])[:, None], mode="complete")[0][:, 1:]
+    values, vectors = np.linalg.eigh(free.T @ matrix @ free)
+    good = values > _NOISE * num * values.max(initial=0.0)
+    directions = free @ vectors[:, good] / np.sqrt(values[good])
+    combinations = []
+    for k, target in enumerate(targets):
+        b, square = right[:, k], gram[num + k, num + k]
+        nearest = int(np.argmin(length[:num] ** 2 - 2 * length[:num] * b))
+        start = np.zeros(num)
+        start[nearest] = length[nearest]  # so that a width of which there is a snapshot gives exactly that
+        z = start + directions @ (directions.T @ (b - matrix @ start))
+        missing = square - 2 * z @ b + z @ matrix @ z
+        x = z / length[:num]
+        combinations.append(
+            Combination(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x)))
+        )
+    condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
+    return Combinations(combinations, condition, int((~good).sum()))
 
 
 def resolvable_range(tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
     """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
     considered = np.geomspace(SHORTEST, LONGEST, _NUM_CONSIDERED).tolist()
-    found = find_combinations(tracks, considered, step).combinations
-    return _longest_stretch(considered, [combination.residual <= tolerance for combination in found])
+    found = zip(considered, find_combinations(tracks, considered, step).combinations)
+    stretches = [list(run) for good, run in groupby(found, lambda pair: pair[1].residual <= tolerance) if good]
+    longest = max(stretches, key=len, default=None)  # the first of several
+    return None if longest is None else (longest[0][0], longest[-1][0])
 
 
 def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
@@ -169,34 +196,6 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int,
         for one in bad
     ]
     raise UserError([*others, f"{last} {advice}"])
-
-
-def _solve(tracks: Sequence[Track], targets: Sequence[Track]) -> Combinations:
-    """Return the combinations of ``tracks`` nearest to ``targets``."""
-    gram = _products([*tracks, *targets])
-    num = len(tracks)
-    length = np.sqrt(np.diag(gram))
-    unit = gram / np.outer(length, length)
-    matrix, right = unit[:num, :num], unit[:num, num:] * length[num:]
-    # unknown z = x * length; sum of x = 1 leaves z = z0 + free @ y, with the columns of free orthogonal to 1 / length
-    free = np.linalg.qr((1 / length[:num])[:, None], mode="complete")[0][:, 1:]
-    values, vectors = np.linalg.eigh(free.T @ matrix @ free)
-    good = values > _NOISE * num * values.max(initial=0.0)
-    directions = free @ vectors[:, good] / np.sqrt(values[good])
-    combinations = []
-    for k, target in enumerate(targets):
-        b, square = right[:, k], gram[num + k, num + k]
-        nearest = int(np.argmin(length[:num] ** 2 - 2 * length[:num] * b))
-        start = np.zeros(num)
-        start[nearest] = length[nearest]  # so that a width of which there is a snapshot gives exactly that
-        z = start + directions @ (directions.T @ (b - matrix @ start))
-        missing = square - 2 * z @ b + z @ matrix @ z
-        x = z / length[:num]
-        combinations.append(
-            Combination(target, x, float(np.sqrt(max(missing, 0.0) / square)), float(np.linalg.norm(x)))
-        )
-    condition = float(values[good].max() / values[good].min()) if good.any() else 1.0
-    return Combinations(combinations, condition, int((~good).sum()))
 
 
 @dataclass
@@ -284,17 +283,3 @@ def _shares(update: Array, log_ratio: Array, power: float) -> Array:
     with np.errstate(divide="ignore"):  # the first update has no one before it: log(0)
         step_back = np.log1p(-1 / update)
     return np.exp(power * log_ratio) * -np.expm1(power * step_back)
-
-
-def _longest_stretch(values: Sequence[float], good: Sequence[bool]) -> tuple[float, float] | None:
-    """Return the first and the last of the longest run of ``values`` that are all good."""
-    best: tuple[int, int] | None = None
-    begin: int | None = None
-    for k, is_good in enumerate([*good, False]):
-        if is_good and begin is None:
-            begin = k
-        elif not is_good and begin is not None:
-            if best is None or k - begin > best[1] - best[0] + 1:
-                best = (begin, k - 1)
-            begin = None
-    return None if best is None else (values[best[0]], values[best[1]])

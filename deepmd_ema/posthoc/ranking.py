@@ -5,23 +5,23 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.metrics import Errors
+from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.weights import POSTHOC
 
 if TYPE_CHECKING:
-    from deepmd_ema.metrics import Errors
     from deepmd_ema.posthoc.combination import Combination, Combinations
     from deepmd_ema.posthoc.snapshots import SnapshotRun
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
-LIVE, TRACKED, POSTHOC = "live", "tracked", "posthoc"  # kinds of rows, and what weights made of snapshots are called
+TRACKED = "tracked"  # kind of rows, beside those of live weights and of weights made of snapshots
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 
 
@@ -41,11 +41,17 @@ class Row:
 
     kind: str
     name: str
-    sigma_rel: float | None
-    gamma: float | None
-    mean_age: float
-    combination: Combination | None
-    errors: Errors
+    sigma_rel: float | None = None
+    gamma: float | None = None
+    mean_age: float = 0.0
+    combination: Combination | None = None
+    errors: Errors = field(default_factory=Errors)
+
+    @classmethod
+    def of(cls, made: Combination) -> Row:
+        """Return the row of an average that was made of snapshots, still without errors."""
+        to = made.target
+        return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
 
     def score(self, metric: str, live: Errors) -> float:
         """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
@@ -126,25 +132,17 @@ class PosthocReport:
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
         quantities = [METRICS[name] for name in RANKED]
-        columns = [[q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows] for q in quantities]
+        errors = [[q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows] for q in quantities]
         scores, unit = self.scores(), "of live"
         if self.metric != OVERALL:
             quantity = METRICS[self.metric[0]]
             scores, unit = [quantity.display_factor * score for score in scores], quantity.display_unit
-        rows = [
-            (
-                row.name,
-                row.sigma_rel,
-                row.gamma,
-                row.mean_age,
-                *(_starred(column, k) for column in columns),
-                _starred(scores, k),
-                None if row.combination is None else f"{100 * row.combination.residual:.2g} %",
-                None if row.combination is None else row.combination.amplification,
-                "<- chosen" if k == self.best else "",
-            )
-            for k, row in enumerate(self.rows)
-        ]
+        rows = []
+        for k, row in enumerate(self.rows):
+            made, starred = row.combination, [_starred(column, k) for column in (*errors, scores)]
+            solved = (f"{100 * made.residual:.2g} %", made.amplification) if made else (None, None)
+            mark = "<- chosen" if k == self.best else ""
+            rows.append((row.name, row.sigma_rel, row.gamma, row.mean_age, *starred, *solved, mark))
         heads = [
             Column("weights"),
             Column("sigma_rel", "", ".4f"),
@@ -184,18 +182,19 @@ class PosthocReport:
         from deepmd_ema.report.plots import plot_sigma_rels
 
         made = [k for k, row in enumerate(self.rows) if row.kind == POSTHOC]
-        values = {name: [METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for row in self.rows]
-                  for name in RANKED}  # fmt: skip
+        values = [
+            {name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for name in RANKED}
+            for row in self.rows
+        ]
         return plot_sigma_rels(
             [self.rows[k].sigma_rel or 0.0 for k in made],
-            {name: [column[k] for k in made] for name, column in values.items()},
-            {row.name: (row.sigma_rel, {name: values[name][k] for name in RANKED})
-             for k, row in enumerate(self.rows) if row.kind != POSTHOC},
+            {name: [values[k][name] for k in made] for name in RANKED},
+            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if k not in made},
             made.index(self.best),
             path,
             f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
             f"snapshots; {self.num_frames} validation frames",
-        )  # fmt: skip
+        )
 
 
 def _starred(column: Sequence[float], k: int) -> str | None:

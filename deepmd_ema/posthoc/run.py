@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,9 @@ from deepmd_ema.posthoc.combination import (
     refuse_unresolvable,
     resolvable_range,
 )
-from deepmd_ema.posthoc.ranking import LIVE, OVERALL, POSTHOC, RANKED, TRACKED, PosthocReport, Row
+from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
 from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
+from deepmd_ema.weights import LIVE, POSTHOC
 
 if TYPE_CHECKING:
     import torch
@@ -143,15 +146,11 @@ def find_asked(run: SnapshotRun, sigma_rels: Sequence[float]) -> tuple[Combinati
     """
     tracks = run.tracks
     resolvable = resolvable_range(tracks, run.step)
+    tracked = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
+    found = find_combinations(tracks, sigma_rels or (_spaced(*resolvable) if resolvable else tracked), run.step)
     if sigma_rels:
-        found = find_combinations(tracks, sigma_rels, run.step)
         refuse_unresolvable(found, tracks, run.step)
-        return found, resolvable
-    if resolvable is not None:
-        sigma_rels = _spaced(*resolvable)
-    else:
-        sigma_rels = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
-    return find_combinations(tracks, sigma_rels, run.step), resolvable
+    return found, resolvable
 
 
 def measure_combinations(
@@ -161,53 +160,41 @@ def measure_combinations(
     systems: Sequence[FrameSource],
     device: torch.device,
     metric: str = OVERALL,
-) -> tuple[list[Row], int, dict[str, Tensor]]:
+) -> tuple[list[Row], int, Mapping[str, Tensor]]:
     """Return the errors of live weights, tracked averages and combinations; the row of the best, and its weights."""
     model = build_model(config).to(device)
-    cache = PairCache(model.layout)
-
-    def errors_of(weights: Mapping[str, Tensor]) -> Errors:
-        model.load_state_dict(dict(weights))
-        return evaluate(model, sequential_batches(systems, model.layout, cache, labels=LABELS), device)
-
+    cache = PairCache()
     rows: list[Row] = []
-    best: tuple[float, int, dict[str, Tensor]] | None = None
+    best: tuple[float, int, Mapping[str, Tensor]] = (math.inf, -1, {})
     tracked = list(_tracked(run))
+    made = ((Row.of(one), weights) for one, weights in zip(combinations, combine(run, combinations)))
     with tqdm(total=len(tracked) + len(combinations), unit=" models", disable=None, leave=False) as bar:
-        for about, weights in tracked:
-            rows.append(Row(**about, errors=errors_of(weights)))
+        for row, weights in chain(tracked, made):
+            model.load_state_dict(dict(weights))
+            errors = evaluate(model, sequential_batches(systems, model.layout, cache, labels=LABELS), device)
+            rows.append(replace(row, errors=errors))
+            if len(rows) == 1:
+                _check_labels(errors, metric, systems)
+            value = rows[-1].score(metric, rows[0].errors)
+            if row.combination is not None and (best[1] < 0 or value < best[0]):
+                best = (value, len(rows) - 1, weights)
             bar.update()
-        live = rows[0].errors
-        _check_labels(live, metric, systems)
-        for combination, weights in zip(combinations, combine(run, combinations)):
-            to = combination.target
-            row = Row(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), combination, errors_of(weights))
-            value = row.score(metric, live)
-            if best is None or value < best[0]:
-                best = (value, len(rows), weights)
-            rows.append(row)
-            bar.update()
-    assert best is not None, "no combination"
     return rows, best[1], best[2]
 
 
-def _tracked(run: SnapshotRun) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Yield the live weights and every average of the training checkpoint, each with what the table says of it."""
+def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
+    """Yield the live weights and every average of the training checkpoint, each with its row, still without errors."""
     # a bias that was refitted after training would make live and tracked weights look better than those made here
     payload = {name: value for name, value in run.payload.items() if name != "refitted_bias"}
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
-    none: dict[str, Any] = {"sigma_rel": None, "gamma": None, "combination": None}
-    live, _ = checkpoint.weights_in(payload, run.reference)
-    yield {**none, "kind": LIVE, "name": f"live{at}", "mean_age": 0.0}, live
+    yield Row(LIVE, f"{LIVE}{at}"), checkpoint.weights_in(payload, run.reference)[0]
     for name, state in payload.get("averages", {}).get("profiles", {}).items():
         if state["updates"] < 1:
             continue  # it still is the live weights
         weights, facts = checkpoint.weights_in(payload, run.reference, name)
-        about = {**none, "kind": TRACKED, "name": f"{name}{at}", "mean_age": facts["mean_age"]}
-        if facts.get("type") in ("power", "swa"):
-            gamma = float(facts.get("gamma", 0.0))
-            about |= {"sigma_rel": sigma_rel_of(gamma), "gamma": gamma}
-        yield about, weights
+        gamma = float(facts.get("gamma", 0.0)) if facts.get("type") in ("power", "swa") else None
+        sigma_rel = None if gamma is None else sigma_rel_of(gamma)
+        yield Row(TRACKED, f"{name}{at}", sigma_rel, gamma, facts["mean_age"]), weights
 
 
 def _open(
@@ -255,17 +242,15 @@ def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> 
 def _parse_word(word: str) -> list[float]:
     """Return the widths that one word names; none if it is not understood."""
     *first, last = word.split(":")
-    count = int(last) if len(first) == 2 and last.isdecimal() else NUM_SIGMA_RELS
     try:
-        ends = [float(part) for part in (first if len(first) == 2 else [*first, last])]
+        count = int(last) if len(first) == 2 and last.isdecimal() else NUM_SIGMA_RELS
+        ends = [float(part) for part in (first if len(first) == 2 and last.isdecimal() else [*first, last])]
     except ValueError:
         return []
-    if not all(0 < end <= LONGEST for end in ends) or not (len(first) < 2 or last.isdecimal()):
-        return []
-    if len(ends) == 1:
-        return ends
-    good = len(ends) == 2 and ends[0] < ends[1] and 1 < count <= MOST_SIGMA_RELS
-    return _spaced(ends[0], ends[1], count) if good else []
+    good = all(0 < end <= LONGEST for end in ends) and 1 < count <= MOST_SIGMA_RELS
+    if not good or len(ends) == 1:
+        return ends if good else []
+    return _spaced(ends[0], ends[1], count) if len(ends) == 2 and ends[0] < ends[1] else []
 
 
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
@@ -277,18 +262,8 @@ def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mappin
     """Return the content of the model file of the chosen width."""
     assert chosen.combination is not None
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
-    return {
-        **checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, run=run.payload.get("run")),
-        "average": {
-            "profile": POSTHOC,
-            "type": "power",
-            "sigma_rel": chosen.sigma_rel,
-            "gamma": chosen.gamma,
-            "mean_age": chosen.mean_age,
-            "step": run.step,
-            "residual": chosen.combination.residual,
-            "condition": found.condition,
-            "snapshots": len(run.snapshots),
-        },
-        "model": dict(weights),
-    }
+    average = {"profile": POSTHOC, "type": "power", "sigma_rel": chosen.sigma_rel, "gamma": chosen.gamma}
+    average |= {"mean_age": chosen.mean_age, "step": run.step, "residual": chosen.combination.residual}
+    average |= {"condition": found.condition, "snapshots": len(run.snapshots)}
+    head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, run=run.payload.get("run"))
+    return {**head, "average": average, "model": dict(weights)}

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.checkpoint.names import numbered_name, series_and_step
+from deepmd_ema.config.outputs import SNAPSHOTS
+from deepmd_ema.errors import CheckpointError, collect_problems, first_few
 from deepmd_ema.posthoc.combination import Track
 from deepmd_ema.tensors import check_weights
-from deepmd_ema.text import first_few
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deepmd_ema.posthoc.combination import Combination
 
-FOLDER = "snapshots"  # beside the numbered checkpoints of a run
 KIND = "snapshot"
 HOW_TO_KEEP = (
     'Train with training.averaging: [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": true}, {"name": '
@@ -92,7 +92,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
         raise CheckpointError(f"{folder}: {what}. Give the folder in which the run was started.")
     newest = checkpoint.resolve(folder)
     payload = checkpoint.load(newest)
-    place = newest.parent / FOLDER
+    place = newest.parent / SNAPSHOTS
     found, notes = _read_all(place, payload, newest)
     step = _choose_step(found, step, place)
     kept = [(k, facts) for k, facts in found if k.step <= step]
@@ -104,7 +104,8 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
             "them more often (a smaller snapshot_freq)."
         )
     averaged = _check_alike(kept, payload)
-    reference = newest.with_name(f"{newest.name.rpartition('-')[0]}-{step}.pt")
+    written = series_and_step(newest.name)
+    reference = newest.with_name(numbered_name(written[0], step)) if written is not None else newest
     if reference != newest and reference.is_file():
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
@@ -151,48 +152,39 @@ def _read_all(
     place: Path, payload: Mapping[str, Any], newest: Path
 ) -> tuple[list[tuple[Snapshot, Mapping[str, Any]]], list[str]]:
     """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
-    found, others, beyond, changed, problems = [], [], [], [], []
-    for path in sorted(place.glob("*.pt")) if place.is_dir() else []:
-        try:
-            facts = _facts(path)
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        if facts["kind"] != KIND or facts.get("run") != payload.get("run"):
-            others.append(path.name)
-        elif facts["step"] > payload["step"]:
-            beyond.append(path.name)
-        else:
-            average = facts["average"]
-            if average.get("should_update") is not None:
-                problems.append(f"{path}: was updated when {average['should_update']} said so, and not at known steps.")
+    found, others, beyond, changed = [], [], [], []
+    problems: list[str] = []
+    for path in sorted(place.glob("*.pt")):
+        with collect_problems(problems):
+            facts = checkpoint.load_facts(path)
+            facts["model"] = {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}
+            average, step = facts.get("average", {}), facts["step"]
+            if facts["kind"] != KIND or facts.get("run") != payload.get("run"):
+                others.append(path.name)
+            elif step > payload["step"]:
+                beyond.append(path.name)
+            elif (hook := average.get("should_update")) is not None:
+                problems.append(f"{path}: was updated when {hook} said so, and not at known steps.")
             elif average["updates"] > 0:
-                track = Track.of(average, facts["step"])
-                if _is_pure(track, average["mean_age"], facts["step"]):
-                    found.append((Snapshot(path, facts["step"], facts["weights"], track), facts))
+                track = Track.of(average, step)
+                # counted while it was averaged: differs if the settings were others in some part of the run
+                mean_age = track.mean_age() + step - track.end
+                if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
+                    found.append((Snapshot(path, step, facts["weights"], track), facts))
                 else:
                     changed.append(path.name)
     if problems:
         raise CheckpointError(problems)
-    notes = [f"of another run, left out: {first_few(others, 5)}"] if others else []
-    notes += [f"beyond {newest.name}, left out: {first_few(beyond, 5)}"] if beyond else []
-    notes += (
-        [f"of averages whose settings were changed at a restart, left out: {first_few(changed, 5)}"] if changed else []
-    )
+    left_out = {
+        "of another run": others,
+        f"beyond {newest.name}": beyond,
+        "of averages whose settings were changed at a restart": changed,
+    }
+    notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items() if files]
     if not found:
-        raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {_because(notes)}{HOW_TO_KEEP}")
+        why = f"({'; '.join(notes)}) " if notes else ""
+        raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {why}{HOW_TO_KEEP}")
     return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
-
-
-def _is_pure(track: Track, mean_age: float, step: int) -> bool:
-    """Whether an average was made as its settings say from its first update on; ``mean_age`` was counted with it."""
-    return math.isclose(mean_age, track.mean_age() + step - track.end, rel_tol=1e-6, abs_tol=1e-3)
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    """Return what a file says, with shapes in place of tensors."""
-    facts = checkpoint.load_facts(path)
-    return {**facts, "model": {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}}
 
 
 def _choose_step(found: Sequence[tuple[Snapshot, Any]], step: int | None, place: Path) -> int:
@@ -211,16 +203,14 @@ def _choose_step(found: Sequence[tuple[Snapshot, Any]], step: int | None, place:
 def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
     """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
-    averaged, problems = list(kept[-1][1]["averaged"]), []
+    averaged = list(kept[-1][1]["averaged"])
+    problems: list[str] = []
     others: dict[tuple[str, ...], list[Path]] = {}  # one message for all files of an average
     for one, facts in kept:
-        try:
+        with collect_problems(problems):
             check_weights(shapes, facts["model"], one.path)
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        if set(averaged) != set(facts["averaged"]):
-            others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
+            if set(averaged) != set(facts["averaged"]):
+                others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
     for (_, *names), paths in others.items():
         different = first_few(sorted(set(averaged) ^ set(names)), 5)
         problems.append(
@@ -231,7 +221,3 @@ def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Ma
     if problems:
         raise CheckpointError(problems)
     return averaged
-
-
-def _because(notes: Sequence[str]) -> str:
-    return f"({'; '.join(notes)}) " if notes else ""

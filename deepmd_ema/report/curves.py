@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmd_ema.config.outputs import weights_of_rows
 from deepmd_ema.errors import UserError
+from deepmd_ema.report.tables import BEST_LINE
+from deepmd_ema.weights import LIVE
 
-LCURVE, VALIDATION, LIVE = "lcurve", "validation", "live"
-_BEST = re.compile(r"# saved best checkpoint: (?:\S*/)?best(?:_(\S+))?\.ckpt-(\d+)\.t-\d+\.pt")
+LCURVE, VALIDATION = "lcurve", "validation"
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ def read_curve(path: str | Path) -> Curve:
     if header is None:
         raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
     rows: dict[int, list[float]] = {}
+    last = 0
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
             values = _row(line, len(header), path, number)
-            rows = {step: row for step, row in rows.items() if step < values[0]} if _goes_back(rows, values) else rows
-            rows[int(values[0])] = values[1:]
+            if rows and values[0] <= last:
+                rows = {step: row for step, row in rows.items() if step < values[0]}
+            last = int(values[0])
+            rows[last] = values[1:]
     if not rows:
         raise UserError(f"{path}: has a header but no rows yet.")
     table = np.array(list(rows.values()), np.float64)
@@ -71,33 +76,18 @@ def read_curve(path: str | Path) -> Curve:
         weights=_weights(path, lines),
         steps=np.array(list(rows), np.int64),
         columns={name: table[:, k] for k, name in enumerate(header[1:])},
-        best_steps=[int(found[2]) for line in lines if (found := _BEST.match(line))],
+        best_steps=[int(found[2]) for line in lines if (found := BEST_LINE.match(line))],
     )
 
 
 def _weights(path: Path, lines: Sequence[str]) -> str:
-    """Return whose errors a file holds: ``live``, the name of an average, or the file's own where nothing tells.
-
-    A line of a best file tells it. Otherwise the name of the file does: a run puts ``_<name of the average>`` before
-    the suffix of ``training.disp_file`` and ``validating.full_val_file``, which the normalized input beside it holds.
-    """
+    """Return whose errors a file holds: a line of a best file tells it, otherwise its name."""
     for line in lines:
-        if best := _BEST.match(line):
+        if best := BEST_LINE.match(line):
             return best[1] or LIVE
-    stems = {"lcurve", "val"}
     with suppress(OSError, ValueError, AttributeError):  # no input there, or one of another program
-        config = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
-        names = (config.get("training", {}).get("disp_file"), config.get("validating", {}).get("full_val_file"))
-        stems |= {Path(name).stem for name in names if name}
-    if path.stem in stems:
-        return LIVE
-    # the longest: of run.out and run_ice.out, run_ice_ema.out belongs to the second
-    start = max((stem for stem in stems if path.stem.startswith(f"{stem}_")), key=len, default=None)
-    return path.stem if start is None else path.stem.removeprefix(f"{start}_")
-
-
-def _goes_back(rows: Mapping[int, list[float]], values: Sequence[float]) -> bool:
-    return bool(rows) and values[0] <= next(reversed(list(rows)))
+        return weights_of_rows(path, json.loads(path.with_name("out.json").read_text(encoding="utf-8")))
+    return weights_of_rows(path, {})
 
 
 def _row(line: str, columns: int, path: Path, number: int) -> list[float]:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.curves import LCURVE, LIVE, VALIDATION, Curve, read_curve
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
+from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curve
+from deepmd_ema.weights import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
 LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
 LIVE_BATCHES = "#74aed3"  # a light LIVE_COLOR
 RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))
 LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
 MOST_DOTS = 20_000  # beyond it a density says more than dots
@@ -110,8 +109,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
     several = len({c.path.parent for c in curves}) > 1
-    with _style():
-        figure, axes = _figure(len(panels) + bool(rates))
+    with _picture(output, len(panels) + bool(rates)) as (figure, axes):
         for axis, panel in zip(axes, panels):
             for curve in curves:
                 _draw(axis, curve, panel, styles)
@@ -125,15 +123,14 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         for axis in axes:
             axis.set(xlabel="Optimizer step", xlim=(first - margin, last + margin))
             axis.set_yscale("log")
-            _leave_out_single_batches(axis)
-            _plain_ticks(axis)
+            _fit_values(axis)
             if log_steps:
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
         _legend(figure, axes)
-        return _write(figure, output)
+    return Path(output)
 
 
-def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], output: str | Path, title: str) -> Path:
+def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str) -> Path:
     """Draw predictions against labels, and below them how the errors are distributed; return the path of the figure.
 
     Args:
@@ -147,14 +144,12 @@ def plot_parity(pairs: Mapping[str, tuple[NDArray[Any], NDArray[Any], str]], out
     shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
     if not shown:
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
-    with _style():
-        figure, axes = _figure(2 * len(shown), rows=2, heights=(3.2, 1.0))
-        _title(figure, title)
+    with _picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
         for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
             _draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
             _draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
-        return _write(figure, output)
+    return Path(output)
 
 
 def plot_sigma_rels(
@@ -179,9 +174,7 @@ def plot_sigma_rels(
         UserError: if the picture cannot be written.
     """
     panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
-    with _style():
-        figure, axes = _figure(len(panels))
-        _title(figure, title)
+    with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
             values = np.asarray(errors[name])
             axis.plot(sigma_rel, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4,
@@ -191,16 +184,16 @@ def plot_sigma_rels(
             _draw_others(axis, name, others, values)
             axis.set(title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
             axis.set_xscale("log")
-            _plain_sigma_rels(axis)
+            _plain_numbers(axis.xaxis, (1, 2, 5))
         _legend(figure, axes, "lower")
-        return _write(figure, output)
+    return Path(output)
 
 
 def _draw_others(
-    axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], curve: NDArray[Any]
+    axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], curve: Array
 ) -> None:
     """Draw weights that have a width as a point, others as a horizontal line; distant ones would flatten the curve."""
-    colors = [LIVE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
+    colors = (LIVE_COLOR, *OTHER_COLORS)
     live = next(iter(others.values()))[1][name]
     low, high = min(live, curve.min()), max(live, curve.max())
     span = high - low or 0.1 * high
@@ -214,16 +207,7 @@ def _draw_others(
             axis.plot(width, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
 
 
-def _plain_sigma_rels(axis: Any) -> None:
-    """Write plain numbers at the ticks of an axis of widths."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _draw_parity(axis: Any, label: NDArray[Any], predicted: NDArray[Any]) -> None:
+def _draw_parity(axis: Any, label: Array, predicted: Array) -> None:
     low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
     ends = (low - margin, high + margin)
@@ -241,11 +225,11 @@ def _draw_parity(axis: Any, label: NDArray[Any], predicted: NDArray[Any]) -> Non
     axis.locator_params(nbins=5)
 
 
-def _draw_errors(axis: Any, error: NDArray[Any], unit: str) -> None:
+def _draw_errors(axis: Any, error: Array, unit: str) -> None:
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
     mean = error.mean() if abs(error.mean()) > 1e-9 * rmse else 0.0  # forces add up to zero but for rounding
-    reach = 4 * rmse or 1.0
-    axis.hist(np.clip(error, -reach, reach), bins=61, range=(-reach, reach), color=LIVE_COLOR, alpha=0.85)
+    limit = 4 * rmse or 1.0
+    axis.hist(np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85)
     axis.axvline(0, color=INK, lw=0.9)
     axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
     axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=SMALL,
@@ -280,7 +264,7 @@ def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
     titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
     # the average called ema comes first, so that it has its color whatever stands beside it
     weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
-    averages = [AVERAGE_COLOR, *(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))]
+    averages = (AVERAGE_COLOR, *OTHER_COLORS)
     styles = {}
     for curve in curves:
         own, live = curve.path.parent, curve.weights == LIVE
@@ -298,7 +282,7 @@ def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
     return styles
 
 
-def _batch_columns(curve: Curve, panel: Panel) -> list[tuple[str, NDArray[Any]]]:
+def _batch_columns(curve: Curve, panel: Panel) -> list[tuple[str, Array]]:
     """Return the columns of a learning curve that a panel shows, of every task, without those that are all nan."""
     if curve.kind != LCURVE or not panel.batch:
         return []
@@ -312,46 +296,55 @@ def _has(curve: Curve, panel: Panel) -> bool:
     return bool(_batch_columns(curve, panel))
 
 
-def _figure(panels: int, rows: int = 0, heights: Sequence[float] | None = None) -> tuple[Any, list[Any]]:
-    """Return a figure that belongs to no window, and its axes row by row."""
+@contextmanager
+def _picture(
+    output: str | Path, panels: int, title: str = "", heights: Sequence[float] | None = None
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a figure that belongs to no window, and its axes row by row; it is written after the block."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    rows = rows or (1 if panels < 4 else 2)
+    rows = len(heights) if heights is not None else 1 if panels < 4 else 2
     columns = -(-panels // rows)
     size = (4.2 * columns, 3.3 * rows + 0.4 if heights is None else 1.35 * sum(heights))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
-    for axis in axes[panels:]:
-        axis.set_axis_off()
-    return figure, axes[:panels]
+    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=size, layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
+        for axis in axes[panels:]:
+            axis.set_axis_off()
+        if title:  # over all panels, in as many lines as their width asks for
+            letters = int(72 * figure.get_figwidth() / (0.53 * NORMAL))
+            figure.suptitle("\n".join(textwrap.wrap(title, letters)), x=0.01, ha="left", fontsize=NORMAL)
+        yield figure, axes[:panels]
+        try:
+            figure.savefig(output)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
 
 
-def _title(figure: Any, text: str) -> None:
-    """Write a title over all panels, in as many lines as their width asks for."""
-    letters = int(72 * figure.get_figwidth() / (0.53 * NORMAL))
-    figure.suptitle("\n".join(textwrap.wrap(text, letters)), x=0.01, ha="left", fontsize=NORMAL)
+def _fit_values(axis: Any) -> None:
+    """Fit the axis of values to the validation lines, if there are any: one lucky batch would stretch it by decades.
 
-
-def _leave_out_single_batches(axis: Any) -> None:
-    """Fit the axis of values to the validation lines, if there are any: one lucky batch would stretch it by decades."""
+    An axis that is not about tiny numbers gets plain ones at its ticks.
+    """
     shown = [line.get_ydata() for line in axis.lines if line.get_zorder() > TRAIN_LEVEL]
     values = np.concatenate([np.zeros(0), *shown])
     values = values[np.isfinite(values) & (values > 0)]
     if len(values) > 1:
         margin = (values.max() / values.min()) ** 0.06
         axis.set_ylim(values.min() / margin, values.max() * margin)
-
-
-def _plain_ticks(axis: Any) -> None:
-    """Write plain numbers at the ticks of a logarithmic axis that is not about tiny ones."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     low, high = axis.get_ylim()
     if low > 1e-2 and high < 1e5:
-        parts = (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,)
-        axis.yaxis.set_major_locator(LogLocator(subs=parts))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        _plain_numbers(axis.yaxis, (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,))
+
+
+def _plain_numbers(axis: Any, parts: Sequence[float]) -> None:
+    """Write plain numbers at the ticks of a logarithmic x or y axis, which are ``parts`` of each decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=parts))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _legend(figure: Any, axes: Sequence[Any], side: str = "upper") -> None:
@@ -377,18 +370,3 @@ def _legend(figure: Any, axes: Sequence[Any], side: str = "upper") -> None:
         width = 0.5 * SMALL * max(map(len, labels)) + 55  # points, with handle and space
         columns = max(1, min(len(entries), int(72 * figure.get_figwidth() / width)))
         figure.legend(handles, labels, loc=f"outside {side} center", ncols=columns)
-
-
-def _style() -> AbstractContextManager[None]:
-    import matplotlib as mpl
-
-    return mpl.rc_context(STYLE)  # type: ignore[arg-type]
-
-
-def _write(figure: Any, output: str | Path) -> Path:
-    path = Path(output)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: the picture cannot be written: {error}") from error
-    return path

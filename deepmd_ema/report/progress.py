@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from deepmd_ema.report.tables import show_metric
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from deepmd_ema.report.tables import HasMetrics
+from deepmd_ema.report.tables import HasMetrics, show_metric
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +94,6 @@ class Progress:
                     parts.append(f"{quantity} {number} / {show_metric(quantity, rmse).partition(' ')[0]} {unit}")
             logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, ", ".join(parts))
 
-    def say(self, message: str) -> None:
-        """Log a message; the bar stays whole."""
-        logger.info("%s", message)
-
     def close(self) -> None:
         """Leave the bar as it stands and end its line."""
         if self._bar is not None:
@@ -114,7 +105,7 @@ class IntervalTimes:
     """A stopwatch that says where the time between two displayed steps went."""
 
     def __init__(self) -> None:
-        self._spent: dict[str, float] = dict.fromkeys(_CATEGORIES, 0.0)
+        self._spent = dict.fromkeys(_CATEGORIES, 0.0)
         self._since = time.perf_counter()
         self._hinted = False
 
@@ -125,19 +116,15 @@ class IntervalTimes:
         try:
             yield
         finally:
-            self._spent[category] = self._spent.get(category, 0.0) + time.perf_counter() - begin
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of each category in the time since the last :meth:`split`."""
-        total = max(time.perf_counter() - self._since, sum(self._spent.values()), 1e-9)
-        return {category: spent / total for category, spent in self._spent.items()}
+            self._spent[category] += time.perf_counter() - begin
 
     def split(self) -> str:
         """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new interval.
 
         The first time that more than a tenth was spent waiting for data, a hint is logged.
         """
-        shares = self.shares()
+        total = max(time.perf_counter() - self._since, sum(self._spent.values()), 1e-9)
+        shares = {category: spent / total for category, spent in self._spent.items()}
         if shares["data"] > _SLOW_DATA and not self._hinted:
             self._hinted = True
             logger.info(

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import Protocol, TypeAlias
 
+from deepmd_ema.config.outputs import BEST
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
 
 logger = logging.getLogger(__name__)
 
-_BEST_STEP = re.compile(r"^# saved best checkpoint: .*\.ckpt-(\d+)\.t-\d+\.pt ")
+# the line of a best file: whose weights it holds (None: the live ones), and its step
+BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.pt ")
 _DIGITS = 5  # significant ones of an error in val.log
 
 
@@ -30,14 +32,14 @@ class HasMetrics(Protocol):
 
 
 class _Table:
-    """A text file with one header, to which rows are added; each row is flushed at once.
+    """A text file with one header, to which rows are added; each is in the file at once.
 
     The file starts anew with the first row, unless :meth:`cut_after` was called before.
     """
 
     def __init__(self, path: str | Path, header: str) -> None:
         self._path, self._header = Path(path), header
-        self._file: TextIO | None = None
+        self._begun = False
 
     def cut_after(self, step: int) -> None:
         """Go on with the file as it was after ``step``: later rows and a torn last line are removed.
@@ -45,7 +47,6 @@ class _Table:
         A second header with the same columns is removed as well; if the columns have changed, the new header follows
         the old rows.
         """
-        self.close()
         old = self._path.read_text(encoding="utf-8", errors="replace") if self._path.is_file() else ""
         lines = [line for line in old.splitlines(keepends=True) if line.endswith("\n")]
         header = self._header.splitlines(keepends=True)
@@ -58,44 +59,21 @@ class _Table:
             text = "".join(line for line in lines if _is_kept(line, step)) + self._header
         with self._writing(), atomic_write(self._path) as part:
             part.write_text(text, encoding="utf-8")
-        self._open("a")
-
-    def close(self) -> None:
-        """Close the file; a further row opens it again and is added."""
-        if self._file is not None:
-            self._file.close()
+        self._begun = True
 
     def _add(self, line: str) -> None:
-        if self._file is None:
-            self._open("w")
-            line = self._header + line
-        elif self._file.closed:
-            self._open("a")
-        assert self._file is not None
-        with self._writing():
-            self._file.write(line)
-            self._file.flush()
-
-    def _open(self, mode: Literal["a", "w"]) -> None:
         with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open(mode, encoding="utf-8")
+            with self._path.open("a" if self._begun else "w", encoding="utf-8") as file:
+                file.write(line if self._begun else self._header + line)
+        self._begun = True
 
-    def _writing(self) -> _Writing:
-        return _Writing(self._path)
-
-
-class _Writing:
-    """Turns a failure to write into a message that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn a failure to write into a message that names the file."""
+        try:
+            yield
+        except OSError as error:
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error.strerror}). Make room on the disk, or start the run in a "
                 "folder that you may write to. The last checkpoint is usable."
@@ -107,50 +85,37 @@ class LcurveFile(_Table):
 
     Args:
         path: ``training.disp_file``.
-        names: what is shown, such as ``rmse``, ``rmse_e``; or task name to such names when there are tasks.
-        validation: whether a column of validation values stands before each of training; or the tasks with such
-            columns.
+        names: task to what is shown of it, such as ``rmse``, ``rmse_e``; the name of a single task is empty.
+        validated: tasks with a column of validation values before each of training.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        names: Sequence[str] | Mapping[str, Sequence[str]],
-        validation: bool | Collection[str],
-    ) -> None:
-        tasks = names if isinstance(names, Mapping) else {"": names}
-        self._tasks = {task: sorted(columns) for task, columns in tasks.items()}
-        self._validated = frozenset(tasks if validation is True else validation or ())
-        super().__init__(path, self._make_header())
+    def __init__(self, path: str | Path, names: Mapping[str, Sequence[str]], validated: Collection[str]) -> None:
+        self._tasks = {task: sorted(columns) for task, columns in names.items()}
+        self._validated = validated
+        line = "# step "
+        for task, columns in self._tasks.items():
+            ending = f"_{task}" if task else ""
+            kinds = ["val", "trn"] if task in validated else ["trn"]
+            for name in columns:
+                line += "  " + "".join(f" {f'{name}_{kind}{ending}':>11}" for kind in kinds)
+        note = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
+        super().__init__(path, f"{line}   {'lr':8}\n{note}")
 
-    def write(
-        self, step: int, lr: float, training: Mapping[str, object], validation: Mapping[str, object] | None = None
-    ) -> None:
+    def write(self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask) -> None:
         """Add the row of ``step``; a value that is not given is nan.
 
         Args:
             step: optimizer steps so far.
             lr: learning rate that the step used.
-            training: name to value; or task name to such a mapping when there are tasks.
+            training: task to the values by name.
             validation: the same, for validation frames.
         """
         row = f"{step:7d}"
         for task, names in self._tasks.items():
-            trained, validated = _of_task(training, task), _of_task(validation or {}, task)
+            kinds = (validation, training) if task in self._validated else (training,)
             for name in names:
-                values = [validated, trained] if task in self._validated else [trained]
-                row += "  " + "".join(f" {_number(v, name):11.2e}" for v in values)
+                row += "  " + "".join(f" {values.get(task, {}).get(name, math.nan):11.2e}" for values in kinds)
         self._add(f"{row}   {lr:8.1e}\n")
-
-    def _make_header(self) -> str:
-        line = "# step "
-        for task, names in self._tasks.items():
-            ending = f"_{task}" if task else ""
-            kinds = ["val", "trn"] if task in self._validated else ["trn"]
-            for name in names:
-                line += "  " + "".join(f" {f'{name}_{kind}{ending}':>11}" for kind in kinds)
-        note = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
-        return f"{line}   {'lr':8}\n{note}"
 
 
 class ValidationLog(_Table):
@@ -206,21 +171,9 @@ def _significant(value: float) -> str:
 
 
 def _is_kept(line: str, step: int) -> bool:
-    best = _BEST_STEP.match(line)
-    if best is not None:
-        return int(best[1]) <= step
+    if best := BEST_LINE.match(line):
+        return int(best[2]) <= step
     if line.startswith("#"):
         return True
     first = line.split(maxsplit=1)[:1]
     return bool(first) and first[0].isdigit() and int(first[0]) <= step
-
-
-def _of_task(values: Mapping[str, object], task: str) -> Mapping[str, object]:
-    found = values.get(task, values if not task else {})
-    return found if isinstance(found, Mapping) else values
-
-
-def _number(values: Mapping[str, object], name: str) -> float:
-    value = values.get(name, math.nan)
-    assert isinstance(value, (int, float))
-    return value

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config import config_warnings, to_dict
+from deepmd_ema.config.outputs import Outputs, suffix_of
+from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.data.loader import Loader
+from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.loss import build_loss
 from deepmd_ema.model.model_set import unnested
-from deepmd_ema.train import banner, builders
-from deepmd_ema.train.averages import Hook, tracked_averages
+from deepmd_ema.optim.build import build_optimizer
+from deepmd_ema.optim.lkf import LKF
+from deepmd_ema.optim.schedule import build_schedule
+from deepmd_ema.report.logs import open_board
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.table import render
+from deepmd_ema.report.tables import LcurveFile, ValidationLog
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
 from deepmd_ema.train.bias import refit
-from deepmd_ema.train.parallel import parallelize
-from deepmd_ema.train.saver import StateBuilder
+from deepmd_ema.train.display import Reporter, start_table
+from deepmd_ema.train.kalman import KalmanStep
+from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
+from deepmd_ema.train.prepare import stream_of
+from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
+from deepmd_ema.train.step import GradientStep, Step
+from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.trainer import Callback, Trainer
+from deepmd_ema.train.validate import FullValidation, Validated
+from deepmd_ema.weights import LIVE
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from deepmd_ema.config import RunConfig
+    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.dist.world import World
-    from deepmd_ema.train.prepare import PreparedRun
+    from deepmd_ema.train.prepare import PreparedRun, PreparedTask
     from deepmd_ema.train.start import Start
 
 logger = logging.getLogger(__name__)
@@ -35,10 +59,10 @@ def assemble(
 ) -> Trainer:
     """Return the trainer of a run at the step where ``start`` stands."""
     config, models = prepared.config, prepared.models.to(world.device)
-    tasks = builders.build_tasks(prepared, parallelize(models, world, config.training.zero_stage), world)
+    tasks = _build_tasks(prepared, parallelize(models, world, config.training.zero_stage), world)
     num_steps = config.training.numb_steps or tasks.steps_for_epochs(config.training.numb_epoch or 0)
-    tracked = tracked_averages(config, tasks, should_update)
-    bank = AverageBank(models.by_task, [t.profile for t in tracked]) if tracked else None
+    averages = tracked_averages(config, tasks.steps_per, should_update)
+    bank = AverageBank(models.by_task, averages) if averages else None
     builder = StateBuilder(
         models,
         bank,
@@ -47,25 +71,168 @@ def assemble(
         start.run_id(config),
         world.is_main,
     )
-    validator = builders.build_validator(prepared, bank, num_steps, builder, world)
+    times = IntervalTimes()
+    validator = _build_validator(prepared, bank, num_steps, builder, world)
     trainer = Trainer(
         tasks=tasks,
-        take_step=builders.build_step(prepared, num_steps, world),
+        take_step=_build_step(prepared, num_steps, world),
         bank=bank,
         validator=validator,
-        saver=builders.build_saver(config, tracked, num_steps, start.step, builder, validator, world),
-        reporter=builders.build_reporter(config, tasks, tracked, bank, num_steps, start.step, world),
+        saver=_build_saver(config, num_steps, start.step, builder, validator, world),
+        reporter=_build_reporter(config, tasks, bank, num_steps, start.step, times, world),
+        times=times,
         num_steps=num_steps,
         world=world,
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
     )
-    for line in banner.start_lines(prepared, tasks, tracked, num_steps, world):
+    for line in render(start_table(prepared, tasks, averages, num_steps, world)):
         logger.info("%s", line)
-    steps_per = {"frames": 1 / tasks.frames_per_step, "epochs": float(tasks.batches_per_epoch)}
-    for warning in (*tasks.warnings, *config_warnings(config, num_steps, steps_per)):
+    for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)
     start.resume(trainer)
     models.train()
     return trainer
+
+
+def _build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World) -> TaskMixture:
+    """Return the models with their losses, their training frames, and validation frames if they are displayed."""
+    config, tasks = prepared.config, []
+    for name, task in prepared.tasks.items():
+        make = partial(_build_loader, task, prepared.seed, world)
+        valid = task.config.validation_data if config.training.disp_training else None
+        tasks.append(
+            Task(
+                name,
+                prepared.models,
+                parallel_module,
+                build_loss(task.config.loss, config.learning_rate.start_lr, world),
+                train_loader=make(task.train, task.config.training_data, "frames"),
+                display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
+                display_batches=valid.numb_btch if valid is not None else 1,
+            )
+        )
+    return TaskMixture(tasks, seed=prepared.seed)
+
+
+def _build_loader(
+    task: PreparedTask, seed: int, world: World, systems: Sequence[FrameSource], data: Any, stream: str
+) -> Loader:
+    sampler = Sampler(
+        [system.num_frames for system in systems],
+        [system.frame_sizes for system in systems],
+        batch_size=data.batch_size,
+        auto_prob=data.auto_prob,
+        sys_probs=data.sys_probs,
+        seed=seed_for(stream_of(stream, task.config.name), seed),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")
+
+
+def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
+    """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
+    config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
+    schedule = build_schedule(config.learning_rate, num_steps)
+    if isinstance(config.optimizer, LKFConfig):
+        kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize)
+        return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
+    optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
+    all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+    return GradientStep(models, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
+
+
+def _build_validator(
+    prepared: PreparedRun, bank: AverageBank | None, num_steps: int, builder: StateBuilder, world: World
+) -> FullValidation | None:
+    """Return the full validation of the live weights and of every average that asks for it, or None."""
+    config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
+    tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
+    metric, rows = validating.validation_metric, []
+    for weights in config.fully_validated:
+        for task in tasks:
+            log = ValidationLog(outputs.validation_log(weights, task), num_steps, metric) if world.is_main else None
+            prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
+            best = checkpoint.BestFiles(prefix, folder, keep, metric, writes=world.is_main)
+            rows.append(Validated(weights, task, log, best if validating.save_best else None))
+    if not rows:
+        return None
+    # below 1 a fraction of the run, never at 1, a step above it
+    start = validating.full_val_start
+    first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
+    payload, every = partial(builder.weights, kind="best"), validating.validation_freq
+    return FullValidation(prepared.models, bank, rows, tasks, payload, metric, first, every, world)
+
+
+def _build_saver(
+    config: RunConfig,
+    num_steps: int,
+    start: int,
+    builder: StateBuilder,
+    validator: FullValidation | None,
+    world: World,
+) -> Saver:
+    """Return what writes the files of the live weights and of every average.
+
+    Args:
+        config: of the run.
+        num_steps: steps of the whole run.
+        start: steps that are behind at its start.
+        builder: makes the content of the files.
+        validator: whose best files are pruned once a checkpoint knows of them, or None.
+        world: the processes of the run.
+    """
+    training, folder = config.training, Outputs(config).snapshot_folder
+
+    def series(weights: str, max_keep: int | None) -> checkpoint.CheckpointSeries:
+        most = training.max_ckpt_keep if max_keep is None else max_keep
+        keep = checkpoint.keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
+        return checkpoint.CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
+
+    def snapshots(name: str, every: int) -> Snapshots:
+        kept = checkpoint.CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
+        return Snapshots(name, kept, every)
+
+    return Saver(
+        builder,
+        series(LIVE, None),
+        {average.name: series(average.name, average.ckpt_keep) for average in training.averaging},
+        bests=[row.best for row in validator.rows if row.best is not None] if validator is not None else [],
+        every=training.save_freq,
+        snapshots=[
+            snapshots(average.name, every)
+            for average in training.averaging
+            if (every := snapshot_every(average, training.save_freq))
+        ],
+        world=world,
+    )
+
+
+def _build_reporter(
+    config: RunConfig, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, start: int, times: IntervalTimes,
+    world: World,
+) -> Reporter:  # fmt: skip
+    """Return the progress bar and the learning curves of the live weights and of averages that ask for one."""
+    training, outputs = config.training, Outputs(config)
+    names = {task.name: task.loss.display_names for task in tasks}
+    validated = {task.name for task in tasks if task.display_loader is not None}
+    shown = (
+        [LIVE, *(average.name for average in training.averaging if average.lcurve)] if training.disp_training else []
+    )
+    curves = {w: LcurveFile(outputs.lcurve(w), names, validated) if world.is_main else None for w in shown}
+    board = training.tensorboard and world.is_main
+    return Reporter(
+        tasks,
+        Progress(num_steps, None if world.is_main else False, tasks.frames_per_step),
+        lcurve=curves.pop(LIVE, None),
+        times=times,
+        every=training.disp_freq,
+        world=world,
+        average=training.disp_avg,
+        curves=curves,
+        bank=bank,
+        board=open_board(training.tensorboard_log_dir, start) if board else None,
+        board_every=training.tensorboard_freq,
+    )

@@ -54,7 +54,7 @@ def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str
             for name, task in prepared.tasks.items():
                 model = prepared.models.of(name)
                 chosen = chosen_frames(task, prepared.seed, MOST_FRAMES)
-                batches = sequential_batches(task.train, task.cache.layout, task.cache, frames=chosen)
+                batches = sequential_batches(task.train, task.model.layout, task.cache, frames=chosen)
                 before = model.out_bias.view(-1).cpu().numpy()
                 frames = energies_of(model, task.config.model, batches)
                 if len(frames):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deepmd_ema.config.outputs import Outputs
@@ -41,7 +42,7 @@ class PreparedTask:
         config: sections of the task with ``sel`` resolved.
         train: training systems.
         valid: validation systems, empty without validation data.
-        cache: neighbors found so far, of training and validation frames.
+        cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
         min_nbor_dist: nearest pair, angstrom, or None when it was not looked for.
     """
@@ -87,34 +88,28 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     """
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
+    started = time.perf_counter()
     with world.all_ranks_ok():
         systems = open_run(config)
-    made: list[PreparedRun] = []
-
-    def examine() -> tuple[RunConfig, dict[str, float | None], Mapping[str, Tensor]]:
-        run = _examine(config, seed, start, systems, skip_neighbor_stat, world)
-        made.append(run)
-        return run.config, {name: t.min_nbor_dist for name, t in run.tasks.items()}, run.models.state_dict()
-
-    config, nearest, state = world.broadcast_from_rank0(examine)
-    if made:
-        return made[0]
-    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, world) for name, task in config.tasks.items()}
-    run = PreparedRun(config, tasks, ModelSet({name: t.model for name, t in tasks.items()}), seed)
-    run.models.load_state_dict(state)
+    config, nearest = world.broadcast_from_rank0(partial(_check_data, config, systems, start, skip_neighbor_stat))
+    checked = time.perf_counter()
+    cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
+    for name, task in config.tasks.items():
+        model = build_model(task.model, seed_for(stream_of("weights", name), seed))
+        model.min_nbor_dist = nearest[name]
+        tasks[name] = PreparedTask(task, *systems[name], cache, model, nearest[name])
+    run = PreparedRun(config, tasks, ModelSet({name: task.model for name, task in tasks.items()}), seed)
+    state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
+    if not world.is_main:
+        run.models.load_state_dict(state)
+    logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
     return run
 
 
-def _examine(
-    config: RunConfig,
-    seed: int,
-    start: Start,
-    systems: Mapping[str, TaskData],
-    skip_neighbor_stat: bool,
-    world: World,
-) -> PreparedRun:
-    """Check the data, and make the models from what they are."""
-    started = time.perf_counter()
+def _check_data(
+    config: RunConfig, systems: Mapping[str, TaskData], start: Start, skip_neighbor_stat: bool
+) -> tuple[RunConfig, dict[str, float | None]]:
+    """Return the config with ``sel`` resolved and the nearest pair of each task, after checking the data."""
     nearest, models, problems = {}, {}, []
     for name, task in config.tasks.items():
         report = check_task(task, systems[name])
@@ -135,34 +130,20 @@ def _examine(
         nearest[name] = start.min_nbor_dist(name) if start.has_weights else neighbors.min_distance
     if problems:
         raise DataError(problems)
-    config = config.with_models(models) if models else config
-    checked = time.perf_counter()
-    tasks = {name: _with_model(task, *systems[name], nearest[name], seed, world) for name, task in config.tasks.items()}
-    run = PreparedRun(config, tasks, ModelSet({name: t.model for name, t in tasks.items()}), seed)
+    return config.with_models(models) if models else config, nearest
+
+
+def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
+    """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
     if start.has_weights:
         start.load_weights(run.models)
     else:
-        for made in tasks.values():
-            statistics = _statistics(config, made, seed, world.size)
-            made.model.apply_statistics(statistics)
+        for task in run.tasks.values():
+            statistics = _statistics(run.config, task, run.seed, num_ranks)
+            task.model.apply_statistics(statistics)
             for line in statistics.lines():
                 logger.info("%s", line)
-    logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
-    return run
-
-
-def _with_model(
-    task: TaskConfig,
-    train: Sequence[FrameSource],
-    valid: Sequence[FrameSource],
-    nearest: float | None,
-    seed: int,
-    world: World,
-) -> PreparedTask:
-    """Return a task with a model whose weights come from the seed."""
-    model = build_model(task.model, seed_for(stream_of("weights", task.name), seed))
-    model.min_nbor_dist = nearest
-    return PreparedTask(task, train, valid, PairCache(model.layout, local_size=world.local_size), model, nearest)
+    return run.models.state_dict()
 
 
 def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
@@ -191,7 +172,7 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
 
 
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
-    train, stream = task.train, stream_of("statistics", task.config.name)
+    train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     rule = task.config.training_data.batch_size
     plan = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
     for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
@@ -200,4 +181,4 @@ def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterat
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
         for begin in range(0, len(chosen), 8):
-            yield collate([task.cache.get(system, k) for k in chosen[begin : begin + 8]], task.cache.layout)
+            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + 8]], layout)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_ema.config import ignored_options, launch_problems, load_config
+from deepmd_ema import checkpoint
+from deepmd_ema.config import ignored_options, launch_problems, load_config, to_dict
+from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import open_world
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import CheckpointError, ConfigError, UserError, collect_problems
+from deepmd_ema.files import atomic_write
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
-from deepmd_ema.train.output_paths import check_output_paths, write_config
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.start import find_start
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from deepmd_ema.config import RunConfig
     from deepmd_ema.dist.world import World
     from deepmd_ema.train.prepare import PreparedRun
@@ -75,7 +77,7 @@ def run_training(
         for line in (*config.notes, *ignored_options(config)):
             logger.warning("%s", line)
         prepared = prepare(config, start, world, skip_neighbor_stat)
-        world.broadcast_from_rank0(partial(write_config, output, prepared.config))
+        world.broadcast_from_rank0(partial(_write_config, output, prepared.config))
         link = _train(prepared, start, world, should_update, input_file, callback)
         logger.info("trained model: %s", link)
 
@@ -93,10 +95,38 @@ def _train(
     with world.all_ranks_ok():
         trainer = assemble(prepared, start, world, should_update, input_file, callback)
     trainer.run()
-    return trainer.saver.live.link
+    return trainer.saver.link
 
 
 def _seed(config: RunConfig, output: str) -> int:
-    """Return the seed of the run, once it is known that it can write."""
-    check_output_paths(config, output)
+    """Return the seed of the run, once the folders that it writes to are made and can be written.
+
+    Raises:
+        CheckpointError: naming every place that cannot be written; told now, not after an hour.
+    """
+    outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
+    problems = [
+        f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
+        "name."
+        for o in outputs
+        if not o.is_folder and o.path.is_dir()
+    ]
+    checked: set[Path] = set()
+    for o in outputs:
+        folder = o.path if o.is_folder else o.path.parent
+        if folder not in checked:
+            checked.add(folder)
+            with collect_problems(problems):
+                checkpoint.ensure_writable(folder, o.option)
+    if problems:
+        raise CheckpointError(problems)
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
+
+
+def _write_config(output: str, config: RunConfig) -> None:
+    """Write the config as the run uses it."""
+    try:
+        with atomic_write(output) as part:
+            part.write_text(json.dumps(to_dict(config), indent=4) + "\n")
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}). Make room, or choose another -o.") from error

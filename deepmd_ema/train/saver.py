@@ -118,6 +118,11 @@ class Saver:
     snapshots: Sequence[Snapshots]
     world: World
 
+    @property
+    def link(self) -> Path:
+        """Link to the newest training checkpoint."""
+        return self.live.link
+
     def is_due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after ``step``."""
         return last or (self.every > 0 and step % self.every == 0)

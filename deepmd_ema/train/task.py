@@ -46,19 +46,11 @@ class Task:
     display_loader: Loader | None = None
     display_batches: int = 1
 
-    def next_batch(self) -> Batch:
-        """Return the next training batch, in host memory."""
-        return next(self.train_loader)
-
     def next_display_batches(self) -> list[Batch]:
         """Return the next validation batches of a row, in host memory; none without validation data."""
         if self.display_loader is None:
             return []
         return [next(self.display_loader) for _ in range(self.display_batches)]
-
-    def batch_at(self, position: int) -> tuple[tuple[str, int], ...]:
-        """Return where the frames of the batch at ``position`` come from."""
-        return self.train_loader.frames_at(position)
 
     def state_dict(self) -> dict[str, float]:
         """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
@@ -111,8 +103,9 @@ class TaskMixture:
 
     def __init__(self, tasks: Sequence[Task], probabilities: Sequence[float] | None = None, seed: int = 0) -> None:
         self._tasks = list(tasks)
-        self._probabilities = list(probabilities or [1 / len(self._tasks)] * len(self._tasks))
-        self._cumulative = np.cumsum(self._probabilities)
+        shares = list(probabilities or [1 / len(self._tasks)] * len(self._tasks))
+        self._shares = [(float(share), task.train_loader.sampler) for share, task in zip(shares, self._tasks)]
+        self._cumulative = np.cumsum(shares)
         self._seed = seed
 
     def __iter__(self) -> Iterator[Task]:
@@ -121,24 +114,26 @@ class TaskMixture:
     @property
     def frames_per_step(self) -> float:
         """Mean number of frames in a step of all ranks together."""
-        samplers = [task.train_loader.sampler for task in self._tasks]
-        return sum(float(p) * s.frames_per_step for p, s in zip(self._probabilities, samplers))
+        return sum(share * sampler.frames_per_step for share, sampler in self._shares)
 
     @property
     def batches_per_epoch(self) -> int:
         """Steps in which every task has, on average, seen all of its frames at least once."""
-        samplers = [task.train_loader.sampler for task in self._tasks]
-        return max(math.ceil(s.batches_per_epoch / float(p)) for p, s in zip(self._probabilities, samplers))
+        return max(math.ceil(sampler.batches_per_epoch / share) for share, sampler in self._shares)
+
+    @property
+    def steps_per(self) -> dict[str, float]:
+        """Steps of one of the units in which lengths of averages are given."""
+        return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": float(self.batches_per_epoch)}
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the steps of ``epochs`` passes, with every task's share of them."""
-        samplers = [task.train_loader.sampler for task in self._tasks]
-        return max(math.ceil(s.steps_for_epochs(epochs) / float(p)) for p, s in zip(self._probabilities, samplers))
+        return max(math.ceil(sampler.steps_for_epochs(epochs) / share) for share, sampler in self._shares)
 
     @property
     def warnings(self) -> list[str]:
         """What the samplers have to say about the data."""
-        return [line for task in self._tasks for line in task.train_loader.sampler.warnings]
+        return [line for _, sampler in self._shares for line in sampler.warnings]
 
     def draw(self, step: int) -> Task:
         """Return the task of ``step``."""
@@ -147,11 +142,6 @@ class TaskMixture:
         # every rank draws the same task: the seed is shared, only frames differ between ranks
         number = np.random.default_rng(seed_for("task", self._seed, step)).random()
         return self._tasks[min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)]
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that training has waited for data so far."""
-        return sum(task.train_loader.wait_s for task in self._tasks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every task's frames."""

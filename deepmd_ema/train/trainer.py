@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
+from deepmd_ema.errors import Interrupted
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
 
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.dist.world import World
+    from deepmd_ema.report.progress import IntervalTimes
     from deepmd_ema.train.bias import Biases
     from deepmd_ema.train.display import Reporter
     from deepmd_ema.train.saver import Saver
-    from deepmd_ema.train.step.base import Outcome, Step
+    from deepmd_ema.train.step import Outcome, Step
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
 
+logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
@@ -100,7 +103,8 @@ class Trainer:
         bank: averages, or None.
         validator: full validation, or None.
         saver: writes checkpoints.
-        reporter: learning curves, progress, times.
+        reporter: learning curves and progress.
+        times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
@@ -116,6 +120,7 @@ class Trainer:
     validator: FullValidation | None
     saver: Saver
     reporter: Reporter
+    times: IntervalTimes
     num_steps: int
     world: World
     refit: Callable[[], Biases] | None = None
@@ -140,8 +145,6 @@ class Trainer:
             finally:
                 self.reporter.close()
                 self.tasks.close()
-                if self.validator is not None:
-                    self.validator.close()
         self.callback.on_end(self)
 
     def _loop(self) -> None:
@@ -162,9 +165,9 @@ class Trainer:
         with self.callback.during(self, "step"):
             number = self.step + 1
             task = self.tasks.draw(number)
-            with self.reporter.times.of("data"):
-                batch = task.next_batch().to(self.world.device)
-            with self.reporter.times.of("step"):
+            with self.times.of("data"):
+                batch = next(task.train_loader).to(self.world.device)
+            with self.times.of("step"):
                 outcome = self.take_step(task, batch, number)
                 self.step = number
                 if self.take_step.checks_are_free:
@@ -199,7 +202,7 @@ class Trainer:
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
-            with self.reporter.times.of("checkpoint"):
+            with self.times.of("checkpoint"):
                 self.saver.keep_snapshots(snapshots, self.step)
         if self.validator is not None and self.validator.is_due(self.step):
             self._raise_if_diverged()
@@ -212,28 +215,24 @@ class Trainer:
         assert self.validator is not None
         self._owes_validation = True
         entered = partial(self.callback.in_validation, self)
-        with self.callback.during(self, "validation"), self.reporter.times.of("validation"):
+        with self.callback.during(self, "validation"), self.times.of("validation"):
             results = self.validator.run(self.step, self._is_stopped, entered)
         self._owes_validation = False
         self.reporter.show_validation(self.step, results)
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
-            self._save_all()
-
-    def _save_all(self) -> None:
-        biases = None
-        if self.refit is not None and self.step >= self.num_steps:
-            if self._saved < self.step:
-                self._write()  # the fit reads many frames: what ends it early costs no step of the run
-            biases = self.refit()
-        written = self._write(biases)
-        self.reporter.say(f"saved {', '.join(written)}")
-        if self.bank is not None:
-            self.reporter.say(f"averages of step {self.step}: {averages_in_words(self.bank)}")
+            biases = None
+            if self.refit is not None and self.step >= self.num_steps:
+                if self._saved < self.step:
+                    self._write()  # the fit reads many frames: what ends it early costs no step of the run
+                biases = self.refit()
+            logger.info("saved %s", ", ".join(self._write(biases)))
+            if self.bank is not None:
+                logger.info("averages of step %d: %s", self.step, averages_in_words(self.bank))
 
     def _write(self, biases: Biases | None = None) -> list[str]:
-        with self.reporter.times.of("checkpoint"):
+        with self.times.of("checkpoint"):
             written = self.saver.save(self.step, self.state_dict(), biases)
         self._saved = self.step
         return written
@@ -246,19 +245,13 @@ class Trainer:
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
-            f"Go on with: dp-ema train --restart {self.saver.live.link} {self.input_file}"
+            f"Go on with: dp-ema train --restart {self.saver.link} {self.input_file}"
             + (", launched as before" if self.world.size > 1 else ""),
             self.stop.signal,
         )
 
     def _raise_if_diverged(self) -> None:
-        try:
-            self.take_step.raise_if_diverged(self.tasks, self.step)
-        except DivergedError:  # on all ranks alike
-            own = self.take_step.is_own_fault()
-            if self.world.all_reduce_max(int(own)) and not own:
-                raise RankLostError("ended because the loss of another rank is not finite") from None
-            raise
+        self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs beside the weights."""
@@ -275,11 +268,16 @@ class Trainer:
         return state
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken.
-
-        Averages are loaded by the caller, who knows whether the checkpoint has them.
-        """
+        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
         self.step = self._saved = step
+        if self.bank is not None:
+            self.bank.load_state_dict(state.get("averages"), step)
+        elif state.get("averages"):
+            logger.info(
+                "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
+                "of the checkpoint (%s) are left behind",
+                ", ".join(state["averages"]["profiles"]),
+            )
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)

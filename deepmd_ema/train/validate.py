@@ -10,6 +10,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.data.loader import num_batches, sequential_batches
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.weights import LIVE
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
     from deepmd_ema.checkpoint import BestFiles
+    from deepmd_ema.config.schema.texts import Metric
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.model_set import ModelSet
-    from deepmd_ema.report import ValidationLog
+    from deepmd_ema.report.tables import ValidationLog
+    from deepmd_ema.train.prepare import PreparedTask
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
@@ -50,21 +53,6 @@ class Validated:
 
 
 @dataclass(frozen=True)
-class ValidationData:
-    """All validation frames of a task.
-
-    Attributes:
-        batches: makes a fresh pass over this rank's share of them.
-        num_batches: of a whole pass, over all ranks.
-        padding: makes some batch, for a rank that has no share.
-    """
-
-    batches: Callable[[], Iterator[Batch]]
-    num_batches: int
-    padding: Callable[[], Batch]
-
-
-@dataclass(frozen=True)
 class FullValidation:
     """Validates when it is due, writes one row per set of weights and task, and keeps the best files.
 
@@ -74,7 +62,7 @@ class FullValidation:
         models: the live models.
         bank: averages, or None when only the live weights are validated.
         rows: what is validated; those of the same weights follow each other.
-        data: validation frames by task.
+        tasks: validation frames by task.
         payload: makes the content of the model file of a set of weights (``live`` or an average) at a step.
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
@@ -85,9 +73,9 @@ class FullValidation:
     models: ModelSet
     bank: AverageBank | None
     rows: Sequence[Validated]
-    data: Mapping[str, ValidationData]
+    tasks: Mapping[str, PreparedTask]
     payload: Callable[[str, int], Mapping[str, Any]]
-    metric: str
+    metric: Metric
     start: int | None
     every: int
     world: World
@@ -132,20 +120,21 @@ class FullValidation:
         was_training = self.models.training
         self.models.eval()
         try:
-            errors = evaluate(self.models.of(task), self._until(stopped, self.data[task]), self.world.device)
-            return Errors.from_tensor(self.world.all_reduce_sum(errors.as_tensor()))
+            errors = evaluate(self.models.of(task), self._until(stopped, self.tasks[task]), self.world.device)
+            return Errors(self.world.all_reduce_sum(errors.sums))
         finally:
             self.models.train(was_training)
 
-    def _until(self, stopped: Callable[[], bool], data: ValidationData) -> Iterator[Batch]:
-        mine = data.batches()
+    def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch]:
+        batches = partial(sequential_batches, task.valid, task.model.layout, task.cache)
+        mine = batches(rank=self.world.rank, world_size=self.world.size)
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
-        for _ in range(-(-data.num_batches // self.world.size)):
+        for _ in range(-(-num_batches(task.valid) // self.world.size)):
             if stopped():
                 raise ValidationAborted
             following = next(mine, None)
-            batch = following if following is not None else (batch or data.padding()).as_padding()
+            batch = following if following is not None else (batch or next(batches())).as_padding()
             yield batch
 
     def truncate(self, step: int) -> None:
@@ -153,12 +142,6 @@ class FullValidation:
         for row in self.rows:
             if row.log is not None:
                 row.log.cut_after(step)
-
-    def close(self) -> None:
-        """Close the logs."""
-        for row in self.rows:
-            if row.log is not None:
-                row.log.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records by set of weights, and by task if there are several."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +35,13 @@ _sigma_rel = Check(
 
 @dataclass(frozen=True, kw_only=True)
 class _Average:
-    """Options of all averages."""
+    """Options of all averages.
+
+    Attributes:
+        lengths: options of which exactly one is given; none for equal weights.
+    """
+
+    lengths: ClassVar[tuple[str, ...]] = ()
 
     name: str = option(
         check=_name,
@@ -64,9 +71,7 @@ class _Average:
         "live weights are copied asynchronously.",
     )
     dtype: str = option(
-        "float32",
-        choices=DTYPES,
-        doc="Precision of the average; never less than that of the live weights.",
+        "float32", choices=DTYPES, doc="Precision of the average; never less than that of the live weights."
     )
     layout: str = option(
         "local_shard",
@@ -96,6 +101,35 @@ class _Average:
         None, check=positive_int, doc="Checkpoints of the average kept; null: as many as `max_ckpt_keep`."
     )
 
+    @property
+    def length(self) -> tuple[str, float]:
+        """Name and value of the option that gives the length of the average; equal weights are a power of 0."""
+        given = ((name, getattr(self, name)) for name in self.lengths)
+        return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
+
+    def summary(self, steps_per: Mapping[str, float]) -> str:
+        """Return type, length and other options in words.
+
+        Args:
+            steps_per: steps of one of ``frames`` and ``epochs``, once they are known.
+        """
+        return ", ".join([self._length_words(steps_per), *self._more_words(steps_per)])
+
+    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+        raise NotImplementedError
+
+    def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
+        if self.start_epoch:
+            step = f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})" if "epochs" in steps_per else ""
+            yield f"from epoch {self.start_epoch:g}{step}"
+        if self.start_step:
+            yield f"from step {self.start_step}"
+        if self.update_every > 1:
+            yield f"every {self.update_every} steps"
+        said = {"cpu": "in host memory", "float64": "float64", "full_tensor": "whole on every process",
+                "rank_range": "a range of it on each process", "average": "with averaged buffers"}  # fmt: skip
+        yield from (said[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in said)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored(_Average):
@@ -110,12 +144,20 @@ class _Stored(_Average):
         None, check=positive_int, unit="steps", doc="Steps between two snapshots; null: `save_freq`."
     )
 
+    def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
+        yield from super()._more_words(steps_per)
+        if self.snapshots:
+            yield "snapshots " + (f"every {self.snapshot_freq} steps" if self.snapshot_freq else "with the checkpoints")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmaAverageConfig(_Average):
     """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`."""
 
     type: ClassVar[str] = "ema"
+    lengths: ClassVar[tuple[str, ...]] = ("decay", "half_life")
+    snapshots: ClassVar[bool] = False
+    snapshot_freq: ClassVar[None] = None
 
     decay: float | None = option(
         None,
@@ -140,12 +182,20 @@ class EmaAverageConfig(_Average):
         "so that the initial weights have little influence.",
     )
 
+    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+        (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
+        if name == "decay":
+            return f"EMA, decay {value:g}, window {1 / (1 - value):.0f} steps{warmup}"
+        steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
+        return f"EMA, half-life {value:g} {unit}{steps}{warmup}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PowerAverageConfig(_Stored):
     """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run."""
 
     type: ClassVar[str] = "power"
+    lengths: ClassVar[tuple[str, ...]] = ("gamma", "sigma_rel")
 
     gamma: float | None = option(
         None,
@@ -160,12 +210,18 @@ class PowerAverageConfig(_Stored):
         "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
     )
 
+    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+        return f"power, {self.length[0]} {self.length[1]:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwaAverageConfig(_Stored):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
     type: ClassVar[str] = "swa"
+
+    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+        return "equal weights"
 
 
 AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig

@@ -7,25 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema.config.descriptor import DESCRIPTORS, DescriptorConfig
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.messages import show
-from deepmd_ema.config.shared import (
-    ACTIVATIONS,
-    PRECISIONS,
-    bent_silu,
-    dashes,
-    dtype_name,
-    layer_widths,
-    not_one_per_element,
-    type_pairs,
-    unknown_types,
-)
+from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig
+from deepmd_ema.config.schema.texts import ActivationName
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
 _type_map = Check(
-    lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v),
-    'a list of element names, e.g. ["O", "H"]',
+    lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v), 'a list of element names, e.g. ["O", "H"]'
 )
 
 
@@ -50,16 +40,13 @@ class EnerFittingConfig:
     neuron: list[int] = option(
         [120, 120, 120],
         alias=("n_neuron",),
-        check=layer_widths,
+        check=shared.layer_widths,
         doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
     )
-    activation_function: str = option(
-        "tanh",
-        choices=ACTIVATIONS,
-        check=bent_silu,
-        doc="Activation function of the hidden layers; the same names as in the descriptor.",
+    activation_function: ActivationName = shared.activation_option(
+        "Activation function of the hidden layers; the same names as in the descriptor."
     )
-    precision: str = option("default", choices=PRECISIONS, doc="Precision of the parameters; `default` is float64.")
+    precision: str = shared.precision_option()
     resnet_dt: bool = option(True, doc="Whether skip connections have a trained step size.")
     trainable: bool | list[bool] = option(
         True, doc="Whether the parameters are trained; a list (one per layer) trains them only if all are true."
@@ -70,9 +57,7 @@ class EnerFittingConfig:
         doc="Singular values below this fraction of the largest count as zero in the least-squares fit of the energy "
         "bias of each element; null is machine precision times the size of the problem.",
     )
-    seed: int | None = option(
-        None, check=not_negative_int, doc="Seed of the initial parameters; null takes it from `training.seed`."
-    )
+    seed: int | None = shared.seed_option()
     atom_ener: list[float | None] = option(
         [], unit="eV", doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`."
     )
@@ -88,7 +73,7 @@ class EnerFittingConfig:
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together."""
         if self.atom_ener:
-            yield from (("atom_ener", text) for text in not_one_per_element(self.atom_ener, type_map))
+            yield from (("atom_ener", text) for text in shared.not_one_per_element(self.atom_ener, type_map))
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
             yield (
                 "default_fparam",
@@ -105,7 +90,11 @@ class EnerFittingConfig:
     def summary(self) -> str:
         """Return the main options in words."""
         conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
-        return ", ".join([f"ener, neuron {dashes(self.neuron)}", *conditions, dtype_name(self.precision)])
+        return ", ".join([f"ener, neuron {shared.dashes(self.neuron)}", *conditions, shared.dtype_name(self.precision)])
+
+
+# by ``type``; the option ``model.fitting_net`` accepts what stands here
+FITTINGS: dict[str, type[EnerFittingConfig]] = {EnerFittingConfig.type: EnerFittingConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +107,9 @@ class ModelConfig:
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
     )
     descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
-    fitting_net: EnerFittingConfig = option(default_type="ener", doc="How the energy follows from the descriptor.")
+    fitting_net: EnerFittingConfig = option(
+        registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor."
+    )
     data_stat_nbatch: int = option(
         10, check=positive_int, doc="Number of batches of each system that the statistics are taken from."
     )
@@ -127,7 +118,7 @@ class ModelConfig:
     )
     data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
     pair_exclude_types: list[list[int]] = option(
-        [], check=type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
+        [], check=shared.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
     )
     atom_exclude_types: list[int] = option(
         [], check=_types, doc="Types whose atoms contribute no energy of their own, e.g. [0]."
@@ -137,6 +128,14 @@ class ModelConfig:
         check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
         doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
     )
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return names and texts of what the model is, rows of a table."""
+        return [
+            ("elements", " ".join(self.type_map)),
+            ("descriptor", self.descriptor.summary()),
+            ("fitting", self.fitting_net.summary()),
+        ]
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together in the section itself."""
@@ -149,11 +148,11 @@ class ModelConfig:
             if wrong:
                 expected = "expected a number, or null for a bias that is fitted"
                 yield "preset_out_bias", f": energy has {show(wrong[0])}: {expected}."
-            yield from (("preset_out_bias", text) for text in not_one_per_element(values, names))
+            yield from (("preset_out_bias", text) for text in shared.not_one_per_element(values, names))
         paired = [t for pair in self.pair_exclude_types for t in pair]
-        yield from (("pair_exclude_types", text) for text in unknown_types(paired, names))
+        yield from (("pair_exclude_types", text) for text in shared.unknown_types(paired, names))
         excluded = self.atom_exclude_types
-        yield from (("atom_exclude_types", text) for text in unknown_types(excluded, names))
+        yield from (("atom_exclude_types", text) for text in shared.unknown_types(excluded, names))
         if set(excluded) >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 

@@ -27,11 +27,11 @@ _part = Check(lambda v: 0 <= v <= 1, "a number from 0 to 1")
 class _Schedule:
     """Options of all schedules: first and last learning rate, and a warm-up."""
 
+    type: ClassVar[str]
+
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
-        None,
-        check=not_negative,
-        doc="Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.",
+        None, check=not_negative, doc="Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given."
     )
     stop_lr_ratio: float | None = option(None, check=_ratio, doc="`stop_lr` as a fraction of `start_lr`.")
     warmup_steps: int = option(0, check=not_negative_int, unit="steps", doc="Length of the linear warm-up.")
@@ -54,6 +54,16 @@ class _Schedule:
         """Return the length of the warm-up of a run of ``num_steps`` steps."""
         return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
 
+    def summary(self) -> str:
+        """Return type and main options in words."""
+        words = f"{self.type}, {self.start_lr:g} to {self.end_lr:g}{self._shape_words()}"
+        if self.warmup_steps:
+            return f"{words}, warm-up {self.warmup_steps} steps"
+        return f"{words}, warm-up {100 * self.warmup_ratio:g} %" if self.warmup_ratio else words
+
+    def _shape_words(self) -> str:
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpScheduleConfig(_Schedule):
@@ -66,6 +76,10 @@ class ExpScheduleConfig(_Schedule):
         None, check=_ratio, doc="Factor of one decay; null: such that the last step has `stop_lr`."
     )
     smooth: bool = option(False, doc="Whether to decay at each step instead of at every `decay_steps`.")
+
+    def _shape_words(self) -> str:
+        rate = "" if self.decay_rate is None else f" by {self.decay_rate:g}"
+        return f", every {'step' if self.smooth else f'{self.decay_steps} steps'}{rate}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +99,12 @@ class WsdScheduleConfig(_Schedule):
     decay_type: str = option(
         "inverse_linear", choices=("inverse_linear", "cosine", "linear"), doc="How the rate goes down."
     )
+
+    def _shape_words(self) -> str:
+        return f", {self.decay_type} over the last {100 * self.decay_phase_ratio:g} %"
+
+
+ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +197,9 @@ class LKFConfig:
     kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
 
 
+OptimizerConfig = AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig
+
+
 def _is_delta(value: Any) -> bool:
     return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
 
@@ -227,14 +250,26 @@ class EnerLossConfig:
     )
 
     @property
+    def weights(self) -> dict[str, tuple[float, float]]:
+        """First and last weight of each active term (``e``, ``f``, ...): either of them is not zero."""
+        found = {term: (getattr(self, f"start_pref_{term}"), getattr(self, f"limit_pref_{term}")) for term in _TERMS}
+        return {term: pair for term, pair in found.items() if any(pair)}
+
+    @property
     def labels(self) -> tuple[str, ...]:
-        """Labels that the active terms compare with; a term is active if either of its weights is not zero."""
-        wanted = {
-            "e": (ENERGY,),
-            "f": (FORCE,),
-            "v": (VIRIAL,),
-            "ae": (ATOM_ENERGY,),
-            "pf": (FORCE, ATOM_PREF),
-        }
-        active = [k for k in wanted if getattr(self, f"start_pref_{k}") or getattr(self, f"limit_pref_{k}")]
-        return tuple(dict.fromkeys(label for term in active for label in wanted[term]))
+        """Labels that the active terms compare with."""
+        return tuple(dict.fromkeys(label for term in self.weights for label in _TERMS[term][1]))
+
+    def summary(self) -> str:
+        """Return kind of the errors and the active terms in words."""
+        kind = "huber" if self.use_huber else self.loss_func
+        return f"{kind}: " + ", ".join(f"{_TERMS[t][0]} {a:g} to {b:g}" for t, (a, b) in self.weights.items())
+
+
+_TERMS = {  # term -> what it compares, and the labels that it needs
+    "e": ("energy", (ENERGY,)),
+    "f": ("force", (FORCE,)),
+    "v": ("virial", (VIRIAL,)),
+    "ae": ("atomic energy", (ATOM_ENERGY,)),
+    "pf": ("weighted force", (FORCE, ATOM_PREF)),
+}

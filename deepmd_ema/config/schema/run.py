@@ -9,22 +9,12 @@ from typing import Any
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.messages import Source, dotted
 from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.optim import (
-    AdamConfig,
-    AdaMuonConfig,
-    AdamWConfig,
-    CosineScheduleConfig,
-    EnerLossConfig,
-    ExpScheduleConfig,
-    HybridMuonConfig,
-    LKFConfig,
-    WsdScheduleConfig,
-)
+from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
 from deepmd_ema.weights import LIVE
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TaskConfig:
     """What one task of a run trains: a model with its loss and its data.
 
@@ -54,12 +44,8 @@ class RunConfig:
     """
 
     model: ModelConfig = option(default_type="standard", doc="What is trained.")
-    learning_rate: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig = option(
-        default_type="exp", doc="How the learning rate goes down."
-    )
-    optimizer: AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig = option(
-        AdamConfig(), default_type="Adam", doc="How parameters follow gradients."
-    )
+    learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
+    optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
     loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
     validating: ValidatingConfig = option(ValidatingConfig(), doc="Full validation and the best weights.")
@@ -71,14 +57,7 @@ class RunConfig:
     def tasks(self) -> dict[str, TaskConfig]:
         """The tasks of the run by name; the only task of a single-task input is called ``""``."""
         t = self.training
-        task = TaskConfig(
-            name="",
-            model=self.model,
-            loss=self.loss,
-            training_data=t.training_data,
-            validation_data=t.validation_data,
-        )
-        return {task.name: task}
+        return {"": TaskConfig("", self.model, self.loss, t.training_data, t.validation_data)}
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
         """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""

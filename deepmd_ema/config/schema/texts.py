@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import Check
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="TextOption")
 
@@ -84,6 +84,28 @@ class SystemProbability(TextOption):
         if any(start >= stop for start, stop, _ in blocks) or (texts and not sum(weight for *_, weight in blocks)):
             raise ConfigError(f'auto_prob = "{self}": expected start < stop, and a weight above 0.')
         self.blocks = tuple(blocks)
+
+
+class ActivationName(TextOption):
+    """An activation function.
+
+    Attributes:
+        known: what an input may say, beside ``silut:T``; other capital letters are read here and refused there.
+        kind: the name in lower case, ``silut`` for one with a number.
+        bend: where ``silut`` bends into a tanh; 3 without a number, as in DeePMD-kit.
+    """
+
+    known: ClassVar[tuple[str, ...]] = (
+        "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
+    )  # fmt: skip
+    kind: str
+    bend: float
+
+    def _read(self) -> None:
+        found = re.fullmatch(r"silut:(\d+(?:\.\d*)?)", self.lower())
+        if found is None and self.lower() not in self.known:
+            raise ConfigError(f'activation_function "{self}" is unknown. {did_you_mean(self, self.known)}')
+        self.kind, self.bend = self.partition(":")[0].lower(), float(found[1]) if found else 3.0
 
 
 class Metric(TextOption):

@@ -5,22 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema.config.fields import (
-    Check,
-    file_name,
-    not_negative,
-    not_negative_int,
-    option,
-    positive,
-    positive_int,
-)
-from deepmd_ema.config.schema.averaging import (
-    EmaAverageConfig,
-    EmaShorthand,
-    EmaValidationShorthand,
-    PowerAverageConfig,
-    SwaAverageConfig,
-)
+from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.texts import (
     BatchSizeRule,
     Metric,
@@ -161,7 +147,7 @@ class TrainingConfig:
         check=Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
         doc="Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
     )
-    averaging: list[EmaAverageConfig | PowerAverageConfig | SwaAverageConfig] = option(
+    averaging: list[AverageConfig] = option(
         [],
         default_type="ema",
         doc="Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "

@@ -6,18 +6,22 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.heuristics import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
-from deepmd_ema.data.check.scan import Range, SystemScan, scan_system
+from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
 
-Array: TypeAlias = np.ndarray
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
@@ -58,11 +62,8 @@ class DataReport:
         out = _table("Training data", self.training, self.type_map)
         if self.validation:
             out += _table("Validation data", self.validation, self.type_map)
-        return out + self._neighbor_lines()
-
-    def _neighbor_lines(self) -> list[str]:
         if self.neighbors is None:
-            return []
+            return out
         names, nearest = self.type_map, self.neighbors.nearest
         pairs = [
             f"{names[a]}-{names[b]} {nearest[a, b]:.3f}"
@@ -71,27 +72,24 @@ class DataReport:
             if math.isfinite(nearest[a, b])
         ]
         most = [f"{n} {name}" for n, name in zip(self.neighbors.max_neighbors, names)]
-        seen = f" (in {self.num_searched:,} frames, evenly taken)" if self._is_sampled() else ""
+        usable = sum(s.system.num_frames - len(s.bad_frames) for s in self.training + self.validation)
+        seen = f" (in {self.num_searched:,} frames, evenly taken)" if self.num_searched < usable else ""
         most.append(f"{self.neighbors.max_total} together")
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
+            *out,
             f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom{where}",
             f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}",
         ]
-
-    def _is_sampled(self) -> bool:
-        scans = self.training + self.validation
-        return self.num_searched < sum(s.system.num_frames - len(s.bad_frames) for s in scans)
 
 
 def check_systems(
     training: Sequence[FrameSource],
     validation: Sequence[FrameSource],
     type_map: Sequence[str],
-    rcut: float,
+    descriptor: DescriptorConfig,
     labels: Sequence[str] = (),
-    min_distance: float | None = None,
-    sel: Sequence[int] | None = None,
+    min_distance: float = MIN_DISTANCE,
     max_searched: int = 20_000,
 ) -> DataReport:
     """Return problems, warnings and a summary of the data; nothing is raised for wrong data.
@@ -100,28 +98,28 @@ def check_systems(
         training: training systems.
         validation: validation systems, may be none.
         type_map: the model's elements.
-        rcut: cutoff radius, angstrom.
+        descriptor: section of the model, which knows its cutoff and how many neighbors it keeps.
         labels: labels that the loss has a prefactor for.
-        min_distance: atoms closer than this, angstrom, are a problem; None for 0.3.
-        sel: most neighbors that the model keeps, one number per element or one for all; None if not yet chosen.
+        min_distance: atoms closer than this, angstrom, are a problem.
         max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
     """
-    report = DataReport(tuple(type_map), rcut)
+    report = DataReport(tuple(type_map), descriptor.cutoff)
     report.training = [scan_system(s, len(type_map)) for s in training]
     report.validation = [scan_system(s, len(type_map)) for s in validation]
     every = report.training + report.validation
-    for scan in every:
-        report.problems += scan.problems
-    chosen = _choose_frames(every, max_searched)
+    report.problems += [problem for scan in every for problem in scan.problems]
+    # without frames of broken geometry
+    chosen = [(k, i) for k, scan in enumerate(every) for i in range(scan.system.num_frames) if i not in scan.bad_frames]
+    if len(chosen) > max_searched:
+        chosen = [chosen[int(i)] for i in np.linspace(0, len(chosen) - 1, max_searched).round()]
     report.num_searched = len(chosen)
     if chosen:
-        report.neighbors = neighbor_statistics(_geometries(every, chosen), rcut, len(type_map))
+        report.neighbors = neighbor_statistics(_geometries(every, chosen), descriptor.cutoff, len(type_map))
         if math.isfinite(report.neighbors.min_distance):
             k, index = chosen[int(report.neighbors.frame_min.argmin())]
             report.closest = f"{every[k].system.name} frame {index}"
-        bound = MIN_DISTANCE if min_distance is None else min_distance
-        report.problems += _too_close(every, chosen, report.neighbors, bound, type_map)
-        report.warnings += _sel_warnings(sel, report.neighbors, rcut)
+        report.problems += _too_close(every, chosen, report.neighbors, min_distance, type_map)
+        report.warnings += _too_few_neighbors(descriptor, report.neighbors)
     report.problems += _no_labels(report.training, labels)
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
@@ -133,20 +131,10 @@ def check_systems(
     return report
 
 
-def _choose_frames(scans: Sequence[SystemScan], most: int) -> list[tuple[int, int]]:
-    """Return (system, frame) of the frames to search neighbors in, without frames of broken geometry."""
-    usable = [(k, i) for k, scan in enumerate(scans) for i in range(scan.system.num_frames) if i not in scan.bad_frames]
-    if len(usable) <= most:
-        return usable
-    return [usable[int(i)] for i in np.linspace(0, len(usable) - 1, most).round()]
-
-
 def _geometries(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]]) -> Iterator[FrameGeometry]:
     """Yield coordinates, cell and types of the frames ``chosen``, which are sorted."""
-    frames_of: dict[int, list[int]] = {}
-    for k, index in chosen:
-        frames_of.setdefault(k, []).append(index)
-    for k, frames in frames_of.items():
+    for k, group in groupby(chosen, key=itemgetter(0)):
+        frames = [index for _, index in group]
         for chunk in scans[k].system.chunks((COORD, BOX)):
             start, stop = bisect_left(frames, chunk.first), bisect_left(frames, chunk.first + chunk.num_frames)
             for row in (index - chunk.first for index in frames[start:stop]):
@@ -185,16 +173,17 @@ def _too_close(
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
-def _sel_warnings(sel: Sequence[int] | None, found: NeighborStatistics, rcut: float) -> list[str]:
-    if sel is None:
+def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics) -> list[str]:
+    kept, option = descriptor.neighbors, descriptor.neighbors_option
+    if kept is None:
         return []
-    needed = list(found.max_neighbors) if len(sel) == len(found.max_neighbors) else [found.max_total]
-    if all(n <= s for n, s in zip(needed, sel)):
+    needed = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
+    if all(n <= most for n, most in zip(needed, kept)):
         return []
-    enough = [max(n, s) for n, s in zip(needed, sel)]
+    enough = [max(n, most) for n, most in zip(needed, kept)]
     return [
-        f"sel = {list(sel)} is too small: an atom has up to {needed} neighbors within {rcut:g} angstrom, and the "
-        f"farthest are dropped, which makes the energy jump. Use sel {enough} or more, or auto."
+        f"{option} = {list(kept)} is too small: an atom has up to {needed} neighbors within {descriptor.cutoff:g} "
+        f"angstrom, and the farthest are dropped, which makes the energy jump. Use {option} {enough} or more, or auto."
     ]
 
 
@@ -231,10 +220,7 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
 def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
     if not report.training:
         return []
-    trained, validated = (
-        sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
-        for scans in (report.training, report.validation)
-    )
+    trained, validated = (_count_elements(scans, type_map) for scans in (report.training, report.validation))
     warnings = []
     unseen = [name for name, n in zip(type_map, trained) if not n]
     if unseen:
@@ -245,9 +231,13 @@ def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
     return warnings
 
 
+def _count_elements(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Array:
+    return sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
+
+
 def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
     frames = sum(s.system.num_frames for s in scans)
-    counts = sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
+    counts = _count_elements(scans, type_map)
     elements = ", ".join(f"{name} {n:,}" for name, n in zip(type_map, counts))
     plural = "system" if len(scans) == 1 else "systems"
     out = [f"{title}: {len(scans)} {plural}, {frames:,} frames, {int(counts.sum()):,} atoms ({elements})"]
@@ -257,29 +247,24 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
+        labels = [
+            label if have == system.num_frames else f"{label} ({have:,} frames)"
+            for label, have in scan.label_frames.items()
+        ]
         out.append(
             f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
-            f"{', '.join(_label_text(scan, label) for label in scan.label_frames) or 'no labels'}"
+            f"{', '.join(labels) or 'no labels'}"
         )
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
-    return out + [line for label in LABELS if (line := _range_line(scans, label))]
-
-
-def _label_text(scan: SystemScan, label: str) -> str:
-    have = scan.label_frames[label]
-    return label if have == scan.system.num_frames else f"{label} ({have:,} frames)"
-
-
-def _range_line(scans: Sequence[SystemScan], label: str) -> str:
-    labelled = [s for s in scans if label in s.ranges and s.ranges[label].count]
-    if not labelled:
-        return ""
-    total = Range()
-    for scan in labelled:
-        total.merge(scan.ranges[label])
-    worst = max(labelled, key=lambda s: s.ranges[label].largest)
-    where = f"{worst.system.name} frame {worst.ranges[label].largest_frame}"
-    unit = LABELS[label].unit + "/atom" * LABELS[label].extensive
-    rms = f", RMS {total.rms:.4g}" if label != ENERGY else ""
-    return f"  {label:<6} {total.low:.6g} to {total.high:.6g} {unit}{rms} (largest: {where})"
+    for name, label in LABELS.items():
+        found = [(s.ranges[name], s.system.name) for s in scans if name in s.ranges and s.ranges[name].count]
+        if found:
+            ranges = [one for one, _ in found]
+            low, high = min(r.low for r in ranges), max(r.high for r in ranges)
+            mean_square = sum(r.sum_squares for r in ranges) / sum(r.count for r in ranges)
+            rms = f", RMS {math.sqrt(mean_square):.4g}" if name != ENERGY else ""
+            worst, place = max(found, key=lambda pair: pair[0].largest)
+            where = f"largest: {place} frame {worst.largest_frame}"
+            out.append(f"  {name:<6} {low:.6g} to {high:.6g} {label.unit}{'/atom' * label.extensive}{rms} ({where})")
+    return out

@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
 from deepmd_ema.labels import ENERGY, FORCE, LABELS
-
-Array: TypeAlias = np.ndarray
 
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
@@ -28,11 +26,6 @@ class Range:
     sum_squares: float = 0.0
     count: int = 0
     largest_frame: int = -1
-
-    @property
-    def rms(self) -> float:
-        """Root of the mean square."""
-        return math.sqrt(self.sum_squares / self.count) if self.count else math.nan
 
     @property
     def largest(self) -> float:
@@ -53,16 +46,13 @@ class Range:
         if self.largest > before or self.largest_frame < 0:
             self.largest_frame = first_frame + int(np.abs(known).max(axis=1).argmax())
 
-    def merge(self, other: Range) -> None:
-        """Add another range; ``largest_frame`` stays, because frame numbers belong to one source."""
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.sum_squares += other.sum_squares
-        self.count += other.count
 
-
-@dataclass
 class SystemScan:
-    """What one pass over a source found.  F frames, T types.
+    """What one pass over a source finds.  F frames, T types.
+
+    Args:
+        system: the source.
+        num_types: T.
 
     Attributes:
         system: the source.
@@ -79,57 +69,53 @@ class SystemScan:
         work: pairs of frames close to each other: energy difference and work of the forces between them, eV.
     """
 
-    system: FrameSource
-    problems: list[str]
-    bad_frames: set[int]
-    type_counts: Array
-    energy: Array
-    net_force: Array
-    force_rms: Array
-    ranges: dict[str, Range] = field(default_factory=dict)
-    label_frames: dict[str, int] = field(default_factory=dict)
-    open_frames: int = 0
-    digests: list[bytes] = field(default_factory=list)
-    work: list[tuple[float, float]] = field(default_factory=list)
+    def __init__(self, system: FrameSource, num_types: int) -> None:
+        self.system = system
+        self.problems: list[str] = []
+        self.bad_frames: set[int] = set()
+        self.type_counts = np.zeros((system.num_frames, num_types), np.int64)
+        self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
+        self.ranges: dict[str, Range] = {}
+        self.label_frames: dict[str, int] = {}
+        self.open_frames = 0
+        self.digests: list[bytes] = []
+        self.work: list[tuple[float, float]] = []
 
 
 def scan_system(system: FrameSource, num_types: int) -> SystemScan:
     """Read all numbers of ``system`` once and return what the checks need of them."""
-    frames = system.num_frames
-    scan = SystemScan(
-        system=system,
-        problems=[],
-        bad_frames=set(),
-        type_counts=np.zeros((frames, num_types), np.int64),
-        energy=np.full(frames, np.nan),
-        net_force=np.full(frames, np.nan),
-        force_rms=np.full(frames, np.nan),
-    )
+    scan = SystemScan(system, num_types)
     broken: dict[tuple[str, str], _Broken] = {}
     with np.errstate(all="ignore"):  # broken numbers are reported as problems, not as warnings of their arithmetic
         for chunk in system.chunks():
             _find_broken(scan, chunk, broken)
             _describe(scan, chunk)
-    scan.problems += [one.message() for one in broken.values()]
+    for one in broken.values():
+        more = f" and {one.count - 1} more frames" if one.count > 1 else ""
+        place = f"{one.place.file}: frame {one.place.frame}{more} (of {one.place.num_frames}, from 0)"
+        scan.problems.append(f"{place}: {one.fault}")
     return scan
 
 
 @dataclass
 class _Broken:
-    """Frames of one file that have the same fault, reported as one message."""
+    """Frames of one file that have the same fault, reported as one message about the first."""
 
     place: Place
     fault: str
     count: int = 0
 
-    def message(self) -> str:
-        more = f" and {self.count - 1} more frames" if self.count > 1 else ""
-        return f"{self.place.file}: frame {self.place.frame}{more} (of {self.place.num_frames}, from 0): {self.fault}"
-
 
 def _find_broken(scan: SystemScan, chunk: Chunk, broken: dict[tuple[str, str], _Broken]) -> None:
     """Add the frames of ``chunk`` that hold numbers which are not finite, or cells without a volume."""
     exists = (chunk.types >= 0)[:, :, None]
+
+    def add(row: int, array: str, kind: str, fault: str) -> None:
+        place = scan.system.where(chunk.first + row, array)
+        broken.setdefault((place.file, kind), _Broken(place, fault)).count += 1
+        if array in (COORD, BOX):
+            scan.bad_frames.add(chunk.first + row)
+
     for name, array in chunk.arrays.items():
         bad = ~np.isfinite(array)
         if not bad.any():
@@ -139,21 +125,15 @@ def _find_broken(scan: SystemScan, chunk: Chunk, broken: dict[tuple[str, str], _
         for k in np.flatnonzero(bad.reshape(chunk.num_frames, -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
             atom = f" at atom {first[0]}" if array.ndim == 3 else ""
-            fault = f"{array[k][first]}{atom}. Expected finite numbers; remove the frame or compute it again."
-            _add(broken, scan.system.where(chunk.first + k, name), "finite", fault)
-            if name in (COORD, BOX):
-                scan.bad_frames.add(chunk.first + k)
+            value = f"{array[k][first]}{atom}"
+            add(k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again.")
     if BOX in chunk.arrays:
-        for k in np.flatnonzero(_has_no_volume(chunk.arrays[BOX])).tolist():
+        cells = chunk.arrays[BOX].reshape(-1, 3, 3)
+        lengths = np.linalg.norm(cells, axis=2).prod(axis=1)
+        for k in np.flatnonzero(np.abs(np.linalg.det(cells)) <= _FLAT_CELL * lengths).tolist():
             cell = " ".join(f"{v:g}" for v in chunk.arrays[BOX][k])
-            fault = f"the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
-            _add(broken, scan.system.where(chunk.first + k, BOX), "volume", fault)
-            scan.bad_frames.add(chunk.first + k)
-
-
-def _add(broken: dict[tuple[str, str], _Broken], place: Place, kind: str, fault: str) -> None:
-    """Count a fault of a kind in a file; the message is about the first."""
-    broken.setdefault((place.file, kind), _Broken(place, fault)).count += 1
+            advice = "For open boundaries add an empty file nopbc to the system."
+            add(k, BOX, "volume", f"the cell has no volume ({cell}). {advice}")
 
 
 def _describe(scan: SystemScan, chunk: Chunk) -> None:
@@ -214,9 +194,3 @@ def _digests(chunk: Chunk) -> list[bytes]:
         content = b"".join(part.tobytes() for part in parts) + (b"" if box is None else box[k].tobytes())
         digests.append(hashlib.blake2b(content, digest_size=16).digest())
     return digests
-
-
-def _has_no_volume(box: Array) -> Array:
-    cells = box.reshape(-1, 3, 3)
-    lengths = np.linalg.norm(cells, axis=2).prod(axis=1)
-    return np.abs(np.linalg.det(cells)) <= _FLAT_CELL * lengths

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.errors import DataError
-
-Array: TypeAlias = np.ndarray
 
 
 @dataclass(frozen=True)

@@ -5,76 +5,59 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import array, chosen, fill, fill_networks, layer_trees, precision_of
+from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config import ModelConfig
     from deepmd_ema.model.fitting.ener import EnergyFitting
 
-OPTIONS = (
-    "type", "neuron", "resnet_dt", "numb_fparam", "numb_aparam", "default_fparam", "rcond", "activation_function",
-    "precision", "layer_name",
-)  # fmt: skip
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
 
-class EnerTree:
+class EnerTree(PartTree):
     """Tree of ener."""
 
-    def write(self, fitting: EnergyFitting, config: ModelConfig) -> Tree:
+    def write(self, part: EnergyFitting, config: ModelConfig) -> Tree:
         """Return the tree of a fitting network."""
-        section, precision = config.fitting_net, precision_of(fitting.dtype)
+        section, ntypes = config.fitting_net, len(config.type_map)
+        options = plain(section) | {"precision": precision_of(part.dtype)}
         trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
-        common = {"neuron": list(section.neuron), "activation_function": section.activation_function,
-                  "resnet_dt": section.resnet_dt, "precision": precision}  # fmt: skip
+        common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
+        network = {
+            "@class": "FittingNetwork",
+            "@version": 1,
+            "in_dim": part.dim_in + section.numb_fparam + section.numb_aparam,
+            "out_dim": 1,
+            **common,
+            "bias_out": True,
+        }
         return {
             "@class": "Fitting",
             "@version": 4,
             "var_name": "energy",
-            "ntypes": len(config.type_map),
-            "dim_descrpt": fitting.dim_in,
+            "ntypes": ntypes,
+            "dim_descrpt": part.dim_in,
             **common,
-            "numb_fparam": section.numb_fparam,
-            "numb_aparam": section.numb_aparam,
-            "dim_case_embd": section.dim_case_embd,
-            "default_fparam": section.default_fparam,
-            "rcond": section.rcond,
+            **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
             "mixed_types": False,
             "exclude_types": list(config.atom_exclude_types),
-            "nets": {
-                "@class": "NetworkCollection",
-                "@version": 1,
-                "ndim": 1,
-                "ntypes": len(config.type_map),
-                "network_type": "fitting_network",
-                "networks": [
-                    {
-                        "@class": "FittingNetwork",
-                        "@version": 1,
-                        "in_dim": fitting.dim_in + section.numb_fparam + section.numb_aparam,
-                        "out_dim": 1,
-                        **common,
-                        "bias_out": True,
-                        "layers": layer_trees(net, precision, hidden_only=False),
-                    }
-                    for net in fitting.networks
-                ],
-            },
+            "nets": network_trees("fitting_network", part.networks, network, ndim=1, ntypes=ntypes, hidden_only=False),
             VARIABLES: {
-                "bias_atom_e": array(fitting.bias_atom_e),
+                "bias_atom_e": array(part.bias_atom_e),
                 "case_embd": None,
-                **{name: array(getattr(fitting, name, None)) for name in STATISTICS},
+                **{name: array(getattr(part, name, None)) for name in STATISTICS},
             },
             "type_map": list(config.type_map),
             "tot_ener_zero": False,
             "trainable": [trained] * (len(section.neuron) + 1),
-            "layer_name": section.layer_name,
+            "layer_name": options["layer_name"],
             "use_aparam_as_mask": False,
             "spin": None,
             "type": "ener",
             "dim_out": 1,
-            "atom_ener": list(section.atom_ener),
+            "atom_ener": options["atom_ener"],
         }
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
@@ -90,12 +73,12 @@ class EnerTree:
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
         trained = all(tree.get("trainable", [True]))
-        return {**chosen(tree, OPTIONS), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
+        return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
 
-    def fill(self, fitting: EnergyFitting, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: EnergyFitting, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the fitting network."""
-        fill_networks("nets", fitting.networks, tree["nets"]["networks"])
-        fill("bias_atom_e", fitting.bias_atom_e, tree[VARIABLES]["bias_atom_e"])
+        fill_networks("nets", part.networks, tree["nets"]["networks"])
+        fill("bias_atom_e", part.bias_atom_e, tree[VARIABLES]["bias_atom_e"])
         for name in STATISTICS:
-            if hasattr(fitting, name):  # only where there are such parameters
-                fill(name, getattr(fitting, name), tree[VARIABLES][name])
+            if hasattr(part, name):  # only where there are such parameters
+                fill(name, getattr(part, name), tree[VARIABLES][name])

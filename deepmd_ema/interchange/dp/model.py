@@ -1,47 +1,120 @@
-"""Models as the dictionaries that DeePMD-kit serializes them to, and back."""
+"""DeePMD-kit's model files, ``.dp`` (HDF5) and ``.yaml``: written from our models and read into them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.load import model_config_from_dict
-from deepmd_ema.errors import CheckpointError
+import numpy as np
+import torch
+
+from deepmd_ema import __version__
+from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config.schema.model import EnerFittingConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.ener import EnerTree
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import array, chosen, fill
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
+from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
 from deepmd_ema.model.build import build_model
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config import ModelConfig
     from deepmd_ema.model.energy import EnergyModel
 
-
-class DescriptorTree(Protocol):
-    """How one kind of descriptor is written to a tree and read from it. What is read is what was written, bitwise."""
-
-    def write(self, descriptor: Any, section: Any, type_map: Sequence[str]) -> Tree:
-        """Return the tree of a descriptor; arrays are copies on the CPU."""
-
-    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
-        """Return features that are not available here, and whether the tree uses them."""
-
-    def section(self, tree: Mapping[str, Any]) -> Tree:
-        """Return the options of the section ``model.descriptor`` that the tree gives."""
-
-    def fill(self, descriptor: Any, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into parameters and buffers.
-
-        Raises:
-            ValueError: if a shape or a number of networks or layers differs.
-        """
-
+EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
 # by the ``type`` of their sections; a descriptor without a tree trains, but cannot be frozen
-DESCRIPTOR_TREES: dict[str, DescriptorTree] = {"se_e2_a": SeE2ATree()}
-FITTING_TREES: dict[str, EnerTree] = {"ener": EnerTree()}
+DESCRIPTOR_TREES: dict[str, PartTree] = {"se_e2_a": SeE2ATree(SeE2AConfig)}
+FITTING_TREES: dict[str, PartTree] = {"ener": EnerTree(EnerFittingConfig)}
+
+
+def write_dp(
+    path: str | Path,
+    model: EnergyModel,
+    config: ModelConfig | Mapping[str, Any],
+    min_nbor_dist: float | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model in DeePMD-kit's format; the file appears whole or not at all.
+
+    Args:
+        path: ends in ``.dp`` or ``.yaml``.
+        model: as built from ``config``.
+        config: the section ``model``.
+        min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
+        extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
+
+    Raises:
+        CheckpointError: if the file cannot be written.
+    """
+    path = Path(path)
+    section = model_config_from_dict(config) if isinstance(config, Mapping) else config
+    distance = model.min_nbor_dist if min_nbor_dist is None else min_nbor_dist
+    tree: Tree = {
+        "software": "dp-ema",
+        "version": __version__,
+        "backend": "PyTorch",
+        "pt_version": str(torch.__version__),
+        "model": model_tree(model, section),
+        "model_def_script": to_dict(section),
+        EXTRA: dict(extra or {}),
+    }
+    if distance is not None:
+        tree[VARIABLES] = {"min_nbor_dist": np.array(distance, dtype=np.float64)}
+    write_tree(path, tree)
+
+
+def rewrite_bias(
+    path: str | Path, target: str | Path, bias: np.ndarray, std: np.ndarray | None, facts: Mapping[str, Any]
+) -> None:
+    """Write the model file ``path`` to ``target`` with another output bias and otherwise the same content.
+
+    Args:
+        path: a file that :func:`read_dp` reads.
+        target: ends in ``.dp`` or ``.yaml``; may be ``path`` itself.
+        bias: (T,) eV.
+        std: (T,) spread of what the bias leaves unexplained, eV, or None to keep that of the file.
+        facts: plain facts to add to those under ``dp_ema``.
+
+    Raises:
+        CheckpointError: if a file cannot be read or written.
+    """
+    tree = read_tree(Path(path))
+    variables = tree["model"][VARIABLES]
+    variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
+    if std is not None:
+        variables["out_std"] = np.array(std, dtype=np.float64).reshape(1, -1, 1)
+    write_tree(Path(target), {**tree, EXTRA: {**(tree.get(EXTRA) or {}), **facts}})
+
+
+def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
+    """Return the section ``model``, the model in evaluation mode, and what else the file says.
+
+    The dictionary holds ``software``, ``version``, ``model_def_script``, ``min_nbor_dist`` (or None) and ``dp_ema``,
+    which is empty in files of DeePMD-kit.
+
+    Raises:
+        CheckpointError: if the file is missing, damaged, or holds a model that is not available here.
+    """
+    path = Path(path)
+    tree = read_tree(path)
+    if not isinstance(tree.get("model"), dict):
+        raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
+    _check_available(path, tree["model"])
+    try:
+        config = config_from_tree(tree)
+        model = model_from_tree(config, tree["model"])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: an entry of the model is missing or of another kind: {error!r}.") from error
+    except (ValueError, RuntimeError, ConfigError) as error:
+        raise CheckpointError(f"{path}: the model does not fit together: {error}") from error
+    distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
+    model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
+    info = {name: tree.get(name) for name in ("software", "version", "backend", "model_def_script")}
+    return config, model.eval(), {**info, "min_nbor_dist": model.min_nbor_dist, EXTRA: tree.get(EXTRA) or {}}
 
 
 def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
@@ -66,37 +139,9 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
         "@class": "Model",
         "@version": 2,
         "type": "standard",
-        "descriptor": DESCRIPTOR_TREES[name].write(model.descriptor, config.descriptor, config.type_map),
-        "fitting": FITTING_TREES[config.fitting_net.type].write(model.fitting, config),  # type: ignore[arg-type]
+        "descriptor": DESCRIPTOR_TREES[name].write(model.descriptor, config),
+        "fitting": FITTING_TREES[config.fitting_net.type].write(model.fitting, config),
     }
-
-
-def check_available(path: Path, tree: Mapping[str, Any]) -> None:
-    """Refuse by name what is not available here.
-
-    Raises:
-        CheckpointError: naming the descriptor, the fitting or the feature.
-    """
-    kind = tree.get("type", "standard")
-    if kind != "standard":
-        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard models are available here.")
-    parts = (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES))
-    trees = {part: tree.get(part) or {} for part, _ in parts}
-    problems = [
-        f"{path}: {part} {trees[part].get('type')!r} is not available here. Known: {', '.join(known)}."
-        for part, known in parts
-        if trees[part].get("type") not in known
-    ]
-    if not problems:
-        used = {
-            feature: None
-            for part, known in parts
-            for feature, is_used in known[trees[part]["type"]].unavailable(trees[part]).items()
-            if is_used
-        }
-        problems = [f"{path}: uses {feature}, which is not available here." for feature in used]
-    if problems:
-        raise CheckpointError(problems)
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
@@ -106,10 +151,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
         "type_map": model["type_map"],
-        "descriptor": {
-            **_seed(script.get("descriptor")),
-            **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor),
-        },
+        "descriptor": {**_seed(script.get("descriptor")), **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor)},
         "fitting_net": {**_seed(script.get("fitting_net")), **FITTING_TREES[fitting["type"]].section(fitting)},
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],
@@ -129,8 +171,31 @@ def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel
     if tree[VARIABLES].get("out_std") is not None:
         fill("out_std", model.out_std, tree[VARIABLES]["out_std"])
     DESCRIPTOR_TREES[config.descriptor.type].fill(model.descriptor, tree["descriptor"])
-    FITTING_TREES[config.fitting_net.type].fill(model.fitting, tree["fitting"])  # type: ignore[arg-type]
+    FITTING_TREES[config.fitting_net.type].fill(model.fitting, tree["fitting"])
     return model
+
+
+def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
+    """Refuse by name what is not available here.
+
+    Raises:
+        CheckpointError: naming the descriptor, the fitting or the feature.
+    """
+    kind = tree.get("type", "standard")
+    if kind != "standard":
+        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard models are available here.")
+    problems: list[str] = []
+    used: dict[str, bool] = {}
+    for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
+        found = tree.get(part) or {}
+        if found.get("type") in known:
+            used |= {name: True for name, is_used in known[found["type"]].unavailable(found).items() if is_used}
+        else:
+            names = ", ".join(known)
+            problems.append(f"{path}: {part} {found.get('type')!r} is not available here. Known: {names}.")
+    problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in used]
+    if problems:
+        raise CheckpointError(problems)
 
 
 def _seed(section: Any) -> Tree:

@@ -1,8 +1,9 @@
-"""Networks of dense layers and plain arrays in DeePMD-kit's trees."""
+"""What the trees of all descriptors and fittings share: networks of dense layers, options and arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,26 +12,81 @@ import torch
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 
 if TYPE_CHECKING:
+    from deepmd_ema.config import ModelConfig
     from deepmd_ema.model.nn.layers import Network
 
 
-def layer_trees(net: Network, precision: str, *, hidden_only: bool) -> list[Tree]:
-    """Return the layers of a network; unless ``hidden_only``, the last one is the linear output."""
-    last = None if hidden_only else net.stack[-1]
-    return [
-        {
-            "@class": "Layer",
-            "@version": 2,
-            "bias": True,
-            "use_timestep": layer.idt is not None,
-            "activation_function": layer.activation.name,
-            "resnet": layer is not last,
-            "precision": precision,
-            "trainable": layer.weight.requires_grad,
-            VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
-        }
-        for layer in net.stack
-    ]
+class PartTree:
+    """How one kind of descriptor or fitting is written to a tree and read from it.
+
+    What is read is what was written, bitwise.
+
+    Args:
+        section: class of its section in the config.
+    """
+
+    def __init__(self, section: Any) -> None:
+        self._options = ("type", *(field.name for field in fields(section)))
+
+    def write(self, part: Any, config: ModelConfig) -> Tree:
+        """Return the tree of a descriptor or fitting; arrays are copies on the CPU."""
+        raise NotImplementedError
+
+    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Return features that are not available here, and whether the tree uses them."""
+        raise NotImplementedError
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives."""
+        return chosen(tree, self._options)
+
+    def fill(self, part: Any, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into parameters and buffers.
+
+        Raises:
+            ValueError: if a shape or a number of networks or layers differs.
+        """
+        raise NotImplementedError
+
+
+def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, ntypes: int, hidden_only: bool) -> Tree:
+    """Return the tree of networks.
+
+    Args:
+        kind: ``network_type``.
+        nets: the networks.
+        common: entries of each network's tree before its layers.
+        ndim: elements that a network depends on.
+        ntypes: number of elements.
+        hidden_only: whether all layers are hidden ones; else the last one is the linear output.
+    """
+    return {
+        "@class": "NetworkCollection",
+        "@version": 1,
+        "ndim": ndim,
+        "ntypes": ntypes,
+        "network_type": kind,
+        "networks": [
+            {
+                **common,
+                "layers": [
+                    {
+                        "@class": "Layer",
+                        "@version": 2,
+                        "bias": True,
+                        "use_timestep": layer.idt is not None,
+                        "activation_function": layer.activation.name,
+                        "resnet": hidden_only or layer is not net.stack[-1],
+                        "precision": common["precision"],
+                        "trainable": layer.weight.requires_grad,
+                        VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
+                    }
+                    for layer in net.stack
+                ],
+            }
+            for net in nets
+        ],
+    }
 
 
 def fill_networks(name: str, nets: list[Network], trees: list[Tree]) -> None:
@@ -77,6 +133,6 @@ def precision_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def chosen(tree: Mapping[str, Any], names: tuple[str, ...]) -> Tree:
+def chosen(tree: Mapping[str, Any], names: Sequence[str]) -> Tree:
     """Return those entries of a tree that are options of a section."""
     return {name: tree[name] for name in names if name in tree}

@@ -2,74 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import array, chosen, fill, fill_networks, layer_trees, precision_of
+from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.descriptor import SeE2AConfig
+    from deepmd_ema.config import ModelConfig
     from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 
-OPTIONS = (
-    "type", "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
-    "precision", "exclude_types", "env_protection", "trainable", "type_one_side",
+SHAPE = (
+    "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
+    "precision",
 )  # fmt: skip
 
 
-class SeE2ATree:
+class SeE2ATree(PartTree):
     """Tree of se_e2_a."""
 
-    def write(self, descriptor: SeE2ADescriptor, section: SeE2AConfig, type_map: Sequence[str]) -> Tree:
+    def write(self, part: SeE2ADescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
-        precision = precision_of(descriptor.dtype)
+        options = plain(config.descriptor) | {"sel": list(part.sel), "precision": precision_of(part.dtype)}
+        network = {
+            "@class": "EmbeddingNetwork",
+            "@version": 2,
+            "in_dim": 1,
+            **chosen(options, ("neuron", "activation_function", "resnet_dt")),
+            "bias": True,
+            "precision": options["precision"],
+        }
+        ndim, ntypes = 1 if options["type_one_side"] else 2, len(config.type_map)
         return {
             "@class": "Descriptor",
             "type": "se_e2_a",
             "@version": 2,
-            "rcut": section.rcut,
-            "rcut_smth": section.rcut_smth,
-            "sel": list(descriptor.sel),
-            "neuron": list(section.neuron),
-            "axis_neuron": section.axis_neuron,
-            "resnet_dt": section.resnet_dt,
-            "set_davg_zero": section.set_davg_zero,
-            "activation_function": section.activation_function,
-            "precision": precision,
-            "embeddings": {
-                "@class": "NetworkCollection",
-                "@version": 1,
-                "ndim": 1 if section.type_one_side else 2,
-                "ntypes": len(type_map),
-                "network_type": "embedding_network",
-                "networks": [
-                    {
-                        "@class": "EmbeddingNetwork",
-                        "@version": 2,
-                        "in_dim": 1,
-                        "neuron": list(section.neuron),
-                        "activation_function": section.activation_function,
-                        "resnet_dt": section.resnet_dt,
-                        "bias": True,
-                        "precision": precision,
-                        "layers": layer_trees(net, precision, hidden_only=True),
-                    }
-                    for net in descriptor.networks
-                ],
-            },
+            **chosen(options, SHAPE),
+            "embeddings": network_trees(
+                "embedding_network", part.networks, network, ndim=ndim, ntypes=ntypes, hidden_only=True
+            ),
             "env_mat": {
-                "rcut": section.rcut,
-                "rcut_smth": section.rcut_smth,
-                "protection": section.env_protection,
+                **chosen(options, ("rcut", "rcut_smth")),
+                "protection": options["env_protection"],
                 "use_exp_switch": False,
             },
-            "exclude_types": [list(pair) for pair in section.exclude_types],
-            "env_protection": section.env_protection,
-            VARIABLES: {"davg": array(descriptor.mean), "dstd": array(descriptor.stddev)},
-            "type_map": list(type_map),
-            "trainable": section.trainable,
-            "type_one_side": section.type_one_side,
+            **chosen(options, ("exclude_types", "env_protection")),
+            VARIABLES: {"davg": array(part.mean), "dstd": array(part.stddev)},
+            "type_map": list(config.type_map),
+            **chosen(options, ("trainable", "type_one_side")),
             "spin": None,
         }
 
@@ -81,12 +62,8 @@ class SeE2ATree:
             "an exponential switch": bool((tree.get("env_mat") or {}).get("use_exp_switch")),
         }
 
-    def section(self, tree: Mapping[str, Any]) -> Tree:
-        """Return the options of the section ``model.descriptor``."""
-        return chosen(tree, OPTIONS)
-
-    def fill(self, descriptor: SeE2ADescriptor, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: SeE2ADescriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
-        fill("davg", descriptor.mean, tree[VARIABLES]["davg"])
-        fill("dstd", descriptor.stddev, tree[VARIABLES]["dstd"])
-        fill_networks("embeddings", descriptor.networks, tree["embeddings"]["networks"])
+        fill("davg", part.mean, tree[VARIABLES]["davg"])
+        fill("dstd", part.stddev, tree[VARIABLES]["dstd"])
+        fill_networks("embeddings", part.networks, tree["embeddings"]["networks"])

@@ -21,7 +21,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.descriptor import SeE2AConfig
+    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
     from deepmd_ema.model.interface import Block
 
 SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepmd_ema.errors import ConfigError, did_you_mean
-
-SILUT_THRESHOLD = 3.0  # of a "silut" without a number, as in DeePMD-kit
+from deepmd_ema.config.schema.texts import ActivationName
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,10 @@ def activation(name: str) -> Activation:
     Raises:
         ConfigError: if the name is unknown.
     """
-    kind, _, threshold = name.lower().partition(":")
-    if kind == "silut":
-        bend = float(threshold) if threshold else SILUT_THRESHOLD
-        return Activation(name, partial(_silut, bend=bend), partial(_silut_derivative, bend=bend))
-    if kind not in _KNOWN or threshold:
-        raise ConfigError(f'activation_function "{name}" is unknown. {did_you_mean(name, (*_KNOWN, "silut"))}')
-    return Activation(name, *_KNOWN[kind])
+    read = ActivationName(name)
+    if read.kind == "silut":
+        return Activation(str(name), partial(_silut, bend=read.bend), partial(_silut_derivative, bend=read.bend))
+    return Activation(str(name), *_KNOWN[read.kind])
 
 
 def _same(z: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.step.base import Outcome, Step
+from deepmd_ema.train.step import Outcome, Step
 
 if TYPE_CHECKING:
-    from deepmd_ema import config as sections
     from deepmd_ema.batch import Batch
+    from deepmd_ema.config.schema import optim as sections
     from deepmd_ema.optim.lkf import LKF
     from deepmd_ema.optim.schedule import Schedule
     from deepmd_ema.train.task import Task

@@ -1,25 +1,37 @@
-"""Choices, tests and rules that several sections of a model share."""
+"""Options, tests and rules that several sections of a model share."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from deepmd_ema.config.fields import Check
+from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
+from deepmd_ema.config.schema.texts import ActivationName, is_readable
 
-ACTIVATIONS = (
-    "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
-)  # fmt: skip
-PRECISIONS = ("default", "float64", "float32")
-
-bent_silu = Check(lambda v: re.fullmatch(r"silut:\d+(\.\d*)?", v) is not None, "silut:T with a number T, e.g. silut:3")
 layer_widths = Check(lambda v: len(v) > 0 and all(n > 0 for n in v), "a list of at least one whole number > 0")
 type_pairs = Check(
-    lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v),
-    "a list of pairs of type numbers, e.g. [[0, 1]]",
+    lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )
+_bent_silu = Check(lambda v: v.startswith("silut:") and is_readable(ActivationName, v), "silut:T, e.g. silut:3")
+
+
+def activation_option(doc: str) -> Any:
+    """Declare an option ``activation_function``."""
+    default = ActivationName("tanh")
+    return option(default, choices=ActivationName.known, check=_bent_silu, convert=ActivationName, doc=doc)
+
+
+def precision_option() -> Any:
+    """Declare an option ``precision``."""
+    choices = ("default", "float64", "float32")
+    return option("default", choices=choices, doc="Precision of the parameters; `default` is float64.")
+
+
+def seed_option() -> Any:
+    """Declare an option ``seed`` of a part of the model."""
+    doc = "Seed of the initial parameters; null takes it from `training.seed`."
+    return option(None, check=not_negative_int, doc=doc)
 
 
 def not_one_per_element(values: Sequence[Any], type_map: Sequence[str]) -> Iterator[str]:

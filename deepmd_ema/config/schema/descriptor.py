@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from deepmd_ema.config.descriptor.se_e2_a import SeE2AConfig
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
-
-__all__ = ["DESCRIPTORS", "DescriptorConfig", "SeE2AConfig"]
 
 
 class DescriptorConfig(Protocol):
@@ -24,10 +22,12 @@ class DescriptorConfig(Protocol):
         type: its canonical name, by which section, module and tree are registered.
         aliases: other values of ``type`` in the input.
         precision: of the parameters: ``default``, ``float64`` or ``float32``.
+        neighbors_option: name of the option that ``neighbors`` come from, for messages.
     """
 
     type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]]
+    neighbors_option: ClassVar[str]
 
     @property
     def precision(self) -> str:

@@ -8,22 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
 from deepmd_ema.config.messages import show
-from deepmd_ema.config.shared import (
-    ACTIVATIONS,
-    PRECISIONS,
-    bent_silu,
-    dashes,
-    dtype_name,
-    layer_widths,
-    not_one_per_element,
-    type_pairs,
-    unknown_types,
-)
+from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.texts import ActivationName
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.descriptor import DescriptorConfig
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
 SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
@@ -45,6 +36,7 @@ class SeE2AConfig:
 
     type: ClassVar[str] = "se_e2_a"
     aliases: ClassVar[tuple[str, ...]] = ("se_a",)
+    neighbors_option: ClassVar[str] = "sel"
 
     sel: list[int] | str = option(
         "auto",
@@ -58,7 +50,7 @@ class SeE2AConfig:
     )
     neuron: list[int] = option(
         [10, 20, 40],
-        check=layer_widths,
+        check=shared.layer_widths,
         doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
         "wide, has a skip connection.",
     )
@@ -68,12 +60,9 @@ class SeE2AConfig:
         check=positive_int,
         doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
     )
-    activation_function: str = option(
-        "tanh",
-        choices=ACTIVATIONS,
-        check=bent_silu,
-        doc="Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
-        "bends into a tanh above; T of `silut` is 3.",
+    activation_function: ActivationName = shared.activation_option(
+        "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
+        "bends into a tanh above; T of `silut` is 3."
     )
     resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
     type_one_side: bool = option(
@@ -81,13 +70,13 @@ class SeE2AConfig:
         doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
         "for each pair of elements. True is faster, about equally accurate.",
     )
-    precision: str = option("default", choices=PRECISIONS, doc="Precision of the parameters; `default` is float64.")
+    precision: str = shared.precision_option()
     trainable: bool = option(True, doc="Whether the parameters are trained.")
-    seed: int | None = option(
-        None, check=not_negative_int, doc="Seed of the initial parameters; null takes it from `training.seed`."
-    )
+    seed: int | None = shared.seed_option()
     exclude_types: list[list[int]] = option(
-        [], check=type_pairs, doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]]."
+        [],
+        check=shared.type_pairs,
+        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
     )
     env_protection: float = option(
         0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
@@ -133,16 +122,16 @@ class SeE2AConfig:
                 f"neuron = {show(self.neuron)}.",
             )
         if not isinstance(self.sel, str):
-            yield from (("sel", text) for text in not_one_per_element(self.sel, type_map))
+            yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
         excluded = [t for pair in self.exclude_types for t in pair]
-        yield from (("exclude_types", text) for text in unknown_types(excluded, type_map))
+        yield from (("exclude_types", text) for text in shared.unknown_types(excluded, type_map))
 
     def summary(self) -> str:
         """Return the main options in words."""
         sel = self.sel if isinstance(self.sel, str) else " ".join(map(str, self.sel))
         return (
             f"se_e2_a, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), sel {sel}, "
-            f"neuron {dashes(self.neuron)}, axis_neuron {self.axis_neuron}, {dtype_name(self.precision)}"
+            f"neuron {shared.dashes(self.neuron)}, axis_neuron {self.axis_neuron}, {shared.dtype_name(self.precision)}"
         )
 
     @property
