@@ -13,7 +13,7 @@ import torch
 
 from deepmd_ema import interchange
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:

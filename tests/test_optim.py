@@ -1,4 +1,4 @@
-"""Optimizers: same numbers as plain Adam, steps called off on the device, state by name, clipping."""
+"""Optimizers: same numbers as plain Adam, steps skipped on the device, state by name, clipping."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The Kalman filter: DeePMD-kit's numbers, blocks, updates called off, state, and what a step measures."""
+"""The Kalman filter: DeePMD-kit's numbers, blocks, updates skipped, state, and what a step measures."""
 
 from pathlib import Path
 

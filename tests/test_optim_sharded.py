@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def train(net, optimizer, steps=4):
-    """Train, the second step called off; the weights are in ``net``."""
+    """Train, the second step skipped; the weights are in ``net``."""
     own = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
     x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
     for k in range(steps):

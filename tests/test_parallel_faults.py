@@ -83,7 +83,7 @@ def test_a_killed_rank_is_named_by_another_one(tmp_path, stage):
 
 
 @pytest.mark.usefixtures("no_last_words")
-def test_a_killed_chief_is_told_by_one_rank(tmp_path):
+def test_a_killed_rank_0_is_told_by_one_rank(tmp_path):
     folder = make_run(tmp_path / "run")
     codes, said = run(folder, "die", "", "")
     assert codes == [-signal.SIGKILL, 1, 1]

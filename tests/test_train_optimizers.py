@@ -16,9 +16,9 @@ from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import build_loss
 from deepmd_ema.optim.lkf import LKF
+from deepmd_ema.train import kalman
+from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
 from deepmd_ema.train.run import run_training
-from deepmd_ema.train.step import kalman
-from deepmd_ema.train.step.kalman import KalmanStep, measure_energy, measure_force
 
 KINDS = {
     "AdaMuon": {"type": "AdaMuon"},
@@ -189,7 +189,7 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     with pytest.raises(
         DivergedError, match=r"step 1.*water frame 3.*stand as before its first update that was not"
     ) as e:
-        step.raise_if_diverged(tasks, 2)
+        step.raise_if_diverged(tasks, 2, World())
     assert "lower optimizer.kf_start_pref_e" in str(e.value)
 
 

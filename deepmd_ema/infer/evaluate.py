@@ -20,8 +20,7 @@ from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, METRICS, QUANTITIES, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, render
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

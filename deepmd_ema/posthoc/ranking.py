@@ -13,8 +13,7 @@ from deepmd_ema.errors import UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.weights import POSTHOC
 
 if TYPE_CHECKING:

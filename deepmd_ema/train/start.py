@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
@@ -47,17 +47,17 @@ class Start:
     """A new run: weights come from the seed, statistics from the data.
 
     Subclasses start from a file. What a run takes from its start is decided here and asked nowhere else.
+
+    Attributes:
+        has_weights: whether weights and statistics come from a file.
     """
+
+    has_weights: ClassVar[bool] = False
 
     @property
     def step(self) -> int:
         """Optimizer steps that are behind at the start."""
         return 0
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether weights and statistics come from a file."""
-        return False
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with what it leaves open as it is in the file.
@@ -102,18 +102,15 @@ class FromWeights(Start):
         payload: its content.
     """
 
+    has_weights = True
+
     path: Path
     payload: Mapping[str, Any]
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether weights and statistics come from a file."""
-        return True
-
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
-        models = {}
-        for name, saved in _saved_models(self.payload["config"], config).items():
+        models, section = {}, self.payload["config"]["model"]
+        for name, saved in nested(section.get("model_dict", section), tuple(config.tasks)).items():
             model = config.tasks[name].model
             if list(saved["type_map"]) != list(model.type_map):
                 raise CheckpointError(
@@ -121,8 +118,8 @@ class FromWeights(Start):
                     "Use the type_map of the file."
                 )
             if model.descriptor.neighbors is None:
-                section = model_config_from_dict(saved, str(self.path)).descriptor
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(section))
+                written = model_config_from_dict(saved, str(self.path)).descriptor
+                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(written))
         return config.with_models(models) if models else config
 
     def run_id(self, config: RunConfig) -> str:
@@ -228,12 +225,6 @@ def find_start(restart: str | None, init_model: str | None) -> Start:
         path = checkpoint.resolve(init_model)
         return FromWeights(path, checkpoint.load(path))
     return Start()
-
-
-def _saved_models(saved: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Return the section ``model`` of each task of ``config`` that the file has."""
-    model = saved["model"]
-    return nested(model.get("model_dict", model), tuple(config.tasks))
 
 
 def _digest(config: Mapping[str, Any], start: str) -> str:

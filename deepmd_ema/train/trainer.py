@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.errors import DivergedError, Interrupted, RankLostError
+from deepmd_ema.errors import Interrupted
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.validate import ValidationAborted
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deepmd_ema.train.bias import Biases
     from deepmd_ema.train.display import Reporter
     from deepmd_ema.train.saver import Saver
-    from deepmd_ema.train.step.base import Outcome, Step
+    from deepmd_ema.train.step import Outcome, Step
     from deepmd_ema.train.task import Task, TaskMixture
     from deepmd_ema.train.validate import FullValidation
 
@@ -145,8 +145,6 @@ class Trainer:
             finally:
                 self.reporter.close()
                 self.tasks.close()
-                if self.validator is not None:
-                    self.validator.close()
         self.callback.on_end(self)
 
     def _loop(self) -> None:
@@ -253,13 +251,7 @@ class Trainer:
         )
 
     def _raise_if_diverged(self) -> None:
-        try:
-            self.take_step.raise_if_diverged(self.tasks, self.step)
-        except DivergedError:  # on all ranks alike
-            own = self.take_step.is_own_fault()
-            if self.world.all_reduce_max(int(own)) and not own:
-                raise RankLostError("ended because the loss of another rank is not finite") from None
-            raise
+        self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs beside the weights."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.step.base import Outcome, Step
+from deepmd_ema.train.step import Outcome, Step
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch

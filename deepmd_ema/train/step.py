@@ -1,18 +1,21 @@
-"""The base of training steps: the outcome of one, and the guard against numbers that are not finite."""
+"""Training steps: the guard against numbers that are not finite, and steps that follow the gradient of the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.errors import DivergedError
+from deepmd_ema.errors import DivergedError, RankLostError, first_few
+from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
+    from deepmd_ema.dist.world import World
+    from deepmd_ema.optim.schedule import Schedule
     from deepmd_ema.train.task import Task, TaskMixture
 
 
@@ -68,24 +71,27 @@ class Step:
         """Whether reading a number from the device costs no wait, so that each step may be checked."""
         return self._first_bad.device.type == "cpu"
 
-    def is_own_fault(self) -> bool:
-        """Whether it was the loss of this rank's own frames that was not finite; waits for the device."""
-        return bool(self._own_fault)
+    def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
+        """Check that every step so far was finite; waits for the device, and is called by all ranks.
 
-    def raise_if_diverged(self, tasks: TaskMixture, last_step: int) -> None:
-        """Raise :class:`DivergedError` with step, task and frames if any step so far was not finite."""
-        bad = int(self._first_bad)  # waits for the device
+        Raises:
+            DivergedError: with step, task and frames of the first that was not.
+            RankLostError: where the loss of another rank's frames alone was not finite.
+        """
+        bad = int(self._first_bad)  # the same on all ranks
         if not bad:
             return
+        own = bool(self._own_fault)
+        if world.all_reduce_max(int(own)) and not own:
+            raise RankLostError("ended because the loss of another rank is not finite")
         task = tasks.draw(bad)
         behind = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
         loader = task.train_loader
         frames = loader.frames_at(loader.position - behind)
-        shown = ", ".join(f"{system} frame {index}" for system, index in frames[:8])
-        more = f" and {len(frames) - 8} more" if len(frames) > 8 else ""
+        shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
-            f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}{more}. The weights "
+            f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}. The weights "
             f"stand {self.stands} and no checkpoint with bad numbers was written. Look at these frames with "
             f"`dp-ema check`, {self.remedy}."
         )
@@ -102,3 +108,51 @@ class Step:
         self._own_fault = torch.where(self._first_bad == 0, ~(finite if own is None else own), self._own_fault)
         self._first_bad = torch.where(good | (self._first_bad > 0), self._first_bad, step)
         return good.to(torch.float32)
+
+
+class GradientStep(Step):
+    """Follows the gradient of the loss with an optimizer.
+
+    Args:
+        module: owner of the parameters, by the names that checkpoints use.
+        optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
+        schedule: learning rate as a function of the 0-based step.
+        max_norm: largest global L2 norm of the gradient, or None for no clipping.
+        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        max_norm: float | None,
+        all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(module)
+        self._all_reduce_sum = all_reduce_sum
+        self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
+
+    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
+        """Update the weights with one batch; ``step`` counts from 1."""
+        rate = self._schedule(step - 1)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+        prediction = task.parallel_module(task.name, batch, need_virial=task.loss.need_virial)
+        total, values = task.loss(prediction, batch, rate)
+        total.backward()
+        norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
+        # both are the same on all ranks
+        finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
+        ok = self._note(finite, step, own=torch.isfinite(total.detach()))
+        guarded_step(self._optimizer, 1 - ok)
+        return Outcome(rate, values, ok)
+
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
+        return optimizer_state(self._optimizer, self._named, keep)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the moments and counters of ``state``."""
+        load_optimizer_state(self._optimizer, self._named, state)

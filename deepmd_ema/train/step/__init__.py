@@ -1,1 +1,0 @@
-"""One training step: what changes the weights."""
