@@ -14,7 +14,7 @@ from deepmd_ema import interchange
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.energy import EnergyModel

@@ -49,7 +49,6 @@ class NeighborStatistics:
         max_neighbors: most neighbors of each type that any atom has.
         max_total: most neighbors of all types that any atom has.
         nearest: (T, T) shortest distance per pair of types, symmetric.
-        nearest_frame: (T, T) number of the frame (in the order given) with that distance, -1 without any.
         frame_min: (F,) shortest distance in each frame.
         frame_pair: (F, 2) the two atoms at that distance, -1 without any.
     """
@@ -58,7 +57,6 @@ class NeighborStatistics:
     max_neighbors: tuple[int, ...]
     max_total: int
     nearest: Array
-    nearest_frame: Array
     frame_min: Array
     frame_pair: Array
 
@@ -98,14 +96,12 @@ def neighbor_statistics(
     most = np.zeros(num_types, np.int64)
     most_total = 0
     nearest = np.full((num_types, num_types), np.inf)
-    nearest_frame = np.full((num_types, num_types), -1, np.int64)
     frame_min, frame_pair = [], []
     with ThreadPoolExecutor(threads or _default_threads()) as pool:
-        for number, one in enumerate(_in_threads(pool, frames, rcut, num_types)):
+        for one in _in_threads(pool, frames, rcut, num_types):
             most = np.maximum(most, one.most)
             most_total = max(most_total, one.most_total)
-            closer = one.nearest < nearest
-            nearest[closer], nearest_frame[closer] = one.nearest[closer], number
+            nearest = np.minimum(nearest, one.nearest)
             frame_min.append(one.distance)
             frame_pair.append(one.pair)
     return NeighborStatistics(
@@ -113,7 +109,6 @@ def neighbor_statistics(
         max_neighbors=tuple(int(n) for n in most),
         max_total=most_total,
         nearest=nearest,
-        nearest_frame=nearest_frame,
         frame_min=np.array(frame_min, np.float64),
         frame_pair=np.array(frame_pair, np.int64).reshape(-1, 2),
     )

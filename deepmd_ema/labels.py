@@ -85,49 +85,22 @@ class Label:
         return (num_atoms if self.per_atom else num_frames, *self.shape)
 
 
-LABELS = {
-    label.name: label
-    for label in (
-        Label(
-            ENERGY,
-            symbol="e",
-            unit="eV",
-            files=("energy",),
-            extensive=True,
-            errors=(Quantity("e", "Energy", "eV"), Quantity("e_peratom", "Energy", "eV/atom", per="atom", metric="E")),
-        ),
-        Label(
-            FORCE,
-            symbol="f",
-            unit="eV/angstrom",
-            files=("force",),
-            shape=(3,),
-            per_atom=True,
-            errors=(Quantity("f", "Force", "eV/angstrom", metric="F"),),
-        ),
-        Label(
-            VIRIAL,  # row major, positive: sum_i r_i (x) f_i for an open system; the stress is minus this per volume
-            symbol="v",
-            unit="eV",
-            files=("virial",),
-            shape=(9,),
-            extensive=True,
-            errors=(
-                Quantity("v", "Virial", "eV"),
-                Quantity("v_peratom", "Virial", "eV/atom", per="atom", metric="V"),
-                Quantity("s", "Stress", "eV/angstrom^3", per="volume", metric="S"),
-            ),
-        ),
-        Label(
-            ATOM_ENERGY,
-            symbol="ae",
-            unit="eV",
-            files=("atom_ener", "atomic_ener"),
-            per_atom=True,
-            errors=(Quantity("ae", "Atomic ener", "eV"),),
-        ),
-        Label(ATOM_PREF, symbol="pf", unit="", files=("atom_pref", "atomic_pref"), per_atom=True),  # weight, no target
-    )
-}
+_ENERGY_ERRORS = Quantity("e", "Energy", "eV"), Quantity("e_peratom", "Energy", "eV/atom", per="atom", metric="E")
+_VIRIAL_ERRORS = (
+    Quantity("v", "Virial", "eV"),
+    Quantity("v_peratom", "Virial", "eV/atom", per="atom", metric="V"),
+    Quantity("s", "Stress", "eV/angstrom^3", per="volume", metric="S"),
+)
+_FORCE_ERROR = Quantity("f", "Force", "eV/angstrom", metric="F")
+_ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
+_DECLARED = (
+    Label(ENERGY, "e", "eV", ("energy",), extensive=True, errors=_ENERGY_ERRORS),
+    Label(FORCE, "f", "eV/angstrom", ("force",), (3,), per_atom=True, errors=(_FORCE_ERROR,)),
+    # row major, positive: sum_i r_i (x) f_i for an open system; the stress is minus this per volume
+    Label(VIRIAL, "v", "eV", ("virial",), (9,), extensive=True, errors=_VIRIAL_ERRORS),
+    Label(ATOM_ENERGY, "ae", "eV", ("atom_ener", "atomic_ener"), per_atom=True, errors=(_ATOM_ENERGY_ERROR,)),
+    Label(ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True),  # a weight, no target
+)
+LABELS = {label.name: label for label in _DECLARED}
 QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity in label.errors}
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}

@@ -16,7 +16,7 @@ from infer_models import random_model, tiny_config
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
 from deepmd_ema.export import freeze

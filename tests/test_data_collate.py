@@ -9,7 +9,7 @@ from helpers import toy_frame, toy_labels
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate, pair_frame
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import find_pairs
 
 RCUT = 4.0
@@ -118,7 +118,7 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
         for atom in range(frame.num_atoms):
             most = np.maximum(most, np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3))
     expected = [min(sel, -(-min(n, sel) // round_to) * round_to) for n, sel in zip(most, layout.sel)]
-    assert collate(frames, layout, round_to=round_to).slots == tuple(expected)
+    assert collate([pair_frame(f, layout, round_to=round_to) for f in frames], layout).slots == tuple(expected)
     assert np.max([pair_frame(f, layout).needed for f in frames], axis=0).tolist() == most.tolist()
 
 
@@ -126,7 +126,7 @@ def test_prepared_frames_and_given_pairs_make_the_same_batch():
     plain = collate(FRAMES, LAYOUT)
     others = [
         collate([pair_frame(f, LAYOUT) for f in FRAMES], LAYOUT),
-        collate(FRAMES, LAYOUT, pairs=[find_pairs(f.coord, f.box, RCUT) for f in FRAMES]),
+        collate([pair_frame(f, LAYOUT, find_pairs(f.coord, f.box, RCUT)) for f in FRAMES], LAYOUT),
     ]
     for other in others:
         for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):

@@ -67,7 +67,7 @@ def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dty
         dtype=dtype,
     )
     [system] = open_data(str(path), ["O", "H"], LABELS, numb_fparam=2, numb_aparam=3)
-    assert (system.num_frames, system.natoms, system.periodic, system.is_mixed) == (7, 5, True, False)
+    assert (system.num_frames, system.natoms, system.periodic, system.atom_type is None) == (7, 5, True, False)
     assert system.labels == LABELS
     files = {
         name: np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])
@@ -106,7 +106,7 @@ def test_types_without_a_type_map_are_used_as_they_are(tmp_path):
 def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path):
     path = write_system(tmp_path / "m", frames=5, natoms=7, seed=3, elements=("H", "O"), mixed=True, virtual=3, sets=2)
     [system] = open_data([str(path)], ["O", "H"], ("energy", "force"))
-    assert system.is_mixed
+    assert system.atom_type is None
     assert system.natoms == 10
     orders = set()
     for k in range(5):

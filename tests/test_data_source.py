@@ -15,10 +15,9 @@ from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.cache import PairCache
 from deepmd_ema.data.check import check_systems
 from deepmd_ema.data.formats import discover
-from deepmd_ema.data.frame import Frame
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes, plan_batches
-from deepmd_ema.data.source import Chunk, Place, frame_chunks
+from deepmd_ema.data.source import Chunk, Frame, Place, frame_chunks
 
 LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)

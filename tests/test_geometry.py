@@ -81,7 +81,6 @@ def test_statistics_are_those_of_the_brute_force_pairs():
     coord, box, types = frames[1]
     i, j = statistics.frame_pair[1]
     assert np.linalg.norm(coord[i] - coord[j]) == pytest.approx(per_frame[1])
-    assert (statistics.nearest_frame[3] == -1).all()
 
 
 def test_statistics_do_not_depend_on_the_number_of_threads():

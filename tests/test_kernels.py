@@ -9,7 +9,7 @@ from toy_models import TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.model.kernels import env_mat, moments  # noqa: F401  (they register their kernels)
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative

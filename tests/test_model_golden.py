@@ -11,8 +11,8 @@ import pytest
 import torch
 from toy_models import batch_of
 
-from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.collate import collate, pair_frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.interchange import read_dp
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
@@ -77,7 +77,8 @@ def test_the_slots_of_a_batch_do_not_matter(golden):
     """The empty slots up to ``sel`` count whether a batch holds them or not."""
     config, model, _ = golden
     frames = frames_of("molecule", config.fitting_net.numb_fparam)
-    few, many = collate(frames, model.layout), collate(frames, model.layout, round_to=100)
+    few = collate(frames, model.layout)
+    many = collate([pair_frame(frame, model.layout, round_to=100) for frame in frames], model.layout)
     assert sum(few.slots) < sum(many.slots) == sum(model.layout.sel)
     for name, value in model(few).items():
         torch.testing.assert_close(model(many)[name], value, rtol=1e-12, atol=1e-12)

@@ -86,7 +86,6 @@ def test_lcurve_has_the_bytes_of_deepmd_kit(here, text):
     file = LcurveFile("lcurve.out", {"": NAMES}, {""} if "_val" in text else ())
     write_lcurve(file, text)
     assert (here / "lcurve.out").read_text() == text  # before close: every row is flushed
-    file.close()
 
 
 @pytest.mark.parametrize("text", [VAL_LOG, VAL_LOG_OPEN, VAL_LOG_VIRIAL])
@@ -94,13 +93,11 @@ def test_val_log_has_the_bytes_of_deepmd_kit(here, text):
     log = ValidationLog("val.log", 12, "V:RMSE" if "V_MAE" in text else "E:MAE")
     write_validation(log, text)
     assert (here / "val.log").read_text(encoding="utf-8") == text
-    log.close()
 
 
 def test_a_long_run_widens_the_step_column_of_val_log(here):
     log = ValidationLog("val.log", 1000000)
     log.write(5000, Given([1, 1, 1, 1, 1, 1]))
-    log.close()
     lines = (here / "val.log").read_text().splitlines()
     assert lines[0].startswith("#  step   E_MAE")
     assert lines[2].startswith("   5000  ")
@@ -109,7 +106,6 @@ def test_a_long_run_widens_the_step_column_of_val_log(here):
 def test_lcurve_names_the_tasks_when_there_are_tasks(here):
     file = LcurveFile("lcurve.out", {"water": ["rmse", "rmse_e"], "ice": ["rmse"]}, {"water", "ice"})
     file.write(7, 1e-3, {"water": {"rmse": 1.0, "rmse_e": 2.0}, "ice": {"rmse": 3.0}}, {"ice": {"rmse": 4.0}})
-    file.close()
     header, _, row = (here / "lcurve.out").read_text().splitlines()
     assert header.split()[2:] == [
         *("rmse_val_water", "rmse_trn_water", "rmse_e_val_water", "rmse_e_trn_water"),
@@ -122,7 +118,6 @@ def test_the_columns_of_tasks_have_the_bytes_that_deepmd_kit_writes(here):
     """Tasks stand in their own order; one without validation data has columns of training only."""
     file = LcurveFile("lcurve.out", {"water": ["rmse_f", "rmse"], "ice": ["rmse"]}, {"water"})
     file.write(100, 1e-3, {"water": {"rmse": 1.0, "rmse_f": 2.0}, "ice": {"rmse": 3.0}}, {"water": {"rmse": 4.0}})
-    file.close()
     names = [("rmse_val_water", "rmse_trn_water"), ("rmse_f_val_water", "rmse_f_trn_water"), ("rmse_trn_ice",)]
     values = [("   4.00e+00", "   1.00e+00"), ("        nan", "   2.00e+00"), ("   3.00e+00",)]
     header, _, row = (here / "lcurve.out").read_text().splitlines()
@@ -134,7 +129,6 @@ def test_a_run_that_starts_anew_starts_its_files_anew(here):
     for _ in range(2):
         file = LcurveFile("lcurve.out", {"": NAMES}, {""})
         write_lcurve(file, LCURVE, steps=(1, 4))
-        file.close()
     assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
 
 
@@ -145,7 +139,6 @@ def test_rows_after_the_restored_step_are_cut_and_written_again_under_one_header
         file.cut_after(5)
         assert (here / "lcurve.out").read_text() == "".join(LCURVE.splitlines(keepends=True)[:4])
         write_lcurve(file, LCURVE, steps=(8, 12))
-        file.close()
         assert (here / "lcurve.out").read_text() == LCURVE
 
 
@@ -156,7 +149,6 @@ def test_best_lines_of_later_steps_are_cut_from_val_log(here):
         log.cut_after(8)
         assert (here / "val.log").read_text() == "".join(VAL_LOG.splitlines(keepends=True)[:6])
         write_validation(log, VAL_LOG, steps=(12,))
-        log.close()
         assert (here / "val.log").read_text() == VAL_LOG
 
 
@@ -167,7 +159,6 @@ def test_a_restart_without_a_whole_file_starts_it_with_a_header(here, before):
     file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     file.cut_after(3)
     write_lcurve(file, LCURVE, steps=(4,))
-    file.close()
     lines = LCURVE.splitlines(keepends=True)
     assert (here / "lcurve.out").read_text() == lines[0] + lines[1] + lines[3]
 
@@ -177,7 +168,6 @@ def test_a_second_header_that_deepmd_kit_wrote_at_a_restart_is_removed(here):
     (here / "lcurve.out").write_text("".join(lines[:4] + lines[:2] + lines[4:]))
     file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     file.cut_after(100)
-    file.close()
     assert (here / "lcurve.out").read_text() == LCURVE
 
 
@@ -186,7 +176,6 @@ def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
     file = LcurveFile("lcurve.out", {"": NAMES}, ())
     file.cut_after(1)
     write_lcurve(file, LCURVE_WITHOUT_VALIDATION, steps=(4,))
-    file.close()
     new = LCURVE_WITHOUT_VALIDATION.splitlines(keepends=True)
     old = LCURVE.splitlines(keepends=True)
     assert (here / "lcurve.out").read_text() == "".join([*old[:3], new[0], new[1], new[3]])
@@ -201,21 +190,18 @@ def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypa
     write_lcurve(file, LCURVE, steps=(1,))
 
     class Full(io.StringIO):
-        def flush(self):
+        def write(self, text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    file.close()
-    monkeypatch.setattr(file, "_file", Full())
+    monkeypatch.setattr(Path, "open", lambda *arguments, **options: Full())
     with pytest.raises(CheckpointError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
         write_lcurve(file, LCURVE, steps=(4,))
 
 
-def test_a_closed_table_can_be_continued(here):
+def test_a_table_is_whole_in_the_file_between_two_rows(here):
     file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1, 4))
-    file.close()
     write_lcurve(file, LCURVE, steps=(8, 12))
-    file.close()
     assert (here / "lcurve.out").read_text() == LCURVE
 
 

@@ -1,7 +1,6 @@
 """Tables as text: alignment, units, what is missing."""
 
-from deepmd_ema.report.table import Column, Table, facts
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, facts, render
 
 
 def test_numbers_stand_right_text_left_and_units_below_the_names():

@@ -13,7 +13,7 @@ from helpers import write_system
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.model.build import build_model

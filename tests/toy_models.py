@@ -7,7 +7,7 @@ import torch
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 

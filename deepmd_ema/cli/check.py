@@ -18,8 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print what the input asks for and what its data hold."""
     from deepmd_ema.config import config_summary, config_warnings, ignored_options, load_config
-    from deepmd_ema.report.table import facts
-    from deepmd_ema.report.text import render
+    from deepmd_ema.report.table import facts, render
 
     config = load_config(args.input)
     table = facts(f"{args.input}: the options are good", config_summary(config))

@@ -10,7 +10,7 @@ import torch
 
 from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
@@ -60,7 +60,14 @@ class PairedFrame:
 def pair_frame(
     frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None, round_to: int = ROUND_TO
 ) -> PairedFrame:
-    """Return ``frame`` with its neighbors in slots; ``pairs`` are searched when not given."""
+    """Return ``frame`` with its neighbors in slots.
+
+    Args:
+        frame: as it was read.
+        layout: how the model wants its neighbors.
+        pairs: neighbors of the frame; searched when not given.
+        round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
+    """
     if pairs is None:
         pairs = find_pairs(frame.coord, frame.box, layout.rcut)
     natoms = frame.num_atoms
@@ -89,24 +96,15 @@ def pair_frame(
     )
 
 
-def collate(
-    frames: Sequence[Frame | PairedFrame],
-    layout: NeighborLayout,
-    pairs: Sequence[Pairs] | None = None,
-    round_to: int = ROUND_TO,
-    labels: Sequence[str] = (),
-) -> Batch:
+def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()) -> Batch:
     """Return ``frames`` as one batch; what is missing in some frames is zero there and its ``has_label`` is 0.
 
     Args:
-        frames: at least one; prepared by ``pair_frame`` with the same layout and rounding, or not.
+        frames: at least one; prepared by ``pair_frame`` with the same layout, or not.
         layout: how the model wants its neighbors.
-        pairs: neighbor list of each frame that is not prepared; searched when not given.
-        round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
         labels: names of labels that the batch has even if no frame has them.
     """
-    given = pairs if pairs is not None else [None] * len(frames)
-    paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout, p, round_to) for f, p in zip(frames, given)]
+    paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
     raw = [p.frame for p in paired]
     rows = _rows(paired)
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
@@ -221,7 +219,7 @@ def _join_neighbors(
     vector[:, :, 0] = 2 * rcut
     reverse = np.full((num_atoms, width), num_atoms * total, np.int64)
     for one, row in zip(paired, rows):
-        columns = _columns(one.slots, slots)
+        columns = np.concatenate([np.arange(n) + first for n, first in zip(one.slots, np.cumsum(slots) - slots)])
         to_flat = np.append((row[:, None] * total + columns).ravel(), num_atoms * total)
         reverse[row, : one.reverse.shape[1]] = to_flat[one.reverse]
         if len(columns) == total:
@@ -230,11 +228,6 @@ def _join_neighbors(
             where = np.ix_(row, columns)
             neighbor[where], vector[where] = row[one.neighbor], _vectors(one)
     return neighbor, vector, reverse
-
-
-def _columns(own: tuple[int, ...], slots: tuple[int, ...]) -> Array:
-    start = np.cumsum(slots) - slots
-    return np.concatenate([np.arange(n) + s for n, s in zip(own, start)])
 
 
 def _vectors(one: PairedFrame) -> Array:

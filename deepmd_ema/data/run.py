@@ -30,13 +30,19 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
     """Return the data of every task by its name.
 
     Raises:
-        DataError: with the problems of all tasks at once.
+        DataError: with the problems of all tasks at once, of training and validation data.
     """
     data: dict[str, TaskData] = {}
     problems: list[str] = []
     for name, task in config.tasks.items():
-        with collect_problems(problems):
-            data[name] = open_task(task)
+        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+        opened: list[list[FrameSource]] = []
+        for section, given in _sections(task).items():
+            opened.append([])
+            if given is not None:
+                with collect_problems(problems):
+                    opened[-1] = open_systems(given.systems, spec, given.rglob_patterns, f"{section}.systems")
+        data[name] = TaskData(*opened)
     if problems:
         raise DataError(problems)
     return data
@@ -45,25 +51,6 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
 def check_run(config: RunConfig, data: Mapping[str, TaskData]) -> dict[str, DataReport]:
     """Return what the checks find in the data of every task, by its name."""
     return {name: check_task(task, data[name]) for name, task in config.tasks.items()}
-
-
-def open_task(task: TaskConfig) -> TaskData:
-    """Return the data of one task.
-
-    Raises:
-        DataError: with the problems of training and validation data at once.
-    """
-    spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
-    problems: list[str] = []
-    opened: list[list[FrameSource]] = []
-    for section, data in _sections(task).items():
-        opened.append([])
-        if data is not None:
-            with collect_problems(problems):
-                opened[-1] = open_systems(data.systems, spec, data.rglob_patterns, f"{section}.systems")
-    if problems:
-        raise DataError(problems)
-    return TaskData(*opened)
 
 
 def check_task(task: TaskConfig, data: TaskData) -> DataReport:

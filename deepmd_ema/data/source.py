@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.frame import Frame
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 if TYPE_CHECKING:
@@ -18,6 +17,37 @@ if TYPE_CHECKING:
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
 _NUMBERS_AT_ONCE = 4_000_000  # of one array in a chunk (32 MB), so that a data set need not fit in memory
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One configuration: real atoms only, in the order of the file.  N atoms.
+
+    Attributes:
+        coord: (N, 3) float64, angstrom.
+        atom_type: (N,) int64, indices into the model's type map.
+        box: (3, 3) float64, angstrom, rows are cell vectors; None for an open system.
+        labels: label name (see ``labels``) to float64 array, only labels that this frame has; energy is (), virial
+            (9,), per atom labels (N,) or (N, 3).
+        fparam: (P,) float64 or None.
+        aparam: (N, Q) float64 or None.
+        source: system name and frame number in the system, for messages.
+        file_index: (N,) int64, place of each atom in the file, where virtual atoms count too; None without any.
+    """
+
+    coord: Array
+    atom_type: Array
+    box: Array | None = None
+    labels: Mapping[str, Array] = field(default_factory=dict)
+    fparam: Array | None = None
+    aparam: Array | None = None
+    source: tuple[str, int] = ("", 0)
+    file_index: Array | None = None
+
+    @property
+    def num_atoms(self) -> int:
+        """Number of real atoms."""
+        return len(self.atom_type)
 
 
 @dataclass(frozen=True)
@@ -84,29 +114,23 @@ class FrameSource(Protocol):
     @property
     def name(self) -> str:
         """Where the frames are, for messages."""
-        ...
 
     @property
     def num_frames(self) -> int:
         """Number of frames."""
-        ...
 
     @property
     def frame_sizes(self) -> Array:
         """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
-        ...
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""
-        ...
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
-        ...
 
     def where(self, index: int, array: str = "") -> Place:
         """Return where a frame, or one of its arrays, is stored."""
-        ...
 
 
 def is_per_atom(name: str) -> bool:

@@ -18,8 +18,7 @@ from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, render
 
 Array: TypeAlias = np.ndarray
 

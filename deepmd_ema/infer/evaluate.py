@@ -23,8 +23,7 @@ from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, METRICS, QUANTITIES, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
 _SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them

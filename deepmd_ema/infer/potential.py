@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.frame import Frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.load import LoadedModel, load_model

@@ -15,8 +15,7 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, facts_of_average, load_model
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.table import facts
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import facts, render
 from deepmd_ema.weights import LIVE
 
 KINDS = {

@@ -14,8 +14,7 @@ from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.posthoc.combination import Combination, Combinations
 from deepmd_ema.posthoc.snapshots import SnapshotRun
-from deepmd_ema.report.table import Column, Table
-from deepmd_ema.report.text import render
+from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.weights import POSTHOC
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol, TextIO, TypeAlias
+from typing import Protocol, TypeAlias
 
 from deepmd_ema.config.outputs import BEST
 from deepmd_ema.errors import CheckpointError
@@ -32,14 +32,14 @@ class HasMetrics(Protocol):
 
 
 class _Table:
-    """A text file with one header, to which rows are added; each row is flushed at once.
+    """A text file with one header, to which rows are added; each is in the file at once.
 
     The file starts anew with the first row, unless :meth:`cut_after` was called before.
     """
 
     def __init__(self, path: str | Path, header: str) -> None:
         self._path, self._header = Path(path), header
-        self._file: TextIO | None = None
+        self._begun = False
 
     def cut_after(self, step: int) -> None:
         """Go on with the file as it was after ``step``: later rows and a torn last line are removed.
@@ -47,7 +47,6 @@ class _Table:
         A second header with the same columns is removed as well; if the columns have changed, the new header follows
         the old rows.
         """
-        self.close()
         old = self._path.read_text(encoding="utf-8", errors="replace") if self._path.is_file() else ""
         lines = [line for line in old.splitlines(keepends=True) if line.endswith("\n")]
         header = self._header.splitlines(keepends=True)
@@ -60,28 +59,14 @@ class _Table:
             text = "".join(line for line in lines if _is_kept(line, step)) + self._header
         with self._writing(), atomic_write(self._path) as part:
             part.write_text(text, encoding="utf-8")
-        self._open("a")
-
-    def close(self) -> None:
-        """Close the file; a further row opens it again and is added."""
-        if self._file is not None:
-            self._file.close()
+        self._begun = True
 
     def _add(self, line: str) -> None:
-        if self._file is None:
-            self._open("w")
-            line = self._header + line
-        elif self._file.closed:
-            self._open("a")
-        assert self._file is not None
-        with self._writing():
-            self._file.write(line)
-            self._file.flush()
-
-    def _open(self, mode: Literal["a", "w"]) -> None:
         with self._writing():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open(mode, encoding="utf-8")
+            with self._path.open("a" if self._begun else "w", encoding="utf-8") as file:
+                file.write(line if self._begun else self._header + line)
+        self._begun = True
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count
 from deepmd_ema.config import RunConfig, config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.config.schema.optim import LKFConfig
@@ -25,8 +25,8 @@ from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.table import render
 from deepmd_ema.report.tables import LcurveFile, ValidationLog
-from deepmd_ema.report.text import render
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
 from deepmd_ema.train.bias import refit
@@ -151,7 +151,7 @@ def _build_validator(
         for task in tasks:
             log = ValidationLog(outputs.validation_log(weights, task), num_steps, metric) if world.is_main else None
             prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
-            best = checkpoint.BestFiles(prefix, folder, keep, metric, writes=world.is_main)
+            best = BestFiles(prefix, folder, keep, metric, writes=world.is_main)
             rows.append(Validated(weights, task, log, best if validating.save_best else None))
     # below 1 a fraction of the run, never at 1, a step above it
     start = validating.full_val_start
@@ -180,13 +180,13 @@ def _build_saver(
     """
     training, folder = config.training, Outputs(config).snapshot_folder
 
-    def series(weights: str, max_keep: int | None) -> checkpoint.CheckpointSeries:
+    def series(weights: str, max_keep: int | None) -> CheckpointSeries:
         most = training.max_ckpt_keep if max_keep is None else max_keep
-        keep = checkpoint.keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
-        return checkpoint.CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
+        keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
+        return CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
 
     def snapshots(name: str, every: int) -> Snapshots:
-        kept = checkpoint.CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
+        kept = CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
         return Snapshots(name, kept, every)
 
     return Saver(

@@ -190,15 +190,14 @@ class Reporter:
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
         self._shown_step = step
-        for file in self._files:
-            file.cut_after(step)
+        for file in self.curves.values():
+            if file is not None:
+                file.cut_after(step)
         self.progress.start_at(step)
 
     def close(self) -> None:
-        """Close files and the bar."""
+        """Leave the bar as it stands, and close the board."""
         self.progress.close()
-        for file in self._files:
-            file.close()
         if self.board is not None:
             self.board.close()
 
@@ -221,10 +220,6 @@ class Reporter:
             task.models.train(was_training)
             means[task.name] = {name: float(total / atoms) for name, total in sums.items()}
         return means
-
-    @property
-    def _files(self) -> list[LcurveFile]:
-        return [file for file in self.curves.values() if file is not None]
 
 
 def _flat(by_task: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

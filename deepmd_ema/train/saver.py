@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.dist.world import World
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.bias import OUT_BIAS, Biases
@@ -83,7 +84,7 @@ class Snapshots:
     """
 
     name: str
-    series: checkpoint.CheckpointSeries
+    series: CheckpointSeries
     every: int
 
 
@@ -102,9 +103,9 @@ class Saver:
     """
 
     builder: StateBuilder
-    live: checkpoint.CheckpointSeries
-    averages: Mapping[str, checkpoint.CheckpointSeries]
-    bests: Sequence[checkpoint.BestFiles]
+    live: CheckpointSeries
+    averages: Mapping[str, CheckpointSeries]
+    bests: Sequence[BestFiles]
     every: int
     snapshots: Sequence[Snapshots]
     world: World
@@ -152,7 +153,7 @@ class Saver:
         written: list[Path] = []
         with self.world.all_ranks_ok():
             if self.world.is_main:
-                written = checkpoint.save_together(step, files, self.bests)
+                written = save_together(step, files, self.bests)
         return [str(path) for path in written]
 
 

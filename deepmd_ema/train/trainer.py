@@ -141,7 +141,6 @@ class Trainer:
             finally:
                 self.reporter.close()
                 self.tasks.close()
-                self.validator.close()
         self.callback.on_end(self)
 
     def _loop(self) -> None:

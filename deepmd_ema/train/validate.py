@@ -12,7 +12,7 @@ from typing import Any
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
-from deepmd_ema.checkpoint import BestFiles
+from deepmd_ema.checkpoint.series import BestFiles
 from deepmd_ema.config.schema.texts import Metric
 from deepmd_ema.data.loader import num_batches, sequential_batches
 from deepmd_ema.dist.world import World
@@ -138,16 +138,9 @@ class FullValidation:
 
     def truncate(self, step: int) -> None:
         """Cut the rows after ``step`` from every log: a restart writes them again."""
-        for log in self._logs():
-            log.cut_after(step)
-
-    def close(self) -> None:
-        """Close the logs."""
-        for log in self._logs():
-            log.close()
-
-    def _logs(self) -> list[ValidationLog]:
-        return [row.log for row in self.rows if row.log is not None]
+        for row in self.rows:
+            if row.log is not None:
+                row.log.cut_after(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records by set of weights, and by task if there are several."""

@@ -55,9 +55,11 @@ def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[Syst
 
 def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
     """Return warnings about frames far from energies per element fitted to the training frames."""
-    counts, energy = _energies(training)
+    known = [np.isfinite(scan.energy) for scan in training]
+    energy = np.concatenate([np.zeros(0), *(scan.energy[k] for scan, k in zip(training, known))])
     if len(energy) < _FEWEST_FRAMES:
         return []
+    counts = np.concatenate([scan.type_counts[k] for scan, k in zip(training, known)]).astype(np.float64)
     fit = np.linalg.lstsq(counts, energy, rcond=None)[0]
     residual = (energy - counts @ fit) / counts.sum(axis=1)
     middle = np.median(residual)
@@ -137,16 +139,6 @@ def _unit_ratio(pairs: Array) -> str:
     if not 0.67 < ratio < 1.5:
         return f"between close frames the energy changes by {ratio:.3g} times the work of the forces"
     return ""
-
-
-def _energies(scans: Sequence[SystemScan]) -> tuple[Array, Array]:
-    known = [np.isfinite(s.energy) for s in scans]
-    if not scans:
-        return np.zeros((0, 1)), np.zeros(0)
-    return (
-        np.concatenate([s.type_counts[k] for s, k in zip(scans, known)]).astype(np.float64),
-        np.concatenate([s.energy[k] for s, k in zip(scans, known)]),
-    )
 
 
 def _places(scans: Sequence[SystemScan]) -> list[tuple[str, bytes]]:

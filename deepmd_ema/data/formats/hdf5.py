@@ -88,11 +88,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     if top not in root or not isinstance(root[top], h5py.Group):
         known = ", ".join(sorted(root)) or "none"
         raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
-    found: list[str] = ["" if "type.raw" in root[top] else "."]
-    root[top].visititems(lambda name, item: found.append(name) if _is_system(item) else None)
-    names = sorted(n for n in found if n != ".")
-    return [Hdf5Store(root[top][n] if n else root[top], f"{file}#{top.rstrip('/')}/{n}".rstrip("/")) for n in names]
-
-
-def _is_system(item: Any) -> bool:
-    return hasattr(item, "keys") and "type.raw" in item
+    found = {"": root[top]}  # name below the group to group
+    root[top].visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Group) else None)
+    systems = sorted((name, group) for name, group in found.items() if "type.raw" in group)
+    return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]

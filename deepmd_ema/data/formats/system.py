@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.frame import Frame
-from deepmd_ema.data.source import BOX, COORD, Chunk, Place, ReadSpec, frames_at_once, is_per_atom
+from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frames_at_once, is_per_atom
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
@@ -25,16 +25,13 @@ class StoredArray(Protocol):
     @property
     def name(self) -> str:
         """Where it is, for messages."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape; the first dimension counts frames."""
-        ...
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        ...
 
 
 class ArrayStore(Protocol):
@@ -43,23 +40,18 @@ class ArrayStore(Protocol):
     @property
     def name(self) -> str:
         """Where it is, for messages."""
-        ...
 
     def set_names(self) -> list[str]:
         """Return the names of the set.* parts, sorted."""
-        ...
 
     def has(self, file: str) -> bool:
         """Whether there is ``file`` (its path in the system)."""
-        ...
 
     def words(self, file: str) -> list[str] | None:
         """Return the words of a small text file, None if there is no such file."""
-        ...
 
     def array(self, file: str) -> StoredArray | None:
         """Return the array in ``file``, None if there is no such file; DataError if it cannot be read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,42 +64,37 @@ class FrameSet:
     arrays: Mapping[str, StoredArray]
 
 
+@dataclass(frozen=True, eq=False)
 class DeepmdSystem:
     """Frames of one system: a :class:`FrameSource` whose frames are read when asked for.
 
     Attributes:
         name: path, for messages.
-        num_frames: number of frames of all sets.
         natoms: number of atoms in the files; mixed frames may have fewer, the rest being virtual.
-        is_mixed: whether each frame has its own types.
         periodic: whether the frames have cells.
-        labels: names of the labels that at least one set has.
+        spec: what is read.
+        sets: its parts.
+        atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
+        index_of: type in the files to model type, with -1 for itself at the end.
     """
 
-    def __init__(
-        self,
-        name: str,
-        spec: ReadSpec,
-        sets: Sequence[FrameSet],
-        atom_type: Array | None,
-        index_of: Array,
-        natoms: int,
-        periodic: bool,
-    ) -> None:
-        self.name = name
-        self.num_frames = sum(s.num_frames for s in sets)
-        self.natoms = natoms
-        self.is_mixed = atom_type is None
-        self.periodic = periodic
-        self.labels = tuple(label for label in spec.labels if any(label in s.arrays for s in sets))
-        self._spec = spec
-        self._sets = tuple(sets)
-        self._types = atom_type
-        self._index_of = index_of  # file type -> model type, with -1 for itself at the end
-        self._firsts = [s.first for s in sets]
+    name: str
+    natoms: int
+    periodic: bool
+    spec: ReadSpec = field(repr=False)
+    sets: Sequence[FrameSet] = field(repr=False)
+    atom_type: Array | None = field(repr=False)
+    index_of: Array = field(repr=False)
 
-    def __repr__(self) -> str:
-        return f"DeepmdSystem({self.name!r}, num_frames={self.num_frames}, natoms={self.natoms})"
+    @cached_property
+    def num_frames(self) -> int:
+        """Number of frames of all sets."""
+        return sum(s.num_frames for s in self.sets)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels that at least one set has."""
+        return tuple(label for label in self.spec.labels if any(label in s.arrays for s in self.sets))
 
     @property
     def frame_sizes(self) -> Array:
@@ -125,13 +112,17 @@ class DeepmdSystem:
             types = types[real]
             arrays = {name: array[real] if is_per_atom(name) else array for name, array in arrays.items()}
         fparam = arrays.get(FPARAM)
-        if fparam is None and self._spec.numb_fparam:
-            fparam = np.array(self._spec.default_fparam, np.float64)
+        if fparam is None and self.spec.numb_fparam:
+            fparam = np.array(self.spec.default_fparam, np.float64)
         return Frame(
             coord=arrays[COORD],
             atom_type=types,
             box=arrays[BOX].reshape(3, 3) if self.periodic else None,
-            labels={name: _shaped(name, arrays[name]) for name in self.labels if name in arrays},
+            labels={
+                name: arrays[name].reshape((-1, *LABELS[name].shape) if is_per_atom(name) else LABELS[name].shape)
+                for name in self.labels
+                if name in arrays
+            },
             fparam=fparam,
             aparam=arrays.get(APARAM),
             source=(self.name, index),
@@ -141,7 +132,7 @@ class DeepmdSystem:
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
         step = frames_at_once(self.natoms)
-        for part in self._sets:
+        for part in self.sets:
             wanted = [name for name in part.arrays if name != TYPES and (names is None or name in names)]
             for start in range(0, part.num_frames, step):
                 stop = min(start + step, part.num_frames)
@@ -157,14 +148,14 @@ class DeepmdSystem:
         """Return the set of a frame and the frame's number in the set."""
         if not 0 <= index < self.num_frames:
             raise IndexError(f"{self.name}: frame {index} of {self.num_frames}")
-        part = self._sets[bisect_right(self._firsts, index) - 1]
+        part = self.sets[bisect_right(self.sets, index, key=lambda one: one.first) - 1]
         return part, index - part.first
 
     def _types_of(self, part: FrameSet, start: int, stop: int) -> Array:
         """Return (stop - start, natoms) the model types of some frames of a set, -1 for virtual atoms."""
-        if self._types is not None:
-            return np.broadcast_to(self._types, (stop - start, self.natoms))
-        return self._index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
+        if self.atom_type is not None:
+            return np.broadcast_to(self.atom_type, (stop - start, self.natoms))
+        return self.index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
 
     def _read(self, part: FrameSet, name: str, start: int, stop: int) -> Array:
         """Return an array of some frames of a set, as in a :class:`Chunk`."""
@@ -194,19 +185,21 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         raise DataError(f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it.")
     periodic = not store.has("nopbc")
     problems: list[str] = []
-    sets, first = [], 0
+    sets: list[FrameSet] = []
+    expected = _expected_arrays(store.name, len(file_types), is_mixed, periodic, spec)
     for name in set_names:
-        part = _open_set(store, name, first, len(file_types), is_mixed, periodic, spec, problems)
-        if part is not None and part.num_frames:
-            sets.append(part)
-            first += part.num_frames
+        first = sets[-1].first + sets[-1].num_frames if sets else 0
+        part = _open_set(store, name, first, len(file_types), expected, problems)
+        sets += [part] if part is not None and part.num_frames else []
     if not sets and not problems:
         problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
-    index_of = _type_table(store, spec, names, file_types, sets if is_mixed else None, problems)
+    used = _used_in_mixed(sets, problems) if is_mixed else np.unique(file_types)
+    place = f"{store.name}/set.*/{TYPES}.npy" if is_mixed else f"{store.name}/type.raw"
+    index_of = _type_table(store.name, spec.type_map, names, used, place, problems)
     if problems:
         raise DataError(problems)
     atom_type = None if is_mixed else index_of[file_types]
-    return DeepmdSystem(store.name, spec, sets, atom_type, index_of, len(file_types), periodic)
+    return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of)
 
 
 def _read_types(store: ArrayStore) -> Array:
@@ -220,19 +213,11 @@ def _read_types(store: ArrayStore) -> Array:
 
 
 def _open_set(
-    store: ArrayStore,
-    name: str,
-    first: int,
-    natoms: int,
-    is_mixed: bool,
-    periodic: bool,
-    spec: ReadSpec,
-    problems: list[str],
+    store: ArrayStore, name: str, first: int, natoms: int, expected: Sequence[_Expected], problems: list[str]
 ) -> FrameSet | None:
     """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
     before = len(problems)
     arrays: dict[str, StoredArray] = {}
-    expected = _expected_arrays(store.name, natoms, is_mixed, periodic, spec)
     for one in expected:
         with collect_problems(problems):
             stored = (store.array(f"{name}/{file}.npy") for file in one.files)
@@ -303,31 +288,22 @@ def _refuse_copies(store: ArrayStore, name: str) -> None:
 
 
 def _type_table(
-    store: ArrayStore,
-    spec: ReadSpec,
-    names: list[str] | None,
-    file_types: Array,
-    mixed_sets: Sequence[FrameSet] | None,
-    problems: list[str],
+    system: str, type_map: Sequence[str], names: list[str] | None, used: Array, place: str, problems: list[str]
 ) -> Array:
     """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown."""
-    used = np.unique(file_types)
-    place = f"{store.name}/type.raw"
-    if mixed_sets is not None:
-        used, place = _used_in_mixed(mixed_sets, problems), f"{store.name}/set.*/{TYPES}.npy"
-    known = names if names is not None else list(spec.type_map)
+    known = names if names is not None else type_map
     source = "type_map.raw" if names is not None else "model.type_map"
     if used.size and used.max() >= len(known):
         problems.append(f"{place}: type {used.max()}, but {source} has only {len(known)} elements (types from 0).")
         return np.full(1, -1)
     table = np.full(len(known) + 1, -1)
     for number, element in enumerate(known):
-        if element in spec.type_map:
-            table[number] = spec.type_map.index(element)
+        if element in type_map:
+            table[number] = type_map.index(element)
         elif number in used:
             problems.append(
-                f'{store.name}/type_map.raw: element "{element}" is not in model.type_map. '
-                f"{did_you_mean(element, spec.type_map)} "
+                f'{system}/type_map.raw: element "{element}" is not in model.type_map. '
+                f"{did_you_mean(element, type_map)} "
                 "Add it to model.type_map, or leave the system out."
             )
     return table
@@ -349,9 +325,3 @@ def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
 
 def _named(mixed: Mapping[str, bool], kind: bool) -> str:
     return ", ".join(name for name, is_mixed in mixed.items() if is_mixed is kind)
-
-
-def _shaped(label: str, array: Array) -> Array:
-    """Return a label (atoms, numbers) or (numbers,) of a frame in the shape that is declared for it."""
-    rows = array.shape[:1] if LABELS[label].per_atom else ()
-    return array.reshape((*rows, *LABELS[label].shape))
