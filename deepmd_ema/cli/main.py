@@ -186,7 +186,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(list(words))
     if not rest:
         return args
-    refused = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
+    of_peer = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
+    refused = {name: advice for names, advice in of_peer.items() for name in names.split()}
     options = sorted(s for action in args.parser._actions for s in action.option_strings if s.startswith("--"))
     problems = []
     for word in rest:
