@@ -15,7 +15,7 @@ from tqdm import tqdm
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean

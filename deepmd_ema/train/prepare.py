@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.cache import PairCache
-from deepmd_ema.data.collate import collate
+from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.run import TaskData, check_task, open_run
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.errors import DataError
