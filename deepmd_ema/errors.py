@@ -36,8 +36,8 @@ class DivergedError(UserError):
     """The loss or a gradient became non-finite; the message names the step, the task and the frames."""
 
 
-class Interrupted(UserError):  # noqa: N818 - it is no fault
-    """The run was asked to stop and has saved where it was; ``signal_number`` is who asked."""
+class Interrupted(UserError):  # noqa: N818 - not an error
+    """The run was asked to stop and has saved its state; ``signal_number`` is the signal that asked."""
 
     def __init__(self, problem: str, signal_number: int = 2) -> None:
         self.signal_number = signal_number
@@ -53,7 +53,7 @@ class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived outside the training loop, which would have saved and left."""
+    """SIGTERM arrived outside the training loop, so nothing was saved."""
 
     def __init__(self, message: str = "stopped by SIGTERM outside the training steps; nothing was saved") -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def collect_problems(problems: list[str], place: str = "") -> Iterator[None]:
-    """Add the problems of a UserError raised inside to ``problems``, after ``place``, and go on behind the block."""
+    """Add the problems of a UserError raised inside to ``problems``, each after ``place``, and go on."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes: a file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a path beside ``path`` to write to; on success it becomes ``path`` in one move, else it is removed.
 
     The file and its folder are flushed to the disk, so that a crash at any moment leaves the old file or the new one.
-    What a process that was killed has left half-written under this name is removed first.
+    A half-written file of this name that a killed process has left is removed first.
     """
     final = Path(path)
     sweep(final.parent, re.escape(final.name))
@@ -50,6 +50,6 @@ def _sync_folder(folder: Path) -> None:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError as error:  # a process of another user may not be asked, but it is there
+    except OSError as error:  # PermissionError: it runs, but belongs to another user
         return not isinstance(error, ProcessLookupError)
     return True

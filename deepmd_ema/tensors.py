@@ -56,7 +56,7 @@ def check_weights(expected: Mapping[str, Sequence[int]], found: Mapping[str, Any
 
 
 def prefix_of(task: str) -> str:
-    """Return what stands before the names of a task's tensors; a task without a name has nothing there."""
+    """Return the prefix of the names of a task's tensors; empty for the task without a name."""
     return f"{task}." if task else ""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint import files
+from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.tensors import check_weights, cpu_copy
 
@@ -91,8 +91,8 @@ def test_a_damaged_file_without_an_older_one_says_so(here):
 
 
 def test_names_without_ending_links_folders_and_pointers_are_found(here):
-    series = checkpoint.CheckpointSeries("out/mm.ckpt", save_dir="ck/sub")
-    checkpoint.save_together(5, [(series, payload(5))])
+    series = CheckpointSeries("out/mm.ckpt", save_dir="ck/sub")
+    save_together(5, [(series, payload(5))])
     real = (here / "ck/sub/mm.ckpt-5.pt").resolve()
     for way in ("out/mm.ckpt.pt", "out/mm.ckpt", "ck/sub/mm.ckpt-5", "ck/sub/mm.ckpt-5.pt", ".", "checkpoint", here):
         assert checkpoint.resolve(way).resolve() == real
@@ -141,9 +141,9 @@ def test_files_of_other_programs_are_recognised(here):
 
 
 def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
-    series_list = [checkpoint.CheckpointSeries("model.ckpt"), checkpoint.CheckpointSeries("model.ckpt", "_ema")]
+    series_list = [CheckpointSeries("model.ckpt"), CheckpointSeries("model.ckpt", "_ema")]
     average = payload(7, "average", "ema")
-    checkpoint.save_together(7, [(series_list[0], payload(7)), (series_list[1], average)])
+    save_together(7, [(series_list[0], payload(7)), (series_list[1], average)])
     checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
     with pytest.raises(CheckpointError, match=r"the average 'ema' of step 7.*--restart model.ckpt-7.pt.*--init-model"):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
@@ -192,13 +192,13 @@ class FullDisk:
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, monkeypatch):
-    series, write = checkpoint.CheckpointSeries("model.ckpt"), torch.save
-    checkpoint.save_together(1, [(series, payload(1))])
+    series, write = CheckpointSeries("model.ckpt"), torch.save
+    save_together(1, [(series, payload(1))])
     kept = (here / "model.ckpt-1.pt").read_bytes()
     monkeypatch.setattr(torch, "save", lambda content, file: write(content, FullDisk(file)))
     said = r"model.ckpt-2.pt: .*could not be written. The disk is full.*model.ckpt-1.pt is whole and still usable"
     with pytest.raises(CheckpointError, match=said):
-        checkpoint.save_together(2, [(series, payload(2))])
+        save_together(2, [(series, payload(2))])
     assert (here / "model.ckpt-1.pt").read_bytes() == kept
     assert sorted(p.name for p in here.iterdir()) == ["checkpoint", "model.ckpt-1.pt", "model.ckpt.pt"]
     assert checkpoint.load(".")["step"] == 1
@@ -217,7 +217,7 @@ def test_a_device_without_room_is_reported_as_a_full_disk(here, monkeypatch):
         def __exit__(self, *error):
             self.part.unlink()
 
-    monkeypatch.setattr(files, "atomic_write", Full)
+    monkeypatch.setattr(checkpoint, "atomic_write", Full)
     with pytest.raises(CheckpointError, match="The disk is full"):
         checkpoint.save("m.pt", payload())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint import BestFiles, CheckpointSeries, keep_count, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
 from deepmd_ema.errors import CheckpointError
 
 
@@ -149,7 +149,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint import BestFiles, CheckpointSeries, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 
 at, count = int(sys.argv[1]), 0
 

@@ -1,9 +1,10 @@
-"""Averages of the weights, tracked beside training on whatever part of each tensor this process holds.
+"""Averages of the weights, updated during training, of the shards that this process holds.
 
-``s <- d * s + (1 - d) * w`` (s: average, w: weight) is elementwise, so a process averages what it holds and talks to
-nobody. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does not move bit-identical.
+``s <- d * s + (1 - d) * w`` (s: average, w: weight) is elementwise, so a process averages its shards
+without communication. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does not move bit-identical.
 
-Any trainer can use this room alone; it needs torch and the modules of dp-ema that name, compare and shard weights::
+Any trainer can use this package alone; it needs torch and the modules of dp-ema for names, checks and shards of
+weights::
 
     import torch
     from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
@@ -26,7 +27,7 @@ Any trainer can use this room alone; it needs torch and the modules of dp-ema th
         optimizer.step()
         bank.update()  # once after each optimizer step; update(ok) if only the device knows whether it was made
 
-    with bank.swapped_in("ema"):  # the average is in the model; the live weights come back, whatever happens
+    with bank.swapped_in("ema"):  # the average is in the model; the live weights come back, also after an exception
         error = model(torch.randn(8, 4)).square().mean()
 
     torch.save({"model": model.state_dict(), "averages": bank.state_dict()}, "checkpoint.pt")

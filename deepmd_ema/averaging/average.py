@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Average:
-    """One average: its tensors and how many updates are behind it.
+    """One average: its tensors, the number of its updates and the mean step of its weights.
 
-    As long as ``start_step`` is ahead, the average is the live weights, and its number of updates is -1. An average
-    that is kept away from the weights counts on the host.
+    Before ``start_step`` the average is the live weights, and its number of updates is -1. An average on another device
+    than the weights counts on the host.
 
     Args:
         profile: how it is averaged.
@@ -43,11 +43,11 @@ class Average:
 
     @property
     def started(self) -> bool:
-        """Whether it has begun to differ from the live weights: ``start_step`` is behind."""
+        """Whether ``start_step`` is reached; before it the average is the live weights."""
         return self._counter.updates >= 0 or self.counts()[0] >= 0
 
     def update(self, step: int, ok: Tensor | None) -> None:
-        """Take the live weights after ``step`` in; ``ok`` (not on the host) decides later whether anything changes."""
+        """Update with the live weights after ``step``, unless ``ok`` (not on the host) turns out to be 0."""
         storage = self.storage
         if storage.staging is not None:
             self.flush()
@@ -62,7 +62,7 @@ class Average:
                 buffer.lerp_if(good, buffer.live(), share_on_device)
 
     def flush(self) -> None:
-        """Take in the weights that are on their way; waits for them."""
+        """Wait for a copy of the weights that was enqueued, and update with it."""
         arrived = self.storage.staging.finish() if self.storage.staging is not None else None
         if arrived is not None:
             step, weights = arrived
@@ -71,7 +71,7 @@ class Average:
                 buffer.lerp(live, share)
 
     def seed(self, step: int) -> None:
-        """Start from the live weights, which have ``step`` steps behind them."""
+        """Start from the live weights, which are those after ``step`` steps."""
         self.set_counts(0 if step >= self.profile.start_step else -1, float(step))
         for i in range(len(self.storage.shards)):
             self.storage.seed(i)
@@ -87,7 +87,7 @@ class Average:
         return steps - mean_step if updates >= 0 else 0.0
 
     def set_counts(self, updates: int, mean_step: float) -> None:
-        """Set the counters, on the host; weights that are on their way are dropped."""
+        """Set the counters, on the host, and drop a copy of the weights that was enqueued."""
         if self.storage.staging is not None:
             self.storage.staging.forget()
         self._counter.set(updates, mean_step)
@@ -133,16 +133,16 @@ class Average:
 
 
 class Counter:
-    """The number of updates (-1 as long as the start is ahead) and the mean step of the weights in an average.
+    """The number of updates (-1 before the start) and the mean step of the weights in an average.
 
-    They live on the host until a step's fate is known to the device only; from then on they live there.
+    They are on the host until the first step of which only the device knows whether it was good, then on the device.
 
     Args:
         profile: what gives the decay of an update.
 
     Attributes:
-        updates: number of updates, unless it lives on the device.
-        on_device: both on the device, where reading has to wait for it; None when they live on the host.
+        updates: number of updates; out of date while ``on_device`` is not None.
+        on_device: both numbers on the device, where reading waits for it; None while they are on the host.
     """
 
     def __init__(self, profile: Profile) -> None:

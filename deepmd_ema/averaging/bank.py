@@ -95,7 +95,7 @@ class AverageBank:
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
-        """Run the body with the average in the modules, then put the live weights back, whatever happens.
+        """Run the body with the average in the modules, then put the live weights back, also after an exception.
 
         The exchange is in place, tensor by tensor, and compiled modules see it. It needs extra memory for the largest
         tensor only; for all live weights (of this process, where the average is kept) if the average is held in
@@ -128,7 +128,7 @@ class AverageBank:
         Args:
             name: of the average; ``live`` for the raw weights, also while an average is swapped in.
             copy: whether the tensors are copies on the CPU, or may share memory with the averages and the model.
-            keep: whether this process wants them; else it only takes part, and the result is empty.
+            keep: whether this process wants them; else it only takes part in the collectives, and the result is empty.
         """
         average = None if name == LIVE else self._averages[name]
         averaged = full_tensors(average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep)
@@ -174,7 +174,7 @@ class AverageBank:
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.
 
         Args:
-            keep: whether this process wants the tensors; else it only takes part, and the result has none.
+            keep: whether this process wants the tensors; else it only takes part in collectives; then there are none.
         """
         profiles = {}
         for name, average in self._averages.items():
@@ -200,7 +200,7 @@ class AverageBank:
 
         Args:
             state: from :meth:`state_dict`, or None when the checkpoint has no averages.
-            step: optimizer steps behind the live weights, used when ``state`` is None.
+            step: optimizer steps of the live weights, used when ``state`` is None.
 
         Raises:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
@@ -227,7 +227,7 @@ class AverageBank:
 
     @torch.no_grad()
     def rebind(self) -> None:
-        """Look again at which tensors are averaged and where they stand.
+        """Find the averaged tensors again.
 
         :meth:`update` does this by itself when ``requires_grad`` of a parameter has changed; call it after parameters
         were moved to another device or replaced.

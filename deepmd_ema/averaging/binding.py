@@ -20,7 +20,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Binding:
-    """Which tensors of the modules are averaged, as it stands when this is made.
+    """Which tensors of the modules are averaged, found at construction.
 
     Args:
         modules: by task name, as :class:`deepmd_ema.averaging.AverageBank` takes them.
@@ -143,7 +143,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor without what wrappers inside the module have put into it."""
+    """Return the name of a tensor without the parts that wrappers inside the module add to it."""
     return _INNER_WRAPPER.sub("", name)
 
 

@@ -19,7 +19,7 @@ class Exchange:
     """An average in the place of the live weights, shard by shard, in place.
 
     Where both have one precision they change places, which takes memory for one tensor. An average in another
-    precision, or gathered, does not fit into the live tensor: there the live weights are set aside, on the device of
+    precision, or gathered, does not fit into the live tensor: there the live weights are copied to the device of
     the average. Every rank must call each method when weights are sharded.
 
     Args:
@@ -28,12 +28,12 @@ class Exchange:
 
     def __init__(self, average: Average) -> None:
         self.average = average
-        self._done = 0  # shards exchanged so far: what failed on the way is undone from here
+        self._done = 0  # shards exchanged so far; swap_out() undoes these after a failure
         self._aside: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Put the average into the weights; if it fails on the way, :meth:`swap_out` undoes what was done."""
+        """Put the average into the weights; after a failure :meth:`swap_out` undoes what was done."""
         if not self.average.started:
             return  # it still is the live weights
         self.average.flush()

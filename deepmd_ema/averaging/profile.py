@@ -1,4 +1,4 @@
-"""What is averaged how: the settings of one average, and the weight that its formula gives to each step."""
+"""The settings of an average, and the decay that its formula gives to each update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Profile:
         start_step: optimizer steps before the average starts.
         update_every: optimizer steps between two updates; decays are corrected for it.
         device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of a GPU are then
-            copied asynchronously, and taken in when the next update begins or something reads the average.
+            copied asynchronously, and used when the next update begins or the average is read.
         dtype: ``float32`` or ``float64``; never narrower than float32 or the weights themselves.
         layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
             weights at each update and holds the whole average on every rank; ``rank_range`` lets each rank average

@@ -1,4 +1,4 @@
-"""Where the tensors of one average are kept: flat buffers, and the copies on the way into those on the host."""
+"""The memory of one average: flat buffers, and staging memory for averages that are on the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Storage:
     Attributes:
         tensors: the averages in the order of ``shards``, views of the buffers.
         buffers: flat buffers.
-        staging: copies on the way, or None if the averages are on the device of the weights.
+        staging: staging memory, or None if the averages are on the device of the weights.
     """
 
     def __init__(self, shards: Sequence[Shard], profile: Profile) -> None:
@@ -50,7 +50,7 @@ class Storage:
 
     @property
     def num_bytes(self) -> int:
-        """Memory on this process, with that of copies on their way."""
+        """Memory on this process, with staging."""
         on_their_way = self.staging.flats if self.staging is not None else []
         return sum(flat.nbytes for flat in [*(b.flat for b in self.buffers), *on_their_way])
 
@@ -116,8 +116,8 @@ class Buffer:
 class Staging:
     """Host memory through which the weights of a device reach averages that are kept on the host.
 
-    The copy is enqueued after a step, and has arrived when the next update begins or something reads the average:
-    training does not wait for it. Whether the step was good is known to the device only, and travels with the copy.
+    A copy is enqueued after a step and waited for when the next update begins or the average is read, so training does
+    not wait for it. Whether the step was good, which only the device knows, is copied with the weights.
 
     Args:
         buffers: averages on the host.
@@ -157,7 +157,7 @@ class Staging:
         return (step, self._views) if bool(self._good > 0) else None
 
     def forget(self) -> None:
-        """Drop a copy that was not taken in."""
+        """Drop the copy that was enqueued."""
         self._step = None
 
 

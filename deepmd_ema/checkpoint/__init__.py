@@ -1,36 +1,378 @@
-"""Checkpoints: what is in a file (schema, payload), one file (files), names, series with rotation, best files.
+"""Model files: written atomically, checked when read; their head, and the weights that a reader takes from them.
 
-Files of kind ``training`` hold everything that a restart needs; the others hold weights only.
+Files of kind ``training`` hold everything that a restart needs; the others hold weights only. Each way in which a file
+can be wrong has a message. ``names`` has the names of the files, ``series`` those that a run keeps.
 """
 
-from deepmd_ema.checkpoint.best import BestFiles
-from deepmd_ema.checkpoint.files import (
-    FORMAT,
-    ensure_writable,
-    load,
-    load_facts,
-    refuse_to_replace,
-    require_training,
-    resolve,
-    save,
-)
-from deepmd_ema.checkpoint.payload import choose_profile, payload_head, weights_in
-from deepmd_ema.checkpoint.series import CheckpointSeries, keep_count, save_together
+from __future__ import annotations
 
-__all__ = [
-    "FORMAT",
-    "BestFiles",
-    "CheckpointSeries",
-    "choose_profile",
-    "ensure_writable",
-    "keep_count",
-    "load",
-    "load_facts",
-    "payload_head",
-    "refuse_to_replace",
-    "require_training",
-    "resolve",
-    "save",
-    "save_together",
-    "weights_in",
-]
+import errno
+import os
+import pickle
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema import __version__
+from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
+from deepmd_ema.config.outputs import POINTER
+from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.files import atomic_write
+from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.weights import LIVE
+
+FORMAT = 1  # of the payload; this version reads it and all smaller ones
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+class _DamagedError(Exception):
+    """The bytes are not what was written."""
+
+
+def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+    """Write ``payload`` to ``path`` in one move; tensors are copied to the CPU first.
+
+    Args:
+        path: the file; its folder is made if it is missing.
+        payload: primitive containers, numbers, strings and tensors.
+        fallback: an older checkpoint, named in the message when the writing fails.
+
+    Raises:
+        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as part, part.open("wb") as file:
+            torch.save(cpu_copy(payload), file)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(_cannot_write(path, error, fallback)) from error
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve` takes.
+
+    Raises:
+        CheckpointError: if it is missing, damaged (the newest intact one before it is named), written by DeePMD-kit,
+            written by a newer version, or no checkpoint at all.
+    """
+    path = resolve(path)
+    try:
+        return _read(path)
+    except _DamagedError as error:
+        older = _newest_intact_before(path)
+        advice = (
+            f"The newest intact checkpoint before it is {older}: go on from that one."
+            if older is not None
+            else "No older intact checkpoint stands beside it."
+        )
+        raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
+
+
+def load_facts(path: str | Path) -> dict[str, Any]:
+    """Return the content of one file with its tensors left on the disk: to look through many files.
+
+    Names, shapes and facts are those of :func:`load`, which reads the rest and checks every byte.
+
+    Raises:
+        CheckpointError: as :func:`load` does.
+    """
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile):
+        return load(path)  # says what is wrong
+    _check_payload(Path(path), payload)
+    return payload
+
+
+def resolve(path: str | Path) -> Path:
+    """Return the file that ``path`` means: a file, a name without ``.pt``, or a folder in which a run has saved.
+
+    Raises:
+        CheckpointError: if there is no such file; the checkpoints in that folder are listed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        pointer = path / POINTER
+        if not pointer.is_file():
+            raise CheckpointError(
+                f"{path}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(pointer)}"
+            )
+        return _follow(pointer)
+    if path.name == POINTER and path.is_file():
+        return _follow(path)
+    for candidate in (path, path.with_name(path.name + ".pt")):
+        if candidate.is_file():
+            return candidate
+        if candidate.is_symlink():
+            raise CheckpointError(f"{candidate}: links to {os.readlink(candidate)}, which is missing. {_nearby(path)}")
+    raise CheckpointError(f"{path}: no such file. {_nearby(path)}")
+
+
+def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
+    """Check that a restart can go on from ``payload``, read from ``path``.
+
+    Raises:
+        CheckpointError: if it holds weights only; the message names the file to use instead.
+    """
+    kind = payload["kind"]
+    if kind == "training":
+        return
+    what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
+    if kind == "best":
+        what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
+    path = Path(path)
+    real = path.resolve()
+    use = "Use a training checkpoint (model.ckpt-*.pt)"
+    files = numbered(real.parent, training_series(real.name, payload["weights"]))
+    if files:
+        partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
+        if not path.is_absolute():
+            partner = path.parent / os.path.relpath(partner, path.parent.resolve())
+        use = f"Use --restart {partner}"
+    raise CheckpointError(
+        f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
+        f"so a restart cannot go on from it. {use}, or start anew from these weights with --init-model {path}."
+    )
+
+
+def ensure_writable(folder: str | Path, option: str = "") -> None:
+    """Make ``folder`` if need be, and check that a file can be written into it.
+
+    Args:
+        folder: where files will be written.
+        option: what names the folder, for the message.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
+            probe.write(b"x")
+    except OSError as error:
+        place, asked = (f"{option}: ", f", or let {option} name one") if option else ("", "")
+        reason = "a file of that name is in the way" if folder.is_file() else _reason(error)
+        raise CheckpointError(
+            f"{place}{folder.absolute()}: cannot write here ({reason}). Start the run in a folder that you may write "
+            f"to{asked}."
+        ) from error
+
+
+def refuse_to_replace(path: str | Path, option: str) -> None:
+    """Check that a file of weights may be written to ``path``: not over what a restart or ``dp-ema posthoc`` needs.
+
+    Args:
+        path: the file; need not exist.
+        option: what names it, for the message.
+
+    Raises:
+        CheckpointError: if the name does not end in .pt, or a training checkpoint or a snapshot is there.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".pt":
+        raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
+    try:
+        kind = load_facts(path)["kind"] if path.is_file() else ""
+    except CheckpointError:  # nothing that could be needed
+        return
+    what = {"training": "the training checkpoint itself", "snapshot": "a snapshot of the run"}.get(kind)
+    if what is not None:
+        loss = "no restart could go on" if kind == "training" else "`dp-ema posthoc` would leave it out"
+        raise CheckpointError(
+            f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
+        )
+
+
+def payload_head(
+    kind: str, weights: str, step: int | None, config: Mapping[str, Any], min_nbor_dist: Any, **more: Any
+) -> dict[str, Any]:
+    """Return how every model file begins: what it is, who wrote it, and of which run and step the weights are.
+
+    Args:
+        kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
+        weights: ``live``, or the name of an average.
+        step: optimizer steps after which the weights were saved.
+        config: normalized config of the run.
+        min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by task if there are
+            several.
+        more: what this kind of file has beside, such as ``run``.
+    """
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "kind": kind,
+        "weights": weights,
+        "step": step,
+        "config": dict(config),
+        "min_nbor_dist": min_nbor_dist,
+        **more,
+    }
+
+
+def weights_in(
+    payload: Mapping[str, Any], path: str | Path, profile: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights that a reader of a file uses, by name, and the facts of the average (empty for live weights).
+
+    A training checkpoint holds the live weights and every average; any other file holds one set of weights. The live
+    buffers complete an average. A bias that was fitted after training (``refitted_bias``) takes the place of the raw
+    one, which only a restart needs.
+
+    Args:
+        payload: content of a model file.
+        path: where it was read, for messages.
+        profile: an average by name (see :func:`choose_profile`), or None for the file's own weights.
+
+    Raises:
+        CheckpointError: if there is no average of that name.
+    """
+    own = payload["weights"]
+    weights, facts, name = dict(payload["model"]), dict(payload.get("average", {})), own
+    if profile is not None and payload["kind"] == "training":
+        name = choose_profile(payload, path, profile)
+        state = payload["averages"]["profiles"][name]
+        weights |= state["weights"]
+        plain = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
+        facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
+    elif profile is not None and profile != own:
+        raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
+    biases = payload.get("refitted_bias", {})
+    if name in biases:
+        fitted = biases[name]  # of one model, or by name where there are several
+        weights |= fitted if isinstance(fitted, Mapping) else {"out_bias": fitted}
+    return weights, facts
+
+
+def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:
+    """Return the name of an average that a training checkpoint holds: ``profile``, or the only one there is.
+
+    Raises:
+        CheckpointError: if there is none, or none of that name, or several and no name.
+    """
+    profiles = payload.get("averages", {}).get("profiles", {})
+    if not profiles:
+        raise CheckpointError(
+            f"{path}: no averaged weights in this checkpoint: training.enable_ema was false and training.averaging "
+            'empty. Train with "enable_ema": true, or leave out --use-ema to take the live weights.'
+        )
+    if profile is None and len(profiles) == 1:
+        return str(next(iter(profiles)))
+    if profile is None or profile not in profiles:
+        wanted = "which average?" if profile is None else f"no average is called {profile!r}."
+        raise CheckpointError(f"{path}: {wanted} Give --average one of: {', '.join(profiles)}.")
+    return profile
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read and check one file; :class:`_DamagedError` if its bytes were lost or changed."""
+    try:
+        _check_archive(path)
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds objects other than tensors and numbers; dp-ema did not write it."
+        ) from error
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read ({_reason(error)}).") from error
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise _DamagedError(f"{str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    _check_payload(path, payload)
+    return payload
+
+
+def _check_archive(path: Path) -> None:
+    """Check every byte against the archive's checksums, which ``torch.load`` does not do."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    if not head:
+        raise _DamagedError("the file is empty")
+    if head == _HDF5:
+        raise CheckpointError(f"{path}: a model file (.dp, HDF5), not a checkpoint of a run.")
+    if head[:2] != b"PK":
+        raise CheckpointError(f"{path}: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt.")
+    if not zipfile.is_zipfile(path):
+        raise _DamagedError(f"cut off after {path.stat().st_size} bytes")
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise CheckpointError(f"{path}: a TorchScript archive (.pth), not a checkpoint of a run.")
+        bad = archive.testzip()
+    if bad is not None:
+        raise _DamagedError(f"the checksum of {bad} is wrong")
+
+
+def _check_payload(path: Path, payload: Any) -> None:
+    if isinstance(payload, Mapping) and "format" in payload and "kind" in payload:
+        if payload["format"] > FORMAT:
+            raise CheckpointError(
+                f"{path}: written by dp-ema {payload['version']} in format {payload['format']}; this version reads up "
+                f"to format {FORMAT}. Update dp-ema."
+            )
+        return
+    weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
+    if isinstance(weights, Mapping) and "_extra_state" in weights:
+        raise CheckpointError(
+            f"{path}: a checkpoint of DeePMD-kit, which keeps its parameters under other names. Convert its model: "
+            f"`dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`; dp-ema reads .dp."
+        )
+    raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
+
+
+def _newest_intact_before(path: Path) -> Path | None:
+    real = path.resolve()
+    found = series_and_step(real.name)
+    if found is None:
+        return None
+    older = {s: p for s, p in numbered(real.parent, found[0]).items() if s < found[1]}
+    for step in sorted(older, reverse=True):
+        with suppress(_DamagedError, CheckpointError):
+            _read(older[step])
+            return older[step]
+    return None
+
+
+def _follow(pointer: Path) -> Path:
+    named = pointer.parent / pointer.read_text().strip()
+    if not named.is_file():
+        raise CheckpointError(f"{pointer}: names {named}, which is missing. {_nearby(named)}")
+    return named
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path()
+    files = [p for p in folder.iterdir() if p.name.endswith(".pt")]
+    if not files:
+        return f"There is no checkpoint in {folder.resolve()}."
+
+    def key(p: Path) -> tuple[str, int]:
+        series, step = series_and_step(p.name) or (p.name, 0)
+        return series, -step  # the newest of a series first
+
+    return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
+
+
+def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:
+    cause = error if isinstance(error, OSError) else error.__context__
+    folder = next(f for f in path.absolute().parents if f.is_dir())
+    free = shutil.disk_usage(folder).free / 2**20
+    usable = f" {fallback} is whole and still usable." if fallback is not None else ""
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = (
+            f"The disk is full ({free:.0f} MiB free in {folder}). Make room there, or set training.save_dir elsewhere."
+        )
+    else:
+        advice = f"Reason: {_reason(cause or error)} ({free:.0f} MiB free in {folder})."
+    return f"{path}: the checkpoint could not be written. {advice}{usable}"
+
+
+def _reason(error: BaseException) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Series of numbered checkpoints: links, rotation, and live and averaged files as one transaction."""
+"""The files that a run keeps: numbered series with links and rotation, best files, and their common transaction."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.checkpoint.best import BestFiles
-from deepmd_ema.checkpoint.files import save
-from deepmd_ema.checkpoint.names import link_name, numbered, numbered_name, numbered_pattern
+from deepmd_ema.checkpoint import names, save
 from deepmd_ema.config.outputs import POINTER, suffixed
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write, sweep
@@ -32,7 +30,7 @@ class CheckpointSeries:
         prefix: ``training.save_ckpt``; may contain folders.
         suffix: empty for the live weights, ``_<name>`` for an average.
         save_dir: folder of the numbered files; that of ``prefix`` when None. The link stays beside ``prefix``.
-        keep: how many files stay; less than 1 keeps all.
+        keep: how many files are kept; less than 1 keeps all.
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
         pointer: text file that names the newest file, or None.
@@ -50,7 +48,7 @@ class CheckpointSeries:
         prefix = Path(prefix)
         self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
-        self.link = prefix.parent / link_name(self.name)
+        self.link = prefix.parent / names.link_name(self.name)
         self.keep = keep
         self._pointer = Path(pointer) if pointer is not None else (None if suffix else Path(POINTER))
         self._last = start
@@ -58,11 +56,11 @@ class CheckpointSeries:
 
     def file(self, step: int) -> Path:
         """Return the path of the file of ``step``."""
-        return self.folder / numbered_name(self.name, step)
+        return self.folder / names.numbered_name(self.name, step)
 
     def steps(self) -> list[int]:
         """Return the steps of all files that are there, ascending."""
-        return sorted(numbered(self.folder, self.name))
+        return sorted(names.numbered(self.folder, self.name))
 
     def update_links(self, step: int) -> None:
         """Move the link, then the pointer, to the file of ``step``."""
@@ -92,10 +90,109 @@ class CheckpointSeries:
 
     def sweep(self) -> None:
         """Remove half-written files that a killed process has left."""
-        sweep(self.folder, numbered_pattern(self.name))
+        sweep(self.folder, names.numbered_pattern(self.name))
         sweep(self.link.parent, re.escape(self.link.name))
         if self._pointer is not None:
             sweep(self._pointer.parent, re.escape(self._pointer.name))
+
+
+class BestFiles:
+    """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
+
+    A file that is no longer among the best keeps a rank beyond ``keep`` until :meth:`prune` is called, after a training
+    checkpoint with the new records was written: a restart finds the files of its records. :meth:`prune` also removes
+    best files of an earlier run, once this run has one of its own. Rotation of checkpoints never touches best files.
+
+    Args:
+        prefix: ``best``, or ``best_<name>`` for an average.
+        folder: of the files.
+        keep: how many are kept.
+        metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
+        writes: whether this process writes the files; others keep the records and make the payload, no more.
+    """
+
+    def __init__(self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True) -> None:
+        self.writes = writes
+        self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
+        self.records: list[tuple[float, int]] = []  # (value, step), best first
+
+    def offer(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
+        """Write the file of ``step`` if it is among the best, and return whether it is.
+
+        Of equal values the earlier one ranks higher; a value that is not finite is never kept.
+        """
+        records = [r for r in self.records if r[1] != step]
+        rank = sum(v <= value for v, _ in records)
+        if not math.isfinite(value) or rank >= self.keep:
+            return False
+        records.insert(rank, (value, step))
+        content = payload()
+        if self.writes:
+            save(self._file(step, rank + 1), content)
+        self.records = records[: self.keep]
+        if self.writes:
+            self._arrange(records)
+        return True
+
+    def path(self, step: int) -> Path:
+        """Return the file of ``step``, which must be among the best."""
+        return self._file(step, 1 + [s for _, s in self.records].index(step))
+
+    def prune(self) -> None:
+        """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
+        if not self.records or not self.writes:
+            return
+        sweep(self.folder, names.best_pattern(self.prefix))
+        mine = {self.path(step).name for _, step in self.records}
+        for files in self._on_disk().values():
+            for file in files:
+                if file.name not in mine:
+                    file.unlink(missing_ok=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metric and the records, best first."""
+        return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the records of ``state`` whose files still exist, and correct the ranks in their names.
+
+        A process that does not write takes the records as they are: those that the writing one has checked.
+        """
+        if state["metric"] != self.metric:
+            logger.warning(
+                "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
+            )
+            return
+        records = [(float(value), int(step)) for value, step in state["records"]]
+        if not self.writes:
+            self.records = records
+            return
+        there = self._on_disk()
+        for value, step in records:
+            if step not in there:
+                text = "%s of step %d (%s %.5g) is gone and no longer counts as best"
+                logger.warning(text, self.prefix, step, self.metric, value)
+        records = [r for r in records if r[1] in there]
+        self.records = records[: self.keep]
+        self._arrange(records)
+
+    def _arrange(self, records: list[tuple[float, int]]) -> None:
+        """Give the files of ``records`` their ranks; names differ by step, so no move can hit another file."""
+        there = self._on_disk()
+        for rank, (_, step) in enumerate(records, 1):
+            wanted = self._file(step, rank)
+            files = there.get(step, [])
+            if wanted not in files and files:
+                os.replace(files[0], wanted)
+            for file in files:
+                if wanted in files and file != wanted:
+                    file.unlink(missing_ok=True)
+
+    def _file(self, step: int, rank: int) -> Path:
+        return self.folder / names.best_name(self.prefix, step, rank)
+
+    def _on_disk(self) -> dict[int, list[Path]]:
+        return names.files_by_step(self.folder, names.best_pattern(self.prefix))
 
 
 def save_together(
@@ -104,13 +201,13 @@ def save_together(
     """Write the files of one step as one transaction and return their paths.
 
     The first series is the live one. All files are written before any link moves, and the pointer moves last: a crash
-    at any moment leaves links to a step all of whose files are whole. A file without its partners is never linked, and
-    is written again when the restarted run gets there.
+    at any moment leaves links to a step all of whose files are whole. A file without those of the
+    other series is never linked; the restarted run writes it again.
 
     Args:
-        step: optimizer steps behind the weights.
+        step: optimizer steps after which the weights were saved.
         files: series and what their file holds, the live one first.
-        bests: best files whose records stand in the payload; what they have pushed out is removed now.
+        bests: best files whose records are in the payload; files that are no longer among them are removed now.
 
     Raises:
         CheckpointError: if a file cannot be written; links and older files are as before.

@@ -19,7 +19,7 @@ MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
 class LKF:
     """Reorganized layer extended Kalman filter (Hu et al., AAAI 2023, arXiv:2212.06989, algorithm 1).
 
-    All weights stand in one row, cut into L blocks; each has a covariance P, at first the identity. An update with the
+    All weights form one row, cut into L blocks; each has a covariance P, at first the identity. An update with the
     error e of a measurement and its gradient H, in blocks H_l:
 
         A   = 1 / sum_l (lambda + H_l^T P_l H_l)
@@ -29,7 +29,7 @@ class LKF:
         lambda <- nu * lambda + 1 - nu
 
     Neighbors in the row share a block while they have at most ``block_size`` weights together; a larger parameter is
-    cut, and shares with nobody. The memory of all P is that of L times ``block_size`` squared numbers at most.
+    cut and does not share its blocks. The memory of all P is that of L times ``block_size`` squared numbers at most.
 
     Args:
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
@@ -73,7 +73,7 @@ class LKF:
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies in host memory of the memory factor and all covariances, and whose they are."""
+        """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""
         return {
             "type": "LKF",
             "parameters": dict(self._shapes),
@@ -123,7 +123,7 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
 
 
 def _in_row(tensor: Tensor) -> Tensor:
-    """Return the elements of a parameter as they stand in the row: its first dim runs fastest."""
+    """Return the elements of a parameter in the order of the row: its first dim runs fastest."""
     return tensor.permute(*reversed(range(tensor.ndim))).reshape(-1)
 
 

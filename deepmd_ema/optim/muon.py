@@ -36,7 +36,7 @@ class AdaMuon(GuardedOptimizer):
 
     a is ``sqrt(max(1, R / C))`` with ``lr_adjust > 0``, when Adam has the rate ``lr / lr_adjust``; else
     ``lr_adjust_coeff * sqrt(max(R, C))``, and Adam has ``lr``. The direction is taken in bfloat16, v and the update in
-    float32, whatever the precision of the weights. Sharded matrices are gathered for it.
+    float32, for weights of any precision. Sharded matrices are gathered for it.
 
     Args:
         params: parameters that are trained.

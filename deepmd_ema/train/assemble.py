@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count
 from deepmd_ema.config import config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.config.schema.optim import LKFConfig
@@ -155,7 +155,7 @@ def _build_validator(
         for task in tasks:
             log = ValidationLog(outputs.validation_log(weights, task), num_steps, metric) if world.is_main else None
             prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
-            best = checkpoint.BestFiles(prefix, folder, keep, metric, writes=world.is_main)
+            best = BestFiles(prefix, folder, keep, metric, writes=world.is_main)
             rows.append(Validated(weights, task, log, best if validating.save_best else None))
     if not rows:
         return None
@@ -186,13 +186,13 @@ def _build_saver(
     """
     training, folder = config.training, Outputs(config).snapshot_folder
 
-    def series(weights: str, max_keep: int | None) -> checkpoint.CheckpointSeries:
+    def series(weights: str, max_keep: int | None) -> CheckpointSeries:
         most = training.max_ckpt_keep if max_keep is None else max_keep
-        keep = checkpoint.keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
-        return checkpoint.CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
+        keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
+        return CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
 
     def snapshots(name: str, every: int) -> Snapshots:
-        kept = checkpoint.CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
+        kept = CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
         return Snapshots(name, kept, every)
 
     return Saver(

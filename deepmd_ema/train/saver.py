@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepmd_ema import checkpoint
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
@@ -92,7 +93,7 @@ class Snapshots:
     """
 
     name: str
-    series: checkpoint.CheckpointSeries
+    series: CheckpointSeries
     every: int
 
 
@@ -111,9 +112,9 @@ class Saver:
     """
 
     builder: StateBuilder
-    live: checkpoint.CheckpointSeries
-    averages: Mapping[str, checkpoint.CheckpointSeries]
-    bests: Sequence[checkpoint.BestFiles]
+    live: CheckpointSeries
+    averages: Mapping[str, CheckpointSeries]
+    bests: Sequence[BestFiles]
     every: int
     snapshots: Sequence[Snapshots]
     world: World
@@ -161,7 +162,7 @@ class Saver:
         written: list[Path] = []
         with self.world.all_ranks_ok():
             if self.world.is_main:
-                written = checkpoint.save_together(step, files, self.bests)
+                written = save_together(step, files, self.bests)
         return [str(path) for path in written]
 
 

@@ -18,7 +18,7 @@ from deepmd_ema.weights import LIVE
 if TYPE_CHECKING:
     from deepmd_ema.averaging import AverageBank
     from deepmd_ema.batch import Batch
-    from deepmd_ema.checkpoint import BestFiles
+    from deepmd_ema.checkpoint.series import BestFiles
     from deepmd_ema.config.schema.texts import Metric
     from deepmd_ema.dist.world import World
     from deepmd_ema.model.model_set import ModelSet

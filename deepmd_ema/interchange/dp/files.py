@@ -15,7 +15,7 @@ from deepmd_ema.files import atomic_write
 
 Tree: TypeAlias = dict[str, Any]
 
-VARIABLES = "@variables"  # every array stands under such a key
+VARIABLES = "@variables"  # every array is under such a key
 _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
 
 
@@ -30,7 +30,7 @@ def write_tree(path: Path, tree: Tree) -> None:
         with atomic_write(path) as part:
             write(part, tree)
     except OSError as error:
-        # HDF5 puts the whole story into the text, with the name of a part that the user has not heard of
+        # the text of HDF5 is long and names the temporary file, which the user does not know
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise CheckpointError(f"{path}: cannot be written ({reason}). Choose another -o, or make room.") from error
 
@@ -54,7 +54,7 @@ def _is_yaml(path: Path) -> bool:
 
 
 def _replaced(value: Any, change: Callable[[Any], Any], is_variable: bool = False) -> Any:
-    """Return a copy in which ``change`` was applied to every leaf that stands under ``@variables``."""
+    """Return a copy in which ``change`` was applied to every leaf under ``@variables``."""
     if isinstance(value, dict) and "@is_variable" not in value:
         return {k: _replaced(v, change, is_variable or k == VARIABLES) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -44,7 +44,7 @@ def write_dp(
         path: ends in ``.dp`` or ``.yaml``.
         model: as built from ``config``.
         config: the section ``model``.
-        min_nbor_dist: shortest distance in the training data, angstrom; by default what the model knows.
+        min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
         extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
 
     Raises:
@@ -70,7 +70,7 @@ def write_dp(
 def rewrite_bias(
     path: str | Path, target: str | Path, bias: np.ndarray, std: np.ndarray | None, facts: Mapping[str, Any]
 ) -> None:
-    """Write the model file ``path`` to ``target`` with another output bias; everything else in it stays.
+    """Write the model file ``path`` to ``target`` with another output bias and otherwise the same content.
 
     Args:
         path: a file that :func:`read_dp` reads.

@@ -55,7 +55,7 @@ def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, n
     Args:
         kind: ``network_type``.
         nets: the networks.
-        common: what stands in the tree of each before its layers.
+        common: entries of each network's tree before its layers.
         ndim: elements that a network depends on.
         ntypes: number of elements.
         hidden_only: whether all layers are hidden ones; else the last one is the linear output.

@@ -54,10 +54,8 @@ def moments_kernel(nets: Iterable[Network]) -> Callable[[Tensor, Network], Momen
 
 def plain_moments(rows: Tensor, net: Network) -> Moments:
     """Return the moments of any net, by operations that autograd, ``torch.func`` and ``torch.compile`` know."""
-    num_atoms, num_slots = rows.shape[:2]
-    parts = net.value_and_derivative(rows[..., :1].reshape(-1, 1))
-    # the last size is named: it cannot be inferred when there are no neighbors
-    jet = torch.stack([part.view(num_atoms, num_slots, part.shape[-1]) for part in parts], 1)
+    # atoms and slots stay two dimensions: inductor cannot lower a view that splits a product of two symbolic sizes
+    jet = torch.stack(net.value_and_derivative(rows[..., :1].contiguous()), 1)
     return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
 
 

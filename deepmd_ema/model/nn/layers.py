@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.model.nn.activation import activation
 
-# B rows, N inputs, M outputs of a layer
+# B rows, in one or more dimensions; N inputs, M outputs of a layer
 
 
 class Layer(nn.Module):
@@ -53,12 +53,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (B, M)."""
-        y = self.activation.value(torch.addmm(self.bias, x, self.weight))
+        y = self.activation.value(self._affine(x))
         return self._add_skip(y if self.idt is None else y * self.idt, x)
 
     def with_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return y (B, M) and the derivative d(y - skip)/d(x W + b), (B, M)."""
-        z = torch.addmm(self.bias, x, self.weight)
+        z = self._affine(x)
         y = self.activation.value(z)
         derivative = self.activation.derivative(z, y)
         if self.idt is not None:
@@ -67,19 +67,26 @@ class Layer(nn.Module):
 
     def jvp(self, dx: Tensor, derivative: Tensor) -> Tensor:
         """Return the change of y (B, M) for a change of x (B, N)."""
-        return self._add_skip(derivative * (dx @ self.weight), dx)
+        change = dx * self.weight[0] if len(self.weight) == 1 else dx @ self.weight
+        return self._add_skip(derivative * change, dx)
 
     def vjp(self, grad: Tensor, derivative: Tensor) -> Tensor:
         """Return the gradient with respect to x (B, N) from that with respect to y (B, M)."""
         back = (grad * derivative) @ self.weight.T
         if self.copies:
-            back = back + grad.unflatten(1, (self.copies, -1)).sum(1)
+            width = back.shape[-1]
+            back = back + (grad if self.copies == 1 else grad[..., :width] + grad[..., width:])
         return back
+
+    def _affine(self, x: Tensor) -> Tensor:
+        if len(self.weight) == 1:  # inductor chooses a product of matrices by the number of rows: one graph more
+            return torch.addcmul(self.bias, x, self.weight[0])
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], len(self.bias))
 
     def _add_skip(self, y: Tensor, x: Tensor) -> Tensor:
         if not self.copies:
             return y
-        return (y.unflatten(1, (self.copies, -1)) + x.unsqueeze(1)).flatten(1)
+        return y + (x if self.copies == 1 else torch.cat([x, x], -1))
 
 
 class Network(nn.Module):
