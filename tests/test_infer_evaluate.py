@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
-from deepmd_ema.cli.options import read_datafile, validation_systems
+from deepmd_ema.cli.options import chosen_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
@@ -135,18 +136,18 @@ def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_
 def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
     listed = tmp_path / "list"
     listed.write_text("# mine\na\n\n  b \n")
-    assert read_datafile(str(listed)) == ["a", "b"]
+    assert chosen_systems(Namespace(datafile=str(listed)), [])[0] == ["a", "b"]
     listed.write_text("\n")
     with pytest.raises(UserError, match="list: names no system"):
-        read_datafile(str(listed))
+        chosen_systems(Namespace(datafile=str(listed)), [])[0]
     with pytest.raises(UserError, match="nowhere: cannot be read"):
-        read_datafile(str(tmp_path / "nowhere"))
+        chosen_systems(Namespace(datafile=str(tmp_path / "nowhere")), [])[0]
     config = tmp_path / "input.json"
     config.write_text(json.dumps(tiny_input(["train"], ["valid"])))
-    assert validation_systems(str(config))[0] == ["valid"]
+    assert chosen_systems(Namespace(valid_data=str(config)), [])[0] == ["valid"]
     config.write_text(json.dumps(tiny_input(["train"])))
     with pytest.raises(ConfigError, match=r"input.json: training.validation_data is not there. Give .* with -s"):
-        validation_systems(str(config))
+        chosen_systems(Namespace(valid_data=str(config)), [])
 
 
 def test_frames_without_labels_are_refused(run, tmp_path):

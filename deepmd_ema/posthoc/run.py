@@ -17,7 +17,7 @@ from tqdm import tqdm
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict
-from deepmd_ema.data.cache import PairCache
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device

@@ -13,8 +13,7 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.cache import PairCache
-from deepmd_ema.data.collate import collate
+from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.run import TaskData, check_task, open_run
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
