@@ -63,7 +63,7 @@ def assemble(
         models,
         bank,
         to_dict(config),
-        unnested({name: task.min_nbor_dist for name, task in prepared.tasks.items()}),
+        unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
         start.run_id(config),
         world.is_main,
     )
@@ -185,20 +185,16 @@ def _build_saver(
         keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
         return CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
 
-    def snapshots(name: str, every: int) -> Snapshots:
-        kept = CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
-        return Snapshots(name, kept, every)
-
     return Saver(
         builder,
         series(LIVE, None),
-        {average.name: series(average.name, average.ckpt_keep) for average in training.averaging},
+        {a.name: series(a.name, a.ckpt_keep) for a in training.averaging},
         bests=[row.best for row in validator.rows if row.best is not None],
         every=training.save_freq,
         snapshots=[
-            snapshots(average.name, every)
-            for average in training.averaging
-            if (every := snapshot_every(average, training.save_freq))
+            Snapshots(a.name, CheckpointSeries(training.save_ckpt, suffix_of(a.name), folder, 0, start), every)
+            for a in training.averaging
+            if (every := snapshot_every(a, training.save_freq))
         ],
         world=world,
     )
