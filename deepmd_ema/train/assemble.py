@@ -18,7 +18,7 @@ from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
-from deepmd_ema.loss import build_loss
+from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
@@ -103,7 +103,7 @@ def _build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World
                 name,
                 prepared.models,
                 parallel_module,
-                build_loss(task.config.loss, config.learning_rate.start_lr, world),
+                EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
                 train_loader=make(task.train, task.config.training_data, "frames"),
                 display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
                 display_batches=valid.numb_btch if valid is not None else 1,
@@ -161,12 +161,7 @@ def _build_validator(
 
 
 def _build_saver(
-    config: RunConfig,
-    num_steps: int,
-    start: int,
-    builder: StateBuilder,
-    validator: FullValidation,
-    world: World,
+    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, validator: FullValidation, world: World
 ) -> Saver:
     """Return what writes the files of the live weights and of every average.
 
