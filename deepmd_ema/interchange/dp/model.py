@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from deepmd_ema import __version__
-from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -19,10 +19,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tr
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
 from deepmd_ema.model.build import build_model
-
-if TYPE_CHECKING:
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.energy import EnergyModel
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
