@@ -84,7 +84,7 @@ def clip_gradients(
     gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(gradients)  # few kernels, not one for each parameter
     total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
     if all_reduce_sum is not None:
         total = all_reduce_sum(total.square()).sqrt()

@@ -70,7 +70,7 @@ class EnerTree(PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
-        trained = all(tree.get("trainable", [True]))
+        trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
         return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
 
     def fill(self, part: EnergyFitting, tree: Mapping[str, Any]) -> None:

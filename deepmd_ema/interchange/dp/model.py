@@ -81,6 +81,7 @@ def rewrite_bias(
     """
     tree = read_tree(Path(path))
     variables = tree["model"][VARIABLES]
+    # (outputs, T, components): one output, the energy, of one component
     variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
     if std is not None:
         variables["out_std"] = np.array(std, dtype=np.float64).reshape(1, -1, 1)
@@ -109,6 +110,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     except (ValueError, RuntimeError, ConfigError) as error:
         raise CheckpointError(f"{path}: the model does not fit together: {error}") from error
     distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
+    # DeePMD-kit writes -1 for a distance that it does not know
     model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
     info = {name: tree.get(name) for name in ("software", "version", "backend", "model_def_script")}
     return config, model.eval(), {**info, "min_nbor_dist": model.min_nbor_dist, EXTRA: tree.get(EXTRA) or {}}

@@ -74,6 +74,7 @@ def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, n
                         "bias": True,
                         "use_timestep": layer.idt is not None,
                         "activation_function": layer.activation.name,
+                        # DeePMD-kit adds the input only where the widths allow it
                         "resnet": hidden_only or layer is not net.stack[-1],
                         "precision": common["precision"],
                         "trainable": layer.weight.requires_grad,
