@@ -541,3 +541,19 @@ def test_an_unknown_fitting_is_answered_with_those_of_the_registry(monkeypatch):
     assert isinstance(
         config_from_dict(spoiled({"model.fitting_net": {"type": "other"}})).model.fitting_net, OtherFitting
     )
+
+
+def test_an_option_given_twice_is_told_where_the_second_stands(tmp_path):
+    values = spoiled({"training.numb_steps": REMOVE})
+    values["training"] |= {"stop_batch": 3, "numb_steps": 5, "num_steps": 7}
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, values))
+    place = f"{tmp_path / 'input.json'}"
+    text = (tmp_path / "input.json").read_text().splitlines()
+    lines = [next(n for n, line in enumerate(text, 1) if f'"{key}"' in line) for key in ("numb_steps", "num_steps")]
+    assert caught.value.problems == [
+        f"{place}:{lines[0]}: training.numb_steps: the same option as stop_batch. Remove one of the two.",
+        f"{place}:{lines[1]}: training.num_steps: the same option as stop_batch. Remove one of the two.",
+    ]
+    with pytest.raises(ConfigError, match=r"n_neuron: the same option as neuron\."):
+        model_config_from_dict({**GOOD["model"], "fitting_net": {"neuron": [4], "n_neuron": [5]}})

@@ -17,7 +17,7 @@ from helpers import tiny_input
 
 from deepmd_ema.config import config_from_dict, run_arguments
 from deepmd_ema.config import load as loading
-from deepmd_ema.config.argcheck import normalized
+from deepmd_ema.config.argcheck import refusal
 from deepmd_ema.config.explain import explain
 from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.config.upgrade import upgrade
@@ -73,9 +73,10 @@ def collect():
 
 def verdicts(values):
     """Return whether dargs refuses, and whether `explain` finds something."""
-    values = upgrade(values, {}).values
-    refused = normalized(run_arguments(), copy.deepcopy(values))[1] != ""
-    return refused, explain(RunConfig, values)[1] != []
+    upgraded = upgrade(values, {})
+    if upgraded.problems:  # a key given twice is refused before
+        return True, True
+    return refusal(run_arguments(), upgraded.values) != "", explain(RunConfig, upgraded.values)[1] != []
 
 
 def table():

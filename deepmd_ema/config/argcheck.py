@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Option, input_options, plain, wants
@@ -43,26 +43,21 @@ def arguments(section: type) -> tuple[Argument, ...]:
     return tuple(argument(o) for o in input_options(section))
 
 
-def normalized(declared: Argument, values: Any) -> tuple[dict[str, Any], str]:
-    """Let dargs normalize and check the values of a section.
+def refusal(declared: Argument, values: Any) -> str:
+    """Return the first mistake that dargs finds in the values of a section, or an empty string.
 
     Args:
         declared: the section.
-        values: without comments.
-
-    Returns:
-        The values with aliases replaced, and an empty string; or an empty dictionary and the first mistake in the
-        words of dargs. What is not given is not checked: defaults are those of the sections, where ``build`` takes
-        them from.
+        values: under canonical keys, without comments. What is not given is not checked: defaults are those of the
+            sections.
     """
     from dargs.dargs import ArgumentError
 
     try:
-        found: dict[str, Any] = declared.normalize_value(values, do_default=False)
-        declared.check_value(found, strict=True)
+        declared.check_value(values, strict=True)
     except (ArgumentError, TypeError) as error:  # TypeError: a key that is no text, of which it seeks similar ones
-        return {}, str(error)
-    return found, ""
+        return str(error)
+    return ""
 
 
 def is_right_value(option: Option, value: Any) -> bool:
@@ -109,16 +104,16 @@ def argument(option: Option) -> Argument:
     extra: dict[str, Any] = {} if option.required else {"default": plain(option.default)}
     null = [type(None)] if option.nullable else []
     common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}
-    kind = list if option.many else dict
-    if option.by_type:
-        kinds: tuple[Any, ...] = option.sections
-        choices = [
-            Argument(s.type, dict, arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "") for s in kinds
-        ]
-        tag = option.default_type or ""
-        flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
-        return Argument(option.name, [kind, *null], [], [flag], repeat=option.many, **common)
-    if option.sections:
-        return Argument(option.name, [kind, *null], arguments(option.sections[0]), repeat=option.many, **common)
-    test: Callable[[Any], bool] = lambda value: is_right_value(option, value)  # noqa: E731
-    return Argument(option.name, [*option.types, *null], extra_check=test, extra_check_errmsg=wants(option), **common)
+    if not option.sections:
+        common |= {"extra_check": partial(is_right_value, option), "extra_check_errmsg": wants(option)}
+        return Argument(option.name, [*option.types, *null], **common)
+    common |= {"dtype": [list if option.many else dict, *null], "repeat": option.many}
+    if not option.by_type:
+        return Argument(option.name, sub_fields=arguments(option.sections[0]), **common)
+    kinds: tuple[Any, ...] = option.sections
+    choices = [
+        Argument(s.type, dict, arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "") for s in kinds
+    ]
+    tag = option.default_type or ""
+    flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
+    return Argument(option.name, sub_variants=[flag], **common)

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.build import INVALID
-from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, type_names
-from deepmd_ema.config.messages import (
-    NOT_AVAILABLE,
-    Place,
-    Problem,
-    bad_value,
-    close_names,
-    dotted,
-    missing_key,
-    show,
-    unknown_choice,
-    unknown_key,
-    wants,
-    wrong_type,
-)
+from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, type_names, wants
+from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.peer import UNAVAILABLE_TYPES, is_replaced, is_unavailable_value, unavailable_key
 from deepmd_ema.config.schema.run import RunConfig
-
-if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -35,109 +20,100 @@ def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any
 
     Args:
         section: its class.
-        values: as the input has them.
+        values: as the input has them, under canonical keys.
         path: where they stand.
 
     Returns:
         Values under canonical keys, ``INVALID`` where one is wrong or missing; and the mistakes.
     """
     validator = _Validator()
-    found = validator.section(section, values, path, path)
+    found = validator.section(section, (section,), values, path)
     return ({o.name: INVALID for o in input_options(section)} if found is INVALID else found), validator.problems
 
 
 @dataclass
 class _Validator:
-    """Walks through an input and notes all mistakes; paths come twice, canonical and as the input spells them."""
+    """Walks through an input and notes all mistakes, at canonical paths."""
 
     problems: list[Problem] = field(default_factory=list)
 
-    def section(self, kind: type, raw: Any, path: Place, spelled: Place) -> Any:
-        """Return the values of a section under canonical keys, or ``INVALID``."""
+    def section(self, kind: Any, choices: Sequence[type], raw: Any, path: Place) -> Any:
+        """Return the values of a section of a ``kind``, one of ``choices``, or ``INVALID``."""
         if not isinstance(raw, dict):
-            self._note(spelled, bad_value(raw, "a section {...}"))
+            self._note(path, _bad_value(raw, "a section {...}"))
             return INVALID
         missed = _misspelled(kind, raw, path)
-        values, found = self._sort_keys(kind, raw, path, spelled, missed)
+        values = self._other_keys(kind, [s for s in choices if s is not kind], raw, path, missed)
         for option in input_options(kind):
-            if option.name in found:
-                key = found[option.name]
-                here, there = (*path, option.name), (*spelled, key)
-                values[option.name] = self._value(kind, option, raw[key], here, there)
+            here = (*path, option.name)
+            if option.name in raw:
+                values[option.name] = self._value(option, raw[option.name], here)
             elif option.required:
                 values[option.name] = INVALID
-                if option.name not in missed.values() and not is_replaced(_name(path), option.name, raw):
-                    self._note((*spelled, option.name), missing_key(option))
+                if option.name not in missed.values() and not is_replaced(dotted(path), option.name, raw):
+                    is_section = f"a section {{...}}: {option.doc.lower()}"
+                    expected = is_section if option.sections else f"{wants(option)}."
+                    self._note(here, f": required, but missing. Expected {expected}")
         if hasattr(kind, "type"):
             values["type"] = kind.type
         return values
 
-    def _note(self, spelled: Place, text: str) -> None:
-        self.problems.append(Problem(spelled, text))
+    def _note(self, path: Place, text: str) -> None:
+        self.problems.append(Problem(path, text))
 
-    def _sort_keys(
-        self, kind: type, raw: dict[Any, Any], path: Place, spelled: Place, missed: dict[str, str]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Note unknown keys, keys given twice and absent features.
+    def _other_keys(
+        self, kind: Any, others: Sequence[Any], raw: dict[Any, Any], path: Place, missed: dict[str, str]
+    ) -> dict[str, Any]:
+        """Note unknown keys and absent features.
 
         Returns:
-            ``INVALID`` for each option that an unknown key may mean, of which no rule then says that it is missing;
-            and the known keys, canonical name to key as spelled.
+            ``INVALID`` for each option that an unknown key may mean, of which no rule then says that it is missing.
         """
         canonical = {key: o.name for o in input_options(kind) for key in o.keys}
         meant: dict[str, Any] = {}
-        found: dict[str, str] = {}
         for key, value in raw.items():
             if not isinstance(key, str):
-                self._note((*spelled, str(key)), ": a key must be a text. Put it in quotes.")
-            elif key in canonical:
-                name = canonical[key]
-                if name in found:
-                    self._note((*spelled, key), f": the same option as {found[name]}. Remove one of the two.")
-                found.setdefault(name, key)
-            elif is_comment(key) or (key == "type" and hasattr(kind, "type")):
+                self._note((*path, str(key)), ": a key must be a text. Put it in quotes.")
+            elif key in canonical or is_comment(key) or (key == "type" and hasattr(kind, "type")):
                 continue
-            elif unavailable_key(_name(path), key) is not None:
-                known = unavailable_key(_name(path), key)
-                instead = f" {known.instead}" if known and known.instead else " Remove it."
-                self._note((*spelled, key), f" = {show(value)}: {NOT_AVAILABLE}.{instead}")
+            elif (known := unavailable_key(dotted(path), key)) is not None:
+                self._note((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
             else:
-                others = _other_types(kind, key)
-                elsewhere = _type_words(kind, others) or _places(key) or _places_in_lists(kind, key)
-                self._note((*spelled, key), unknown_key(key, keys_of(kind), elsewhere, missed.get(key)))
+                having = [s for s in others if key in keys_of(s)]
+                self._note((*path, key), _unknown_key(kind, having, key, missed))
                 meant |= {canonical[name]: INVALID for name in close_names(key, keys_of(kind)) if name in canonical}
                 # the type may be the mistake, so nothing is expected of what the other types do not have
-                meant |= {name: INVALID for s in others for name in set(canonical.values()) - set(keys_of(s))}
-        return meant, found
+                meant |= {name: INVALID for s in having for name in set(canonical.values()) - set(keys_of(s))}
+        return meant
 
-    def _value(self, kind: type, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    def _value(self, option: Option, value: Any, path: Place) -> Any:
         if value is None and option.nullable:
             return None
         if option.many:
             if isinstance(value, list):
-                return [self._nested(option, v, (*path, n), (*spelled, n)) for n, v in enumerate(value)]
-            self._note(spelled, wrong_type(option, value))
+                return [self._nested(option, v, (*path, n)) for n, v in enumerate(value)]
+            self._note(path, _wrong_type(option, value))
             return INVALID
         if option.sections:
-            return self._nested(option, value, path, spelled)
+            return self._nested(option, value, path)
         text = _leaf_problem(option, value, path)
         if text is None:
             return value
-        self._note(spelled, text)
+        self._note(path, text)
         return INVALID
 
-    def _nested(self, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    def _nested(self, option: Option, value: Any, path: Place) -> Any:
         kind = option.section_of(value)
         if kind is not None:
-            return self.section(kind, value, path, spelled)
+            return self.section(kind, option.sections, value, path)
         known, name = type_names(option.sections), value.get("type")
         if "type" not in value:
             text = f": required, but missing. Expected one of {', '.join(known)}."
         elif name in UNAVAILABLE_TYPES.get(dotted(path), ()):
             text = f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}."
         else:
-            text = unknown_choice(name, known)
-        self._note((*spelled, "type"), text)
+            text = _unknown_choice(name, known)
+        self._note((*path, "type"), text)
         return INVALID  # the keys of an unknown type cannot be judged
 
 
@@ -148,19 +124,63 @@ def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
     if is_unavailable_value(dotted(path), value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
     if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
-        return bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")
+        return _bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")
     if has_stray_bool(option, value):
-        return wrong_type(option, value)
+        return _wrong_type(option, value)
     try:
         argument(option).check_value(value)
     except ArgumentTypeError:
-        return wrong_type(option, value)
+        return _wrong_type(option, value)
     except ArgumentValueError:
         if option.choices:
-            return unknown_choice(value, option.choices)
+            return _unknown_choice(value, option.choices)
         is_right = option.check is None or option.check.test(value)
-        return bad_value(value, "a finite number" if is_right else wants(option))
+        return _bad_value(value, "a finite number" if is_right else wants(option))
     return None
+
+
+def _bad_value(value: Any, expected: str, hint: str = "") -> str:
+    return f" = {show(value)}: expected {expected}." + (f" {hint}" if hint else "")
+
+
+def _wrong_type(option: Option, value: Any) -> str:
+    """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
+    return _bad_value(value, wants(option), _type_hint(option, value))
+
+
+def _unknown_choice(value: Any, known: Sequence[str]) -> str:
+    close = close_names(str(value), known)
+    mean = f" Did you mean {close[0]}?" if close else ""
+    return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
+
+
+def _type_hint(option: Option, value: Any) -> str:
+    plain = {t for t in option.types if typing.get_origin(t) is None}
+    if option.many and isinstance(value, dict):
+        return "Put [ ] around the section."
+    if value is None:
+        return "Remove the key to get the default."
+    if isinstance(value, str) and bool in plain and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return f"Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}, without quotes."
+    if isinstance(value, str) and plain & {int, float} and _is_number(value):
+        return "Write the number without quotes."
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if bool in plain and value in (0, 1):
+        return f"Write {'true' if value else 'false'}."
+    if float(value).is_integer() and int in plain:
+        return f"{show(value)} is a number with a fraction part; write {int(value)}."
+    if any(typing.get_origin(t) is list for t in option.types):
+        return f"Write [{show(value)}]."
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
@@ -171,43 +191,31 @@ def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
     for key in raw:
         if isinstance(key, str) and key not in known and not is_comment(key):
             close = next((o.name for o in missing if close_names(key, o.keys)), None)
-            if close is not None and close not in found.values() and not unavailable_key(_name(path), key):
+            if close is not None and close not in found.values() and not unavailable_key(dotted(path), key):
                 found[key] = close
     return found
 
 
-def _name(path: Place) -> str:
-    return dotted(path) if path else ""
-
-
-def _places(key: str) -> tuple[str, ...]:
-    """Return where ``key`` is an option, anywhere in the input, when that is one or two places."""
-    found = tuple(dict.fromkeys(_find(RunConfig, key, "")))
-    return found if len(found) <= 2 else ()
-
-
-def _other_types(kind: type, key: str) -> tuple[type, ...]:
-    """Return the other types of a section that has several, of which ``key`` is an option."""
-    several = next((o.sections for o in _all_options(RunConfig) if kind in o.sections), ())
-    return tuple(s for s in several if s is not kind and key in keys_of(s))
-
-
-def _type_words(kind: Any, others: tuple[Any, ...]) -> tuple[str, ...]:
-    names = " or ".join(s.type for s in others)
-    return (f"type {names}, and this one is of type {kind.type}",) if others else ()
-
-
-def _places_in_lists(kind: type, key: str) -> tuple[str, ...]:
-    """Return the lists of sections in ``kind`` whose entries have the option ``key``."""
-    lists = [o for o in input_options(kind) if o.many]
-    return tuple(f"an entry of {o.name}" for o in lists if any(key in keys_of(s) for s in o.sections))
-
-
-def _all_options(kind: type) -> Iterator[Option]:
-    for o in input_options(kind):
-        yield o
-        for s in o.sections:
-            yield from _all_options(s)
+def _unknown_key(kind: Any, having: Sequence[Any], key: str, missed: dict[str, str]) -> str:
+    """Return the message of a key that a section does not have; ``having`` are the other types that have it."""
+    if key in missed:
+        return f": unknown key. Did you mean {missed[key]}, which is required and missing?"
+    places = list(dict.fromkeys(_find(RunConfig, key, "")))
+    if having:
+        names = " or ".join(s.type for s in having)
+        places = [f"type {names}, and this one is of type {kind.type}"]
+    elif len(places) not in (1, 2):  # a key of many sections tells nothing
+        lists = [o for o in input_options(kind) if o.many]
+        places = [f"an entry of {o.name}" for o in lists if any(key in keys_of(s) for s in o.sections)]
+    close = close_names(key, keys_of(kind))
+    if places:
+        mean = f" Or did you mean {' or '.join(close)}?" if close else ""
+        return f": unknown key here. It belongs to {' or '.join(places)}.{mean}"
+    return (
+        f": unknown key. Did you mean {' or '.join(close)}?"
+        if close
+        else (f": unknown key. Known: {', '.join(keys_of(kind))}.")
+    )
 
 
 def _find(kind: type, key: str, path: str) -> Iterator[str]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-_MISSING = dataclasses.MISSING
-
 
 @dataclass(frozen=True)
 class Check:
@@ -65,7 +63,7 @@ class Option:
     @property
     def required(self) -> bool:
         """Whether the key must be in the file."""
-        return self.default is _MISSING
+        return self.default is dataclasses.MISSING
 
     @property
     def by_type(self) -> bool:
@@ -85,7 +83,7 @@ class Option:
         return next((s for s in self.sections if name in type_names([s])), None)
 
 
-def option(default: Any = _MISSING, *, doc: str, **about: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, *, doc: str, **about: Any) -> Any:
     """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
 
     ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
@@ -152,7 +150,7 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
     many = any(dataclasses.is_dataclass(p) for p in inner)
     parts = inner if many else _parts(hint)
     default, about = field.default, dict(field.metadata)
-    if field.default_factory is not _MISSING:
+    if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if "registry" in about:  # its annotation is a protocol
         parts = tuple(p for p in parts if p is type(None))

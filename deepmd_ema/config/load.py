@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deepmd_ema.config.argcheck import normalized, run_arguments
+from deepmd_ema.config.argcheck import refusal, run_arguments
 from deepmd_ema.config.build import build
 from deepmd_ema.config.explain import explain
 from deepmd_ema.config.messages import Place, Problem, Source, render
@@ -14,11 +14,8 @@ from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.config.text import read_config_file
-from deepmd_ema.config.upgrade import expand_short_form, upgrade
+from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dargs import Argument
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -47,9 +44,9 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
         ConfigError: with every mistake of the section.
     """
     upgraded = upgrade({"model": values}, {})
-    found, problems = _checked(ModelConfig, run_arguments()["model"], upgraded.values["model"], ("model",))
+    found, problems = _checked(ModelConfig, upgraded, ("model",))
     model: ModelConfig = build(ModelConfig, found)
-    problems += model_problems(model)
+    problems += [*upgraded.problems, *model_problems(model)]
     if problems:
         raise ConfigError(render(problems, Source(source)))
     return model
@@ -57,7 +54,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
 
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     upgraded = upgrade(values, lines)
-    found, problems = _checked(RunConfig, run_arguments(), upgraded.values)
+    found, problems = _checked(RunConfig, upgraded)
     expand_short_form(upgraded, found)
     source = Source(name, upgraded.lines, upgraded.source_paths, frozenset(upgraded.given))
     config: RunConfig = build(
@@ -69,11 +66,16 @@ def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     return config
 
 
-def _checked(section: type, declared: Argument, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values of a section under canonical keys, and the mistakes; dargs judges whether there is one."""
-    found, refusal = normalized(declared, values)
-    if not refusal:
-        return found, []
+def _checked(section: type, upgraded: Upgraded, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values of the section at ``path``, and its mistakes; dargs judges whether there is one."""
+    values, declared = upgraded.values, run_arguments()
+    for key in path:
+        values, declared = values[key], declared[str(key)]
+    refused = refusal(declared, values)
+    if not refused:
+        return values, []
     found, problems = explain(section, values, path)
     # what dargs refuses is never accepted, even if it cannot be said better
-    return found, problems or [Problem(path, f": {refusal}")]
+    problems = problems or [Problem(path, f": {refused}")]
+    spelled = Source(paths=upgraded.source_paths).spelled
+    return found, [Problem(spelled(problem.path), problem.text) for problem in problems]

@@ -7,6 +7,7 @@ import re
 import textwrap
 import types
 import typing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,7 @@ from deepmd_ema.config.messages import close_names, show
 from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
-if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_WIDTH = 100
+_WIDTH, _INDENT = 100, "    "
 _INTRO = """\
 Options of dp-ema: one JSON or YAML file with the sections model, learning_rate, optimizer, loss, training and
 validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What
@@ -30,11 +28,16 @@ _COMMENTS = {"^_": {"description": "a comment"}}
 
 @dataclass(frozen=True)
 class Entry:
-    """One option in the manual; ``path`` holds the type of a section where there is a choice."""
+    """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice."""
 
     path: str
     option: Option | None
     doc: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the option."""
+        return () if self.option is None else self.option.keys
 
 
 def manual(topic: str | None = None) -> str:
@@ -45,17 +48,21 @@ def manual(topic: str | None = None) -> str:
     """
     entries = list(_entries(RunConfig, ""))
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
-    chosen = [e for e in entries if _is_under(e.path, topic)] if topic else entries
-    if topic and not chosen:
-        chosen = [e for e in entries if e.option is not None and topic.split(".")[-1] in e.option.keys]
-    if topic and not chosen:  # `ema` finds ema_decay, enable_ema, ...
-        chosen = [e for e in entries if e.option is not None and any(topic in key.split("_") for key in e.option.keys)]
-    if topic and not chosen:
-        names = {key: None for e in entries if e.option is not None for key in e.option.keys}
-        close = close_names(topic.split(".")[-1], list(names)) or ["model", "training", "or no name at all"]
-        raise ConfigError(f"doc {topic}: no such option. Try {', '.join(close)}.")
-    text = "\n\n".join(_entry_text(e) for e in chosen)
-    return text if topic else f"{_INTRO}\n{text}"
+    if not topic:
+        return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
+    last = topic.split(".")[-1]
+    meanings: list[Callable[[Entry], bool]] = [
+        lambda entry: _is_under(entry.path, topic),
+        lambda entry: last in entry.keys,
+        lambda entry: any(topic in key.split("_") for key in entry.keys),  # `ema` finds ema_decay, enable_ema, ...
+    ]
+    for is_meant in meanings:
+        chosen = [_entry_text(entry) for entry in entries if is_meant(entry)]
+        if chosen:
+            return "\n\n".join(chosen)
+    names = list(dict.fromkeys(key for entry in entries for key in entry.keys))
+    close = close_names(last, names) or ["model", "training", "or no name at all"]
+    raise ConfigError(f"doc {topic}: no such option. Try {', '.join(close)}.")
 
 
 def json_schema_text() -> str:
@@ -97,29 +104,23 @@ def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
 
 
 def _entry_text(entry: Entry) -> str:
-    lines = [entry.path]
-    o = entry.option
+    o, texts = entry.option, [entry.doc]
     if o is not None:
-        about = [_kind_words(o)]
-        if o.unit:
-            about.append(o.unit)
-        about.append("required" if o.required else f"default {_default_words(o)}")
-        if o.alias:
-            about.append(f"also spelled {', '.join(o.alias)}")
-        lines += textwrap.wrap("; ".join(about), _WIDTH, initial_indent="    ", subsequent_indent="    ")
-    lines += textwrap.wrap(entry.doc, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
+        default = "required" if o.required else f"default {_default_words(o)}"
+        aliases = f"also spelled {', '.join(o.alias)}" if o.alias else ""
+        texts = ["; ".join(filter(None, [_kind_words(o), o.unit, default, aliases])), entry.doc]
+    texts = [textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT) for text in texts]
+    return "\n".join([entry.path, *texts])
 
 
 def _kind_words(option: Option) -> str:
     if option.by_type:
-        kind = "list of sections" if option.many else "section"
-        return f"{kind}; type is {' or '.join(type_names(option.sections))}{_type_default_words(option)}"
+        names = " or ".join(type_names(option.sections))
+        if not option.many:
+            return f"section; type is {names}"
+        default = f" ({option.default_type} if not given)" if option.default_type else ""
+        return f"list of sections; type is {names}{default}"
     return "section" if option.sections else wants(option) + " or null" * option.nullable
-
-
-def _type_default_words(option: Option) -> str:
-    return f" ({option.default_type} if not given)" if option.many and option.default_type else ""
 
 
 def _default_words(option: Option) -> str:
@@ -133,11 +134,8 @@ def _class_doc(section: type) -> str:
 
 
 def _is_under(path: str, topic: str) -> bool:
-    return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (path, _without_types(path)))
-
-
-def _without_types(path: str) -> str:
-    return re.sub(r"\[[^]]*\]", "", path)
+    without_types = re.sub(r"\[[^]]*\]", "", path)
+    return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (path, without_types))
 
 
 # ---- JSON Schema

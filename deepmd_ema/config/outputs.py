@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,13 +146,3 @@ class Outputs:
             yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)
         if any(average.snapshots for average in training.averaging):
             yield Output("training.averaging", "snapshots", self.snapshot_folder, is_folder=True)
-
-    def shared_rows(self) -> Iterator[tuple[Output, Output]]:
-        """Yield each file of rows that another one, which comes before it, would be written to as well."""
-        first: dict[str, Output] = {}
-        for output in self:
-            if output.has_rows:
-                file = os.path.normpath(output.path)
-                if file in first:
-                    yield output, first[file]
-                first.setdefault(file, output)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,51 +31,34 @@ _MULTI_TASK = Unavailable((None, {}), _ONE_TASK)
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
-    "": {
-        "nvnmd": Unavailable((None, {})),
-        "loss_dict": _MULTI_TASK,
-    },
+    "": {"nvnmd": Unavailable((None, {})), "loss_dict": _MULTI_TASK},
     "model": {
         "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
         "shared_dict": _MULTI_TASK,
-        "use_srtab": Unavailable(),
-        "smin_alpha": Unavailable(),
-        "sw_rmin": Unavailable(),
-        "sw_rmax": Unavailable(),
+        **dict.fromkeys(("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"), Unavailable()),
         "srtab_add_bias": Unavailable((None, True)),
-        "modifier": _EMPTY,
-        "compress": _EMPTY,
-        "spin": _EMPTY,
-        "type_embedding": _EMPTY,
+        **dict.fromkeys(("modifier", "compress", "spin", "type_embedding", "model_branch_alias"), _EMPTY),
         "finetune_head": Unavailable((None, "")),
-        "model_branch_alias": _EMPTY,
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
         "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
-        "start_pref_h": _ZERO,
-        "limit_pref_h": _ZERO,
-        "start_pref_gf": _ZERO,
-        "limit_pref_gf": _ZERO,
+        **dict.fromkeys(("start_pref_h", "limit_pref_h", "start_pref_gf", "limit_pref_gf"), _ZERO),
         "numb_generalized_coord": _ZERO,
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
         "data_dict": Unavailable((None, {}), _ONE_TASK, replaces=("training_data",)),
-        "model_prob": _MULTI_TASK,
-        "num_epoch_dict": _MULTI_TASK,
+        **dict.fromkeys(("model_prob", "num_epoch_dict"), _MULTI_TASK),
         "mixed_precision": Unavailable((None, {}), 'Set "precision": "float32" in descriptor and fitting_net instead.'),
-        "profiling": _OFF,
-        "enable_profiler": _OFF,
+        **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),
         "neighbor_graph_method": Unavailable((None, "auto")),
-        "enable_compile": _OFF,
-        "enable_tf32": _OFF,
     },
-    "validating": {"compiled_infer": _OFF, "tf32_infer": _OFF, "amp_infer": _OFF},
+    "validating": dict.fromkeys(("compiled_infer", "tf32_infer", "amp_infer"), _OFF),
 }
 
 # section -> values of its `type`, aliases included
@@ -129,4 +110,4 @@ def is_unavailable_value(path: str, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
     if not isinstance(value, str):
         return False
-    return value in UNAVAILABLE_VALUES.get(path, ()) or value.startswith(UNAVAILABLE_PATTERNS.get(path, ("\0",)))
+    return value in UNAVAILABLE_VALUES.get(path, ()) or value.startswith(UNAVAILABLE_PATTERNS.get(path, ()))

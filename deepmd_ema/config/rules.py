@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.build import InvalidOptionError
 from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
-from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 
@@ -52,6 +52,7 @@ SUBJECTS: dict[str, Callable[[RunConfig], Iterable[tuple[str, Any]]]] = {
         (f"training.averaging[{n}]", AverageEntry(average, n, run)) for n, average in enumerate(run.training.averaging)
     ],
     "run": lambda run: [("", run)],
+    "run of LKF": lambda run: [("", run)] if isinstance(run.optimizer, LKFConfig) else [],
 }
 
 RULES: list[Rule] = []
@@ -93,20 +94,25 @@ def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str
         launched: whether a launcher, such as torchrun, has started this process.
     """
     stage = run.training.zero_stage
-    problem = None
     if isinstance(run.optimizer, LKFConfig) and world_size > 1:
-        problem = Problem(
-            run.source.path("optimizer.type"),
-            f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
-            "or choose Adam, AdamW, AdaMuon or HybridMuon.",
+        option, text = (
+            "optimizer.type",
+            (
+                f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
+                "or choose Adam, AdamW, AdaMuon or HybridMuon."
+            ),
         )
     elif stage > 0 and not launched:
-        problem = Problem(
-            run.source.path("training.zero_stage"),
-            f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
-            "torchrun --nproc_per_node=2 -m deepmd_ema train input.json",
+        option, text = (
+            "training.zero_stage",
+            (
+                f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
+                "torchrun --nproc_per_node=2 -m deepmd_ema train input.json"
+            ),
         )
-    return render([problem], run.source) if problem is not None else []
+    else:
+        return []
+    return render([Problem(run.source.path(option), text)], run.source)
 
 
 def _violations(about: str, path: str, subject: Any, source: Source) -> list[Problem]:
@@ -182,30 +188,28 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
 # ---- optimizer
 
 
-@rule("run")
+@rule("run of LKF")
 def lkf_shares_nothing_out(run: RunConfig) -> Violations:
     """LKF trains in one process: a block of its covariance has weights of several layers."""
     stage = run.training.zero_stage
-    if isinstance(run.optimizer, LKFConfig) and stage > 0:
+    if stage > 0:
         yield (
             "training.zero_stage",
             f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
         )
 
 
-@rule("run")
+@rule("run of LKF")
 def lkf_does_not_clip(run: RunConfig) -> Violations:
     """The length of an update of LKF is the filter's, not the gradient's."""
     norm = run.training.gradient_max_norm
-    if isinstance(run.optimizer, LKFConfig) and norm:
+    if norm:
         yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
 
 
-@rule("run")
+@rule("run of LKF")
 def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
     """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
-    if not isinstance(run.optimizer, LKFConfig):
-        return
     for path, loss in SUBJECTS["loss"](run):
         for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
             if getattr(loss, name):
@@ -313,12 +317,13 @@ def metric_is_trained(run: RunConfig) -> Violations:
 @rule("run")
 def rows_have_files_of_their_own(run: RunConfig) -> Violations:
     """No two of learning curves and logs of full validation are written to one file."""
-    for output, first in Outputs(run).shared_rows():
-        yield (
-            output.option,
-            f": {output.content} would be written to {os.path.normpath(output.path)}, as {first.content} is. "
-            "Choose another name.",
-        )
+    files: dict[str, Output] = {}
+    for output in Outputs(run):
+        file = os.path.normpath(output.path)
+        first = files.setdefault(file, output) if output.has_rows else output
+        if first is not output:
+            text = f": {output.content} would be written to {file}, as {first.content} is. Choose another name."
+            yield output.option, text
 
 
 # ---- one entry of training.averaging

@@ -191,10 +191,7 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
         (re.match(r"(True|False|None)\b", rest), "write true, false and null in lower case."),
         (re.match(r"[.+]\d", rest), "a number begins with a digit: 0.5, 5."),
         (not rest, "the text ends too early. A closing } or ] is missing."),
-        (
-            "delimiter: ','" in error.msg or "',' delimiter" in error.msg,
-            "a comma or a closing bracket is missing before this.",
-        ),
+        ("',' delimiter" in error.msg, "a comma or a closing bracket is missing before this."),
         ("':' delimiter" in error.msg, "a colon is missing between a key and its value."),
         ("property name" in error.msg, 'a key in double quotes is expected here: "key": value.'),
         ("Extra data" in error.msg, "something follows after the end of the object. A closing } may be one too many."),

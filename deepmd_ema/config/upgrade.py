@@ -17,23 +17,13 @@ from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.run import RunConfig
 
-# keys of `training` that later became keys of another section (new name where it changed)
+# keys of `training` that later became keys of another section, some by another name
 _TO_LEARNING_RATE = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
-_TO_OPTIMIZER = {
-    "opt_type": "type",
-    "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2",
-    "weight_decay": "weight_decay",
-    "kf_blocksize": "kf_blocksize",
-    "kf_start_pref_e": "kf_start_pref_e",
-    "kf_limit_pref_e": "kf_limit_pref_e",
-    "kf_start_pref_f": "kf_start_pref_f",
-    "kf_limit_pref_f": "kf_limit_pref_f",
-    "momentum": "momentum",
-    "muon_momentum": "momentum",
-    "lr_adjust": "lr_adjust",
-    "lr_adjust_coeff": "lr_adjust_coeff",
-}
+_TO_OPTIMIZER = (
+    "opt_type", "adam_beta1", "adam_beta2", "weight_decay", "kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e",
+    "kf_start_pref_f", "kf_limit_pref_f", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff",
+)  # fmt: skip
+_RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
 # keys of `training` in version 1 that now stand in `training.training_data`
 _TO_TRAINING_DATA = ("systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
 
@@ -43,7 +33,7 @@ class Upgraded:
     """An input in today's sections.
 
     Attributes:
-        values: a copy of the input, changed, without comments and without options that ask for nothing.
+        values: a copy of the input under canonical keys, without comments and without options that ask for nothing.
         lines: lines of the keys, moved ones included.
         given: canonical paths of the options that the input names.
         source_paths: canonical path -> the path as the input spells it.
@@ -72,23 +62,24 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
 
 
 def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
-    for key in _TO_LEARNING_RATE:
-        _move(upgraded, ("training", key), ("learning_rate", key))
-    for key, name in _TO_OPTIMIZER.items():
-        _move(upgraded, ("training", key), ("optimizer", name))
+    moves: list[tuple[Place, str]] = [(("learning_rate",), key) for key in _TO_LEARNING_RATE]
+    moves += [(("optimizer",), key) for key in _TO_OPTIMIZER]
     if "training_data" not in training and "data_dict" not in training:
-        for key in _TO_TRAINING_DATA:
-            _move(upgraded, ("training", key), ("training", "training_data", key))
+        moves += [(("training", "training_data"), key) for key in _TO_TRAINING_DATA]
+    for section, key in moves:
+        target = _section(upgraded.values, section) if key in training else None
+        if target is not None:
+            _move(upgraded, training, key, target, (*section, _RENAMED.get(key, key)))
     _drop(upgraded, ("training", "numb_test"), "validation is set by validation_data.numb_btch now")
     for folder in (("training",), ("training", "training_data"), ("training", "validation_data")):
         _drop(upgraded, (*folder, "set_prefix"), "sets are always found as set.*")
 
 
 def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spelled: Place) -> Any:
-    """Return a section without comments and options of DeePMD-kit that ask for nothing; note what it names, and where.
+    """Return a section under canonical keys, without comments and options of DeePMD-kit that ask for nothing.
 
     Args:
-        upgraded: takes the notes.
+        upgraded: takes notes of what the input names, and where.
         section: its class.
         raw: what the input has for it, right or wrong.
         path: of the section.
@@ -99,23 +90,27 @@ def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spell
     by_key = {key: option for option in input_options(section) for key in option.keys}
     kept: dict[Any, Any] = {}
     for key, value in raw.items():
-        peer = None if key in by_key else unavailable_key(dotted(path) if path else "", key)
-        if is_comment(key):
-            continue
-        if peer is not None and is_no_op(peer, value):
-            if peer.no_op_values is None and value:
-                upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
-            continue
-        kept[key] = value
         option = by_key.get(key)
-        if option is not None:
-            here, there = (*path, option.name), (*spelled, key)
-            upgraded.given.add(here)
-            upgraded.source_paths.setdefault(here, there)
-            if option.many and isinstance(value, list):
-                kept[key] = [_nested(upgraded, option, v, (*here, n), (*there, n)) for n, v in enumerate(value)]
-            elif option.sections:
-                kept[key] = _nested(upgraded, option, value, here, there)
+        if option is None:
+            peer = unavailable_key(dotted(path), key)
+            if peer is not None and is_no_op(peer, value):
+                if peer.no_op_values is None and value:
+                    upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
+            elif not is_comment(key):
+                kept[key] = value
+            continue
+        here, there = (*path, option.name), (*spelled, key)
+        if here in upgraded.given:
+            first = upgraded.source_paths[here][-1]
+            upgraded.problems.append(Problem(there, f": the same option as {first}. Remove one of the two."))
+            continue
+        upgraded.given.add(here)
+        upgraded.source_paths[here] = there
+        kept[option.name] = value
+        if option.many and isinstance(value, list):
+            kept[option.name] = [_nested(upgraded, option, v, (*here, n), (*there, n)) for n, v in enumerate(value)]
+        elif option.sections:
+            kept[option.name] = _nested(upgraded, option, value, here, there)
     return kept
 
 
@@ -194,40 +189,30 @@ def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
 # ---- keys of older versions
 
 
-def _move(upgraded: Upgraded, old: Place, new: Place) -> None:
-    source = _section(upgraded.values, old[:-1])
-    if source is None or old[-1] not in source:
-        return
-    target = _section(upgraded.values, new[:-1], make=True)
-    if target is None:
-        return
-    value = source.pop(old[-1])
-    if old[-1] == "opt_type" and isinstance(value, str):
+def _move(upgraded: Upgraded, training: dict[str, Any], key: str, target: dict[str, Any], new: Place) -> None:
+    old, value = ("training", key), training.pop(key)
+    if key == "opt_type" and isinstance(value, str):
         value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
-    name = str(new[-1])
-    if name in target:
-        upgraded.problems.append(
-            Problem(old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}.")
-        )
+    if new[-1] in target:
+        text = f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}."
+        upgraded.problems.append(Problem(old, text))
         return
-    target[name] = value
-    for path, line in list(upgraded.lines.items()):
-        if path[: len(old)] == old:
-            upgraded.lines[(*new, *path[len(old) :])] = line
+    target[str(new[-1])] = value
+    upgraded.lines |= {(*new, *path[2:]): line for path, line in upgraded.lines.items() if path[:2] == old}
     upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
 
 
 def _drop(upgraded: Upgraded, path: Place, why: str) -> None:
-    section = _section(upgraded.values, path[:-1])
-    if section is not None and path[-1] in section:
+    section: Any = upgraded.values
+    for key in path[:-1]:
+        section = section.get(key) if isinstance(section, dict) else None
+    if isinstance(section, dict) and path[-1] in section:
         del section[path[-1]]
         upgraded.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
 
 
-def _section(values: Any, path: Place, *, make: bool = False) -> dict[str, Any] | None:
-    """Return the dictionary at ``path``, made when asked for, or None where something else stands."""
+def _section(values: Any, path: Place) -> dict[str, Any] | None:
+    """Return the section at ``path``, which is made if it is missing, or None where something else stands."""
     for key in path:
-        if make and isinstance(values, dict) and key not in values:
-            values[key] = {}
-        values = values.get(key) if isinstance(values, dict) else None
+        values = values.setdefault(key, {}) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else None

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.data.cache import PairCache
-from deepmd_ema.data.collate import collate
+from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 
@@ -63,10 +62,6 @@ class Loader:
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
 
-    def make(self, n: int) -> Batch:
-        """Return batch ``n``, made in this thread; ``position`` does not change."""
-        return self._make(n)
-
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return where the frames of batch ``n`` come from: (system, frame number)."""
         system, frames = self.sampler.batch(n)
@@ -100,12 +95,6 @@ class Loader:
             self._thread.shutdown(cancel_futures=True)  # waits for the batch that it is making
             self._thread = None
             self._ahead.clear()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_ahead") and not sys.is_finalizing():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-from deepmd_ema.config.fields import Check
 from deepmd_ema.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", bound="TextOption")
@@ -137,13 +136,3 @@ def is_readable(kind: Callable[[str], TextOption], text: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def check_text(kind: Callable[[str], TextOption], wants: str) -> Check:
-    """Return the check of an option that is such a text."""
-    return Check(lambda text: is_readable(kind, text), wants)
-
-
-def read_if_text(kind: Callable[[str], TextOption]) -> Callable[[Any], Any]:
-    """Return what converts the texts among the values of an option, and leaves others as they are."""
-    return lambda value: kind(value) if isinstance(value, str) else value

@@ -7,14 +7,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.texts import (
-    BatchSizeRule,
-    Metric,
-    SystemProbability,
-    check_text,
-    is_readable,
-    read_if_text,
-)
+from deepmd_ema.config.schema.texts import BatchSizeRule, Metric, SystemProbability, is_readable
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -32,7 +25,10 @@ _systems = Check(
     lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
 )
 _batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
-_auto_prob = check_text(SystemProbability, '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."')
+_auto_prob = Check(
+    lambda v: is_readable(SystemProbability, v),
+    '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."',
+)
 _probs = Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave")
 
 
@@ -53,7 +49,7 @@ class _Data:
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
         check=_batch_size,
-        convert=read_if_text(BatchSizeRule),
+        convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
@@ -177,7 +173,10 @@ class TrainingConfig:
     )
 
 
-_metric = check_text(Metric, "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE")
+_metric = Check(
+    lambda v: is_readable(Metric, v),
+    "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,36 +17,6 @@ _FLAT_CELL = 1e-6  # volume over product of the lengths
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
 
 
-@dataclass
-class Range:
-    """Smallest and largest value of a quantity, its mean square, and the frame with the largest magnitude."""
-
-    low: float = math.inf
-    high: float = -math.inf
-    sum_squares: float = 0.0
-    count: int = 0
-    largest_frame: int = -1
-
-    @property
-    def largest(self) -> float:
-        """Largest magnitude."""
-        return max(abs(self.low), abs(self.high)) if self.count else 0.0
-
-    def add(self, values: Array, first_frame: int) -> None:
-        """Add ``values`` (frames, numbers) of the frames from ``first_frame`` on; NaN are skipped."""
-        finite = np.isfinite(values)
-        if not finite.any():
-            return
-        known = np.where(finite, values, 0.0)
-        before = self.largest
-        self.low = min(self.low, float(values[finite].min()))
-        self.high = max(self.high, float(values[finite].max()))
-        self.sum_squares += float((known**2).sum())
-        self.count += int(finite.sum())
-        if self.largest > before or self.largest_frame < 0:
-            self.largest_frame = first_frame + int(np.abs(known).max(axis=1).argmax())
-
-
 class SystemScan:
     """What one pass over a source finds.  F frames, T types.
 
@@ -62,7 +32,8 @@ class SystemScan:
         energy: (F,) eV, NaN where missing.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
-        ranges: of the labels that metrics show, extensive ones per atom.
+        ranges: of the labels that metrics show, extensive ones per atom, (F, 4): smallest and largest finite value, sum
+            of their squares, their number.
         label_frames: number of frames that have each label.
         open_frames: number of frames without a cell.
         digests: one per frame, equal for equal types, positions and cells.
@@ -75,7 +46,7 @@ class SystemScan:
         self.bad_frames: set[int] = set()
         self.type_counts = np.zeros((system.num_frames, num_types), np.int64)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
-        self.ranges: dict[str, Range] = {}
+        self.ranges: dict[str, Array] = {}
         self.label_frames: dict[str, int] = {}
         self.open_frames = 0
         self.digests: list[bytes] = []
@@ -152,8 +123,12 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + chunk.num_frames
         if any(quantity.metric for quantity in label.errors):
-            values = arrays[name].reshape(chunk.num_frames, -1)
-            scan.ranges.setdefault(name, Range()).add(values / num_atoms[:, None] if label.extensive else values, first)
+            values = arrays[name].reshape(chunk.num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
+            finite = np.isfinite(values)
+            fillers = (math.inf, -math.inf, 0.0)
+            low, high, known = (values if finite.all() else np.where(finite, values, one) for one in fillers)
+            ranges = scan.ranges.setdefault(name, np.full((len(scan.energy), 4), (math.inf, -math.inf, 0, 0)))
+            ranges[here] = np.stack([low.min(1), high.max(1), (known**2).sum(1), finite.sum(1)], axis=1)
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
