@@ -140,23 +140,19 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
     counts = np.bincount(i * num_types + type_j, minlength=natoms * num_types)
     counts += np.bincount(j * num_types + type_i, minlength=natoms * num_types)
     counts = counts.reshape(natoms, num_types)
-    shortest = int(distance.argmin())
-    return _FrameStatistics(
-        most=counts.max(axis=0),
-        most_total=int(counts.sum(axis=1).max()),
-        nearest=_nearest_per_type(type_i, type_j, distance, num_types),
-        distance=float(distance[shortest]),
-        pair=(int(i[shortest]), int(j[shortest])),
-    )
-
-
-def _nearest_per_type(type_i: Array, type_j: Array, distance: Array, num_types: int) -> Array:
     nearest = np.full(num_types * num_types, np.inf)
     kind = type_i * num_types + type_j
     for one in np.flatnonzero(np.bincount(kind)):
         nearest[one] = distance[kind == one].min()
     by_types = nearest.reshape(num_types, num_types)
-    return np.minimum(by_types, by_types.T)
+    shortest = int(distance.argmin())
+    return _FrameStatistics(
+        most=counts.max(axis=0),
+        most_total=int(counts.sum(axis=1).max()),
+        nearest=np.minimum(by_types, by_types.T),
+        distance=float(distance[shortest]),
+        pair=(int(i[shortest]), int(j[shortest])),
+    )
 
 
 def _search(

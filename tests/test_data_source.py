@@ -13,7 +13,7 @@ from helpers import open_data, tiny_input, toy_frame, toy_labels, write_system
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.cli import main
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.data.check import check_systems
+from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats import discover
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.collate import PairCache, collate
@@ -54,10 +53,16 @@ class Loader:
         self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
-        # not a method: the thread must not hold a reference to this object, which could then not be forgotten
-        self._make = partial(
-            _make_batch, systems, sampler, layout, PairCache() if cache is None else cache, labels, pin
-        )
+        pairs = PairCache() if cache is None else cache
+
+        def make(n: int) -> Batch:  # no method: a thread that held this object would keep it from being forgotten
+            system, frames = sampler.batch(n)
+            batch = collate([pairs.get(systems[system], k, layout) for k in frames], layout, labels)
+            if sampler.is_repeat(n):
+                batch = batch.as_padding()
+            return batch.pin_memory() if pin else batch
+
+        self._make = make
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
@@ -151,19 +156,3 @@ def _groups(
             atoms += size
     if group:
         yield group
-
-
-def _make_batch(
-    systems: Sequence[FrameSource],
-    sampler: Sampler,
-    layout: NeighborLayout,
-    cache: PairCache,
-    labels: Sequence[str],
-    pin: bool,
-    n: int,
-) -> Batch:
-    system, frames = sampler.batch(n)
-    batch = collate([cache.get(systems[system], k, layout) for k in frames], layout, labels=labels)
-    if sampler.is_repeat(n):
-        batch = batch.as_padding()
-    return batch.pin_memory() if pin else batch

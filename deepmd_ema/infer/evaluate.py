@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
-from deepmd_ema.data.check import check_systems, scan_system
-from deepmd_ema.data.formats import open_systems
+from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.check.scan import scan_system
+from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
 from deepmd_ema.labels import ENERGY, FORCE, LABELS
+
+# file and kind of fault to the frames that have it, which are told in one message about the first
+Broken: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
 
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
@@ -56,34 +59,25 @@ class SystemScan:
 def scan_system(system: FrameSource, num_types: int) -> SystemScan:
     """Read all numbers of ``system`` once and return what the checks need of them."""
     scan = SystemScan(system, num_types)
-    broken: dict[tuple[str, str], _Broken] = {}
+    broken: Broken = {}
     with np.errstate(all="ignore"):  # broken numbers are reported as problems, not as warnings of their arithmetic
         for chunk in system.chunks():
             _find_broken(scan, chunk, broken)
             _describe(scan, chunk)
-    for one in broken.values():
-        more = f" and {one.count - 1} more frames" if one.count > 1 else ""
-        place = f"{one.place.file}: frame {one.place.frame}{more} (of {one.place.num_frames}, from 0)"
-        scan.problems.append(f"{place}: {one.fault}")
+    for found in broken.values():
+        place, fault = found[0]
+        more = f" and {len(found) - 1} more frames" if len(found) > 1 else ""
+        scan.problems.append(f"{place.file}: frame {place.frame}{more} (of {place.num_frames}, from 0): {fault}")
     return scan
 
 
-@dataclass
-class _Broken:
-    """Frames of one file that have the same fault, reported as one message about the first."""
-
-    place: Place
-    fault: str
-    count: int = 0
-
-
-def _find_broken(scan: SystemScan, chunk: Chunk, broken: dict[tuple[str, str], _Broken]) -> None:
+def _find_broken(scan: SystemScan, chunk: Chunk, broken: Broken) -> None:
     """Add the frames of ``chunk`` that hold numbers which are not finite, or cells without a volume."""
     exists = (chunk.types >= 0)[:, :, None]
 
     def add(row: int, array: str, kind: str, fault: str) -> None:
         place = scan.system.where(chunk.first + row, array)
-        broken.setdefault((place.file, kind), _Broken(place, fault)).count += 1
+        broken.setdefault((place.file, kind), []).append((place, fault))
         if array in (COORD, BOX):
             scan.bad_frames.add(chunk.first + row)
 
