@@ -26,8 +26,13 @@ logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
 CONTINUITY = (
-    *("model", "learning_rate", "optimizer", "loss"),
-    *("training.training_data", "training.seed", "training.gradient_max_norm"),
+    "model",
+    "learning_rate",
+    "optimizer",
+    "loss",
+    "training.training_data",
+    "training.seed",
+    "training.gradient_max_norm",
 )
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
