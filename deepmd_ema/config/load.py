@@ -24,8 +24,8 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: with every mistake of the file, each with its line.
     """
-    text = read_config_file(Path(path))
-    return _load(text.values, str(path), text.lines)
+    values, lines = read_config_file(Path(path))
+    return _load(values, str(path), lines)
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:

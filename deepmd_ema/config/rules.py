@@ -301,11 +301,9 @@ def metric_is_trained(run: RunConfig) -> Violations:
     for task in run.tasks.values():
         start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
         if run.fully_validated and not (start and limit):
-            yield (
-                "validating.validation_metric",
-                f" = {show(metric)}: not in the loss, whose start_pref_{letter} = {start:g} and "
-                f"limit_pref_{letter} = {limit:g} must both be > 0. Set them, or choose another metric.",
-            )
+            both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
+            text = f" = {show(metric)}: not in the loss, whose {both}. Set them, or choose another metric."
+            yield "validating.validation_metric", text
 
 
 @rule("run")
@@ -375,8 +373,5 @@ def snapshots_have_a_frequency(entry: AverageEntry) -> Violations:
     """``snapshots`` come with the checkpoints, unless ``snapshot_freq`` says otherwise."""
     save_freq = entry.run.training.save_freq
     if entry.average.snapshots and entry.average.snapshot_freq is None and save_freq <= 0:
-        yield (
-            "snapshots",
-            f" = true: needs snapshot_freq, because training.save_freq = {save_freq} writes the last step only. "
-            'Add it, e.g. "snapshot_freq": 1000.',
-        )
+        why = f"training.save_freq = {save_freq} writes the last step only"
+        yield "snapshots", f' = true: needs snapshot_freq, because {why}. Add it, e.g. "snapshot_freq": 1000.'
