@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.argcheck import refusal, run_arguments
-from deepmd_ema.config.build import build
 from deepmd_ema.config.explain import explain
+from deepmd_ema.config.fields import build
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig

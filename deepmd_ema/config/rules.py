@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.build import InvalidOptionError
+from deepmd_ema.config.fields import InvalidOptionError
 from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
