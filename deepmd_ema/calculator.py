@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.errors import UserError, did_you_mean
@@ -14,9 +16,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("deepmd_ema.calculator needs ASE: pip install 'dp-ema[ase]'", name="ase") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from ase import Atoms
 
 

@@ -6,21 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from deepmd_ema import interchange
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
-
-if TYPE_CHECKING:
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.infer.load import LoadedModel
-    from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.infer.load import LoadedModel
+from deepmd_ema.model.energy import EnergyModel
 
 SUFFIXES = (".dp", ".yaml", ".yml")
 CONVERTED = (".pth", ".pt2", ".pb", ".pte", ".savedmodel", ".savedmodeltf")  # what `dp convert-backend` makes of a .dp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -97,13 +97,17 @@ def neighbor_statistics(
     most_total = 0
     nearest = np.full((num_types, num_types), np.inf)
     frame_min, frame_pair = [], []
-    with ThreadPoolExecutor(threads or _default_threads()) as pool:
-        for one in _in_threads(pool, frames, rcut, num_types):
-            most = np.maximum(most, one.most)
-            most_total = max(most_total, one.most_total)
-            nearest = np.minimum(nearest, one.nearest)
-            frame_min.append(one.distance)
-            frame_pair.append(one.pair)
+    # of the cores that this process may use, which macOS does not tell
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    remaining = iter(frames)
+    with ThreadPoolExecutor(threads or min(4, cores)) as pool:
+        while chunk := list(islice(remaining, _FRAMES_AT_ONCE)):
+            for one in pool.map(lambda frame: _frame_statistics(frame, rcut, num_types), chunk):
+                most = np.maximum(most, one.most)
+                most_total = max(most_total, one.most_total)
+                nearest = np.minimum(nearest, one.nearest)
+                frame_min.append(one.distance)
+                frame_pair.append(one.pair)
     return NeighborStatistics(
         min_distance=min(frame_min, default=math.inf),
         max_neighbors=tuple(int(n) for n in most),
@@ -123,21 +127,6 @@ class _FrameStatistics:
     pair: tuple[int, int]
 
 
-def _default_threads() -> int:
-    try:
-        return min(4, len(os.sched_getaffinity(0)))  # of the cores that this process may use
-    except AttributeError:  # not on macOS
-        return min(4, os.cpu_count() or 1)
-
-
-def _in_threads(
-    pool: ThreadPoolExecutor, frames: Iterable[FrameGeometry], rcut: float, num_types: int
-) -> Iterator[_FrameStatistics]:
-    frames = iter(frames)
-    while chunk := list(islice(frames, _FRAMES_AT_ONCE)):
-        yield from pool.map(lambda frame: _frame_statistics(frame, rcut, num_types), chunk)
-
-
 def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _FrameStatistics:
     coord, box, types = frame
     natoms = len(types)
@@ -151,23 +140,19 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
     counts = np.bincount(i * num_types + type_j, minlength=natoms * num_types)
     counts += np.bincount(j * num_types + type_i, minlength=natoms * num_types)
     counts = counts.reshape(natoms, num_types)
-    shortest = int(distance.argmin())
-    return _FrameStatistics(
-        most=counts.max(axis=0),
-        most_total=int(counts.sum(axis=1).max()),
-        nearest=_nearest_per_type(type_i, type_j, distance, num_types),
-        distance=float(distance[shortest]),
-        pair=(int(i[shortest]), int(j[shortest])),
-    )
-
-
-def _nearest_per_type(type_i: Array, type_j: Array, distance: Array, num_types: int) -> Array:
     nearest = np.full(num_types * num_types, np.inf)
     kind = type_i * num_types + type_j
     for one in np.flatnonzero(np.bincount(kind)):
         nearest[one] = distance[kind == one].min()
     by_types = nearest.reshape(num_types, num_types)
-    return np.minimum(by_types, by_types.T)
+    shortest = int(distance.argmin())
+    return _FrameStatistics(
+        most=counts.max(axis=0),
+        most_total=int(counts.sum(axis=1).max()),
+        nearest=np.minimum(by_types, by_types.T),
+        distance=float(distance[shortest]),
+        pair=(int(i[shortest]), int(j[shortest])),
+    )
 
 
 def _search(

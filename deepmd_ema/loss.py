@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from deepmd_ema.batch import Batch
+from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.dist.world import World
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABELS, VIRIAL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.config.schema.optim import EnerLossConfig
-    from deepmd_ema.dist.world import World
 
 # F frames, A atoms
 
@@ -95,10 +92,6 @@ class EnergyLoss:
             shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(count > 0, torch.nan)
         shown["rmse"] = loss.sqrt()
         return total, {name: shown[name] for name in self.display_names}
-
-    def prefactors(self, lr: float) -> dict[str, float]:
-        """Return the weight of each term at a learning rate."""
-        return {term.name: term.prefactor(lr / self.start_lr) for term in self.terms}
 
     def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
         label, has_label = _label(batch, ENERGY)

@@ -6,17 +6,15 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.texts import Metric
 from deepmd_ema.labels import FORCE, LABELS, METRICS, QUANTITIES
-
-if TYPE_CHECKING:
-    from deepmd_ema.batch import Batch
 
 # F frames, A atoms, Q quantities
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_ema.data.formats import open_systems
+from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.source import ReadSpec
 
 SPACING = 2.3  # angstrom, of the lattice on which atoms jitter

@@ -243,7 +243,7 @@ def _die():
 
 
 def _without_cache():
-    from deepmd_ema.data.cache import PairCache
+    from deepmd_ema.data.collate import PairCache
 
     PairCache.__init__.__defaults__ = (0, 1)
 

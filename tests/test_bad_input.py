@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bad_inputs import GOOD, USER, sit_down, write_systems
 
-from deepmd_ema.cli.options import validation_systems
+from deepmd_ema.cli.options import chosen_systems
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_an_input_for_several_processes_is_good_in_one_that_does_not_train(desk,
     desk.write(training__zero_stage=stage)
     assert desk.run("check", "input.json", "--config-only").code == GOOD
     assert desk.run("check", "input.json").code == GOOD
-    assert validation_systems("input.json")[0] == ["valid"]
+    assert chosen_systems(Namespace(valid_data="input.json"), [])[0] == ["valid"]
     desk.change_array("force", lambda forces: forces[:, :-1])
     desk.run("check", "input.json").must_say("force.npy: shape")
 

@@ -10,7 +10,7 @@ from fake_descriptor import FakeConfig
 from helpers import open_data, toy_frame, toy_labels, write_system
 
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.data.check import check_systems
+from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs
 

@@ -119,7 +119,6 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
             most = np.maximum(most, np.bincount(frame.atom_type[pairs.j[pairs.i == atom]], minlength=3))
     expected = [min(sel, -(-min(n, sel) // round_to) * round_to) for n, sel in zip(most, layout.sel)]
     assert collate([pair_frame(f, layout, round_to=round_to) for f in frames], layout).slots == tuple(expected)
-    assert np.max([pair_frame(f, layout).needed for f in frames], axis=0).tolist() == most.tolist()
 
 
 def test_prepared_frames_and_given_pairs_make_the_same_batch():

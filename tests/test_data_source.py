@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from helpers import open_data, tiny_input, toy_frame, toy_labels, write_system
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.cli import main
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.data.cache import PairCache
-from deepmd_ema.data.check import check_systems
+from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats import discover
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes, plan_batches
@@ -151,7 +152,7 @@ def test_copies_are_found_whatever_the_size_of_their_neighbors():
 def test_batches_hold_every_frame_once_per_epoch():
     source = MemorySource()
     sampler = Sampler([source.num_frames], [source.frame_sizes], "auto:16")
-    with Loader([source], sampler, LAYOUT, cache=PairCache()) as loader:
+    with closing(Loader([source], sampler, LAYOUT, cache=PairCache())) as loader:
         batches = [next(loader) for _ in range(sampler.batches_per_epoch)]
     assert sorted(k for batch in batches for _, k in batch.frames) == list(range(10))
     for batch in batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
-from deepmd_ema.cli.options import read_datafile, validation_systems
+from deepmd_ema.cli.options import chosen_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
@@ -135,18 +136,18 @@ def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_
 def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
     listed = tmp_path / "list"
     listed.write_text("# mine\na\n\n  b \n")
-    assert read_datafile(str(listed)) == ["a", "b"]
+    assert chosen_systems(Namespace(datafile=str(listed)), [])[0] == ["a", "b"]
     listed.write_text("\n")
     with pytest.raises(UserError, match="list: names no system"):
-        read_datafile(str(listed))
+        chosen_systems(Namespace(datafile=str(listed)), [])[0]
     with pytest.raises(UserError, match="nowhere: cannot be read"):
-        read_datafile(str(tmp_path / "nowhere"))
+        chosen_systems(Namespace(datafile=str(tmp_path / "nowhere")), [])[0]
     config = tmp_path / "input.json"
     config.write_text(json.dumps(tiny_input(["train"], ["valid"])))
-    assert validation_systems(str(config))[0] == ["valid"]
+    assert chosen_systems(Namespace(valid_data=str(config)), [])[0] == ["valid"]
     config.write_text(json.dumps(tiny_input(["train"])))
     with pytest.raises(ConfigError, match=r"input.json: training.validation_data is not there. Give .* with -s"):
-        validation_systems(str(config))
+        chosen_systems(Namespace(valid_data=str(config)), [])
 
 
 def test_frames_without_labels_are_refused(run, tmp_path):
@@ -194,3 +195,27 @@ def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsy
     for option in ("--average", "--profile"):  # --profile is the spelling of 0.1.0
         assert cli.main([*words, option, "p10"]) == 0
         assert "averaged weights (p10) of step 40" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{}, {"type_one_side": True}, {"activation_function": "gelu"}], ids=str)
+def test_frames_without_an_element_or_without_neighbors_are_tested(tmp_path, capsys, changes):
+    """`dp-ema test` ended with "cannot reshape tensor of 0 elements"."""
+    model, _ = write_run(tmp_path / "run", **{f"model__descriptor__{key}": value for key, value in changes.items()})
+    write_system(tmp_path / "oxygen", frames=2, natoms=6, num_types=1, seed=1)
+    write_system(tmp_path / "alone", frames=3, natoms=1, num_types=1, pbc=False, seed=2)
+    far = write_system(tmp_path / "far", frames=2, natoms=2, pbc=False, seed=3)
+    np.save(far / "set.000" / "coord.npy", np.tile([0.0, 0.0, 0.0, 50.0, 0.0, 0.0], (2, 1)))
+    names = ("oxygen", "alone", "far")
+    for name in names:
+        details = tmp_path / f"{name}_out"
+        words = ["test", "-m", str(model), "-s", str(tmp_path / name), "-d", str(details), "--device", "cpu"]
+        assert cli.main(words) == 0
+        types = np.loadtxt(tmp_path / name / "type.raw", dtype=int, ndmin=1)
+        box = read(tmp_path, name, "box") if name == "oxygen" else None
+        found = Potential(model, device="cpu").evaluate(read(tmp_path, name, "coord"), types, box)
+        np.testing.assert_allclose(np.loadtxt(f"{details}.e.out")[:, 1], found.energy, rtol=SAME_MATH)
+        forces = np.loadtxt(f"{details}.f.out")[:, 3:]
+        np.testing.assert_allclose(forces, found.force.reshape(-1, 3), atol=SAME_MATH)
+        assert np.isfinite(forces).all()
+        assert name == "oxygen" or not forces.any()
+    assert "Force  RMSE" in capsys.readouterr().out

@@ -116,11 +116,15 @@ def test_default_pf_gives_atoms_without_a_weight_the_weight_one():
     assert compute(config, [plain], guess) == compute(config, [weighted], guess)
 
 
+def prefactors(loss, rate):
+    return {term.name: term.prefactor(rate / loss.start_lr) for term in loss.terms}
+
+
 def test_weights_go_from_start_to_limit_with_the_learning_rate():
     loss = build_loss(Config(start_pref_e=0.02, limit_pref_e=1, start_pref_f=1000, limit_pref_f=1), 2e-3, World())
-    assert loss.prefactors(2e-3) == pytest.approx({"e": 0.02, "f": 1000})
-    assert loss.prefactors(1e-3) == pytest.approx({"e": 0.51, "f": 500.5})
-    assert loss.prefactors(0) == pytest.approx({"e": 1, "f": 1})
+    assert prefactors(loss, 2e-3) == pytest.approx({"e": 0.02, "f": 1000})
+    assert prefactors(loss, 1e-3) == pytest.approx({"e": 0.51, "f": 500.5})
+    assert prefactors(loss, 0) == pytest.approx({"e": 1, "f": 1})
 
 
 def test_a_term_is_there_when_its_start_or_its_limit_is_not_zero():

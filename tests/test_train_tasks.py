@@ -1,17 +1,23 @@
 """A run of two tasks, put together by hand: no input describes one yet."""
 
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
+from parallel_runs import run_ranks
+from test_parallel import assert_same_run
 from test_train import StopAfter, load
 
 from deepmd_ema.averaging import AverageBank, EmaProfile
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
-from deepmd_ema.dist.world import World
+from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
@@ -63,23 +69,28 @@ class TwoTasks(RunConfig):
         return replace(self, inputs=inputs)
 
 
-@pytest.fixture
-def config(tmp_path):
-    """The run of two tasks: two elements and virials, and three elements without."""
-    data = {
-        "water": [write_system(tmp_path / "data" / f"w{k}", frames=6, natoms=6, seed=k) for k in (1, 2)],
-        "salt": [
-            write_system(tmp_path / "data" / f"s{k}", frames=5, natoms=9, elements=("Na", "Cl", "O"), seed=k + 5)
-            for k in (1, 2)
-        ],
-    }
+def write_data(folder):
+    """Write two systems of each task, the second to validate on."""
+    for k in (1, 2):
+        write_system(folder / f"water{k}", frames=6, natoms=6, seed=k)
+        write_system(folder / f"salt{k}", frames=5, natoms=9, elements=("Na", "Cl", "O"), seed=k + 5)
+    return folder
+
+
+def two_tasks(data, **changes):
+    """Return the run of two tasks: two elements and virials, and three elements without."""
     inputs = {
-        name: config_from_dict(tiny_input(data[name][:1], data[name][1:], **COMMON, **changes))
-        for name, changes in OF_TASK.items()
+        name: config_from_dict(tiny_input([data / f"{name}1"], [data / f"{name}2"], **COMMON, **{**of_task, **changes}))
+        for name, of_task in OF_TASK.items()
     }
     first = inputs["water"]
     sections = {key: getattr(first, key) for key in ("model", "learning_rate", "optimizer", "loss", "training")}
     return TwoTasks(**sections, validating=first.validating, inputs=inputs)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return two_tasks(write_data(tmp_path / "data"))
 
 
 @pytest.fixture
@@ -144,6 +155,32 @@ def test_a_restart_of_two_tasks_is_bitwise_the_unbroken_run(train):
         for file in whole.glob("val*.log"):
             assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
         assert {f.name for f in whole.glob("best*")} == {f.name for f in parts.glob("best*")}
+
+
+def train_tasks_here(folder, data, stage, batch):
+    """Train two tasks in ``folder`` as one rank of those that were launched together."""
+    os.chdir(folder)
+    sizes = {f"training__{section}__batch_size": batch for section in ("training_data", "validation_data")}
+    config, start = two_tasks(data, training__zero_stage=stage, **sizes), Start()
+    with ExitStack() as stack:
+        for module in ("start", "assemble"):
+            stack.enter_context(mock.patch(f"deepmd_ema.train.{module}.to_dict", as_dict))
+        world = stack.enter_context(open_world("cpu", find_launch()))
+        train_and_forget(config, start, world)
+
+
+def train_and_forget(config, start, world):
+    """Train; nothing of it may be left when the process group is destroyed."""
+    assemble(prepare(config, start, world), start, world).run()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_train_two_tasks_as_one_process_does(tmp_path, stage):
+    data = write_data(tmp_path / "data")
+    for name, ranks, zero_stage in (("alone", 1, 0), ("shared", 2, stage)):
+        (tmp_path / name).mkdir()
+        run_ranks(ranks, train_tasks_here, tmp_path / name, data, zero_stage, 2 // ranks)
+    assert_same_run(tmp_path / "alone", tmp_path / "shared")
 
 
 def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):

@@ -101,6 +101,7 @@ class Average:
             if k is None:
                 self.storage.seed(i)
             elif shard.is_sharded == previous.storage.shards[k].is_sharded:
+                # the same part of the tensor: no communication
                 self.storage.tensors[i].copy_(previous.storage.tensors[k])
             else:
                 self.storage.set(i, previous.storage.averaged(k))
@@ -113,6 +114,7 @@ class Average:
         """
         name, saved = self.profile.name, state["profiles"][self.profile.name]
         _warn_changes(self.profile, saved)
+        # they were averaged in the run of the checkpoint, and are live from now on
         dropped = {*binding.frozen, *binding.floating_buffers} - set(self.tensor_names)
         found = {name: tensor for name, tensor in saved["weights"].items() if name not in dropped}
         copied_buffers = binding.floating_buffers if saved.get("buffers", "copy") == "copy" else []

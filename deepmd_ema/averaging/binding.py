@@ -45,6 +45,7 @@ class Binding:
         self._frozen = [p for _, p in named if not p.requires_grad]
         self.shards = _find_shards([(name, p) for name, p in named if p.requires_grad], named)
         trained = {name for shard in self.shards for name in shard.names}
+        # by name: a frozen parameter that shares its storage with a trained one is averaged
         self.frozen = [name for name, _ in named if name not in trained]
         places = list(_buffer_places(modules))
         self.floating_buffers = [name for name, _, _, _ in places]

@@ -40,7 +40,7 @@ class Exchange:
         storage = self.average.storage
         for i, (shard, mine) in enumerate(zip(storage.shards, storage.tensors)):
             average = storage.local_shard(i)
-            if average is mine and mine.dtype == shard.local.dtype:
+            if average is mine and mine.dtype == shard.local.dtype:  # else rounding would lose the average
                 _swap(shard.local, mine)
             else:
                 self._aside[i] = shard.local.detach().to(mine.device, copy=True)
@@ -98,7 +98,7 @@ def full_tensors(
     found: dict[str, Tensor] = {}
     for wanted in shards:
         shard, read = reads[wanted.names[0]]
-        tensor = read()
+        tensor = read()  # also without `keep`: it is a collective where shards are gathered
         if keep:
             found |= dict.fromkeys(wanted.names, tensor.cpu() if shard.is_sharded else tensor)
     return found

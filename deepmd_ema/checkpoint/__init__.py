@@ -319,7 +319,7 @@ def _check_payload(path: Path, payload: Any) -> None:
             )
         return
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
-    if isinstance(weights, Mapping) and "_extra_state" in weights:
+    if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
         raise CheckpointError(
             f"{path}: a checkpoint of DeePMD-kit, which keeps its parameters under other names. Convert its model: "
             f"`dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`; dp-ema reads .dp."
@@ -334,7 +334,7 @@ def _newest_intact_before(path: Path) -> Path | None:
         return None
     older = {s: p for s, p in numbered(real.parent, found[0]).items() if s < found[1]}
     for step in sorted(older, reverse=True):
-        with suppress(_DamagedError, CheckpointError):
+        with suppress(_DamagedError, CheckpointError):  # this one is not intact either
             _read(older[step])
             return older[step]
     return None
@@ -361,7 +361,7 @@ def _nearby(path: Path) -> str:
 
 
 def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:
-    cause = error if isinstance(error, OSError) else error.__context__
+    cause = error if isinstance(error, OSError) else error.__context__  # torch.save may wrap it in a RuntimeError
     folder = next(f for f in path.absolute().parents if f.is_dir())
     free = shutil.disk_usage(folder).free / 2**20
     usable = f" {fallback} is whole and still usable." if fallback is not None else ""

@@ -73,6 +73,7 @@ class CheckpointSeries:
         """Remove what is not kept after ``step`` was written: overtaken files, and the oldest beyond ``keep``."""
         steps = self.steps()
         last = step if self._last is None else self._last
+        # of an earlier run or another branch: this run would have written its own file at such a step
         overtaken = [s for s in steps if last < s < step]
         own = [s for s in steps if s <= step and s not in overtaken]
         old = own[: -self.keep] if self.keep >= 1 else []
@@ -219,14 +220,14 @@ def save_together(
         series.sweep()
         save(series.file(step), payload, fallback)
     try:
-        for series, _ in reversed(files):
+        for series, _ in reversed(files):  # the live link and the pointer last: a restart follows them
             series.update_links(step)
     except OSError as error:
         raise CheckpointError(
             f"{live.link}: the link to the newest checkpoint could not be moved ({error.strerror}). "
             f"{live.file(step)} is whole and usable."
         ) from error
-    for series, _ in files:
+    for series, _ in files:  # only now: until the links moved, the older files were the ones to restart from
         series.rotate(step)
     for best in bests:
         best.prune()
@@ -242,6 +243,7 @@ def keep_count(max_keep: int, ratio: float | None, num_steps: int, save_freq: in
 
 
 def _replace_link(link: Path, target: Path) -> None:
+    # a link cannot be changed in place: a new one is made beside it and takes its name
     part = link.with_name(f"{link.name}.{os.getpid()}.part")
     link.parent.mkdir(parents=True, exist_ok=True)
     part.unlink(missing_ok=True)

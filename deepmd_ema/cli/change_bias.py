@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, add_device, add_systems, read_datafile, start_logging
+from deepmd_ema.cli.options import add_average, add_device, add_systems, chosen_systems, start_logging
 from deepmd_ema.errors import UserError
 
 SUMMARY = "the energy of each element in a model, from data or given"
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError("-b: the bias is what you give; -m and -n are for a fit to data. Leave them out.")
         request = BiasRequest(values=args.bias_value)
     else:
-        systems = args.system or ["."] if args.datafile is None else read_datafile(args.datafile)
+        systems, _ = chosen_systems(args, ["."])
         request = BiasRequest(args.mode or CHANGE, systems, num_frames=args.numb_batch or 0, source=args.datafile or "")
     print(write_changed(args.input, request, args.output, args.use_ema, args.average, args.device).text())
 

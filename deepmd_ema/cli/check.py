@@ -26,11 +26,11 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join([*render(table, "  "), *(f"  {line}" for line in config.notes), *warnings]), flush=True)
     if args.config_only:
         return
-    from deepmd_ema.data.run import check_run, length_lines, open_run
+    from deepmd_ema.data.run import check_task, length_lines, open_run
     from deepmd_ema.errors import DataError
 
     data = open_run(config)
-    reports = check_run(config, data)
+    reports = {name: check_task(task, data[name]) for name, task in config.tasks.items()}
     for name, report in reports.items():
         lines = [*report.lines(), *length_lines(config, config.tasks[name], data[name].train, report)]
         print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)

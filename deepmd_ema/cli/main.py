@@ -81,7 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except (Exception, KeyboardInterrupt) as error:
-        return _leave(error, words, launch)
+        elsewhere = isinstance(error, ReportedElsewhere)
+        code, message = _explain((error.__cause__ or error) if elsewhere else error, words, launch)
+        sys.stdout.flush()
+        if not elsewhere:
+            if "--debug" in words:
+                import traceback
+
+                traceback.print_exception(error)
+            print(message, file=sys.stderr, flush=True)
+            write_error_file(message)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_initialized():
+            os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
+        return code
     return 0
 
 
@@ -102,24 +115,6 @@ def build_parser() -> _Parser:
         command.add_options(sub)
         sub.set_defaults(run=command.run, parser=sub)
     return parser
-
-
-def _leave(error: BaseException, words: Sequence[str], launch: Launch) -> int:
-    """Report ``error``, unless another rank does, and return the exit code."""
-    elsewhere = isinstance(error, ReportedElsewhere)
-    code, message = _explain((error.__cause__ or error) if elsewhere else error, words, launch)
-    sys.stdout.flush()
-    if not elsewhere:
-        if "--debug" in words:
-            import traceback
-
-            traceback.print_exception(error)
-        print(message, file=sys.stderr, flush=True)
-        write_error_file(message)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
-        os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
-    return code
 
 
 def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tuple[int, str]:
@@ -186,7 +181,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(list(words))
     if not rest:
         return args
-    refused = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
+    of_peer = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
+    refused = {name: advice for names, advice in of_peer.items() for name in names.split()}
     options = sorted(s for action in args.parser._actions for s in action.option_strings if s.startswith("--"))
     problems = []
     for word in rest:

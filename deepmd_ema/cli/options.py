@@ -46,31 +46,29 @@ def start_logging(args: argparse.Namespace) -> None:
     set_up_logging(args.log_level, args.log_path, is_main=args.launch.is_main)
 
 
-def read_datafile(datafile: str) -> list[str]:
-    """Return the systems that a file of paths names, one per line; ``#`` begins a comment.
+def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return the systems that the options of :func:`add_systems` name, and the patterns to search folders with.
 
     Raises:
-        UserError: if it cannot be read or names none.
+        UserError: if a file of paths (one per line; ``#`` begins a comment) cannot be read or names none.
+        ConfigError: if an input has a mistake or no validation data.
     """
-    try:
-        lines = Path(datafile).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{datafile}: cannot be read: {error}. Expected one system per line.") from error
-    named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not named:
-        raise UserError(f"{datafile}: names no system. Expected the path of one system per line.")
-    return named
+    given = vars(args)
+    if given.get("datafile") is not None:
+        file = args.datafile
+        try:
+            lines = Path(file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file}: cannot be read: {error}. Expected one system per line.") from error
+        named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not named:
+            raise UserError(f"{file}: names no system. Expected the path of one system per line.")
+        return named, None
+    if given.get("valid_data") is not None:
+        from deepmd_ema.config import load_config
 
-
-def validation_systems(path: str) -> tuple[list[str], list[str] | None]:
-    """Return the validation systems of an input, and the patterns to search folders with.
-
-    Raises:
-        ConfigError: if the input has a mistake or no validation data.
-    """
-    from deepmd_ema.config import load_config
-
-    data = load_config(path).training.validation_data
-    if data is None:
-        raise ConfigError(f"{path}: training.validation_data is not there. Give the systems with -s.")
-    return list(data.systems), data.rglob_patterns
+        data = load_config(args.valid_data).training.validation_data
+        if data is None:
+            raise ConfigError(f"{args.valid_data}: training.validation_data is not there. Give the systems with -s.")
+        return list(data.systems), data.rglob_patterns
+    return args.system or default, None

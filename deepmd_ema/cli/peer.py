@@ -5,38 +5,27 @@ from __future__ import annotations
 _NO_TASKS = "a run has one task here, and a model one head"
 # by command, and "" for those before the command
 OPTIONS = {
-    "": dict.fromkeys(
-        ("-b", "--backend", "--pt", "--pt-expt", "--tf", "--tf2", "--jax", "--pd", "--dp"),
-        "there is one backend, PyTorch: leave it out",
-    ),
+    "": {"-b --backend --pt --pt-expt --tf --tf2 --jax --pd --dp": "there is one backend, PyTorch: leave it out"},
     "train": {
-        "-t": "fine-tuning is not here yet; --init-model starts from the weights of a file",
-        "--finetune": "fine-tuning is not here yet; --init-model starts from the weights of a file",
-        "-f": "a frozen model cannot be trained; give the checkpoint to --init-model",
-        "--init-frz-model": "a frozen model cannot be trained; give the checkpoint to --init-model",
+        "-t --finetune": "fine-tuning is not here yet; --init-model starts from the weights of a file",
+        "-f --init-frz-model": "a frozen model cannot be trained; give the checkpoint to --init-model",
         "--use-pretrain-script": "copy the model section into the input; `dp-ema show --config CKPT` prints it",
         "--model-branch": _NO_TASKS,
         "--force-load": "weights are loaded whole or not at all, and the message names what does not fit",
-        "-m": "rank 0 speaks for all ranks",
-        "--mpi-log": "rank 0 speaks for all ranks",
+        "-m --mpi-log": "rank 0 speaks for all ranks",
     },
     "freeze": {
-        "--head": _NO_TASKS,
-        "--model-branch": _NO_TASKS,
+        "--head --model-branch": _NO_TASKS,
         "--hessian": "the .dp file holds the whole model; what is evaluated is up to its reader",
         "--lower-kind": "the .dp file holds the model, not a graph: convert it with DeePMD-kit",
-        "-n": "node names are of TensorFlow",
-        "-w": "node names are of TensorFlow",
+        "-n -w": "node names are of TensorFlow",
     },
     "test": {
         "--train-data": "give the systems to -s, or an input with them as validation data to --valid-data",
-        "-S": "all sets of a system are read",
-        "--set-prefix": "all sets of a system are read",
-        "-r": "frames are taken in order: there is nothing to draw",
-        "--rand-seed": "frames are taken in order: there is nothing to draw",
+        "-S --set-prefix": "all sets of a system are read",
+        "-r --rand-seed": "frames are taken in order: there is nothing to draw",
         "--shuffle-test": "frames are taken in order, -n N takes the first N",
-        "--head": _NO_TASKS,
-        "--model-branch": _NO_TASKS,
+        "--head --model-branch": _NO_TASKS,
     },
     "change-bias": {"--model-branch": _NO_TASKS},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_device, add_systems, start_logging, validation_systems
+from deepmd_ema.cli.options import add_device, add_systems, chosen_systems, start_logging
 
 SUMMARY = "the average of any length, from the snapshots of a run"
 
@@ -31,15 +31,13 @@ def run(args: argparse.Namespace) -> None:
     start_logging(args)
     from deepmd_ema.posthoc.run import run_posthoc
 
-    systems, patterns = args.system, None
-    if args.valid_data is not None:
-        systems, patterns = validation_systems(args.valid_data)
+    systems, patterns = chosen_systems(args, [])
     run_posthoc(
         args.run_dir,
         args.sigma_rel,
         args.step,
         metric=args.metric,
-        systems=systems,
+        systems=systems or None,
         rglob_patterns=patterns,
         output=args.output,
         plot=args.plot,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import (
-    add_average,
-    add_device,
-    add_systems,
-    read_datafile,
-    start_logging,
-    validation_systems,
-)
+from deepmd_ema.cli.options import add_average, add_device, add_systems, chosen_systems, start_logging
 
 SUMMARY = "errors of a model on labelled frames"
 
@@ -36,11 +29,7 @@ def run(args: argparse.Namespace) -> None:
     start_logging(args)
     from deepmd_ema.infer.evaluate import measure
 
-    systems, patterns = args.system or ["."], None
-    if args.datafile is not None:
-        systems = read_datafile(args.datafile)
-    elif args.valid_data is not None:
-        systems, patterns = validation_systems(args.valid_data)
+    systems, patterns = chosen_systems(args, ["."])
     report = measure(
         args.model,
         systems,

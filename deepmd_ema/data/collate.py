@@ -1,7 +1,9 @@
-"""Frames to batches: the neighbor matrix of each frame is made once, and frames are joined by offsets."""
+"""Frames to batches: the neighbor matrix of each frame is made once and kept, and frames are joined by offsets."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +12,13 @@ import torch
 
 from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.data.source import Frame
+from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 
+MOST_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 
@@ -31,7 +34,6 @@ class PairedFrame:
         order: (N,) the atom of the frame in each row.
         counts: (T,) atoms of each type.
         slots: slots per section, rounded up.
-        needed: most neighbors per section before any were dropped for ``sel``.
         coord: (N, 3) positions by row.
         neighbor: (N, K) row of the neighbor, small integers.
         image: (N, K) place of the neighbor's image in ``table``, small integers.
@@ -43,7 +45,6 @@ class PairedFrame:
     order: Array
     counts: Array
     slots: tuple[int, ...]
-    needed: tuple[int, ...]
     coord: Array
     neighbor: Array
     image: Array
@@ -74,7 +75,7 @@ def pair_frame(
     order = stable_argsort(frame.atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)
     row_of_atom[order] = np.arange(natoms)
-    row, column, place, shift, slots, needed = _place_pairs(frame.atom_type, pairs, row_of_atom, layout, round_to)
+    row, column, place, shift, slots = _place_pairs(frame.atom_type, pairs, row_of_atom, layout, round_to)
     table, image_of_pair = _images(shift, frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
@@ -87,13 +88,55 @@ def pair_frame(
         order=order,
         counts=np.bincount(frame.atom_type, minlength=layout.num_types),
         slots=slots,
-        needed=needed,
         coord=np.ascontiguousarray(frame.coord[order]),
         neighbor=neighbor.reshape(natoms, total),
         image=image.reshape(natoms, total),
         table=table,
         reverse=_reverse_slots(flat, column, natoms, total, round_to),
     )
+
+
+class PairCache:
+    """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
+
+    Nothing is evicted when it is full: frames are drawn in permutations, so that no frame is more likely to come next
+    than another. All tasks of a run, their loaders and statistics share one cache. May be used by several threads.
+
+    Args:
+        max_bytes: by default a quarter of the machine's memory over the processes on it, at most 4 GiB.
+        local_size: processes of the run on this machine.
+    """
+
+    def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
+        self.max_bytes = default_cache_bytes(local_size) if max_bytes is None else max_bytes
+        self.num_bytes = 0
+        self._kept: dict[tuple[FrameSource, int, NeighborLayout], PairedFrame] = {}
+        self._lock = threading.Lock()
+
+    def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame:
+        """Return frame ``index`` of ``system`` with its neighbors as ``layout`` wants them."""
+        key = (system, index, layout)
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept
+        made = pair_frame(system.frame(index), layout)
+        with self._lock:
+            if key not in self._kept and self.num_bytes + made.nbytes <= self.max_bytes:
+                self._kept[key] = made
+                self.num_bytes += made.nbytes
+        return made
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def default_cache_bytes(local_size: int) -> int:
+    """Return the bytes that one of ``local_size`` processes on this machine keeps by default."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no such question on this system
+        return MOST_CACHE_BYTES // 4
+    return min(MOST_CACHE_BYTES, memory // (4 * local_size))
 
 
 def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()) -> Batch:
@@ -134,8 +177,8 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
 
 def _place_pairs(
     atom_type: Array, pairs: Pairs, row_of_atom: Array, layout: NeighborLayout, round_to: int
-) -> tuple[Array, Array, Array, Array, tuple[int, ...], tuple[int, ...]]:
-    """Return row, neighbor's row, slot and shift of the pairs that are kept, slots and neighbors per section."""
+) -> tuple[Array, Array, Array, Array, tuple[int, ...]]:
+    """Return row, neighbor's row, slot and shift of the pairs that are kept, and slots per section."""
     sections = layout.num_types if layout.by_type else 1
     natoms = len(atom_type)
     section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
@@ -143,7 +186,6 @@ def _place_pairs(
     sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
     key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
     rank, counts = rank_in_group(key, natoms * sections)
-    needed = counts.reshape(natoms, sections).max(axis=0)
     keep = rank < np.array(layout.sel)[section[sorter]]
     if layout.excluded_pairs:
         excluded = np.zeros((layout.num_types, layout.num_types), bool)
@@ -157,7 +199,7 @@ def _place_pairs(
     slots = tuple(min(sel, -(-int(n) // round_to) * round_to) for n, sel in zip(used, layout.sel))
     start = np.cumsum(slots) - slots
     place = rank + start[section[sorter]]
-    return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, tuple(int(n) for n in needed)
+    return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:

@@ -7,11 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.data.cache import PairCache
-from deepmd_ema.data.collate import collate
+from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 
@@ -55,17 +53,19 @@ class Loader:
         self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
-        # not a method: the thread must not hold a reference to this object, which could then not be forgotten
-        self._make = partial(
-            _make_batch, systems, sampler, layout, PairCache() if cache is None else cache, labels, pin
-        )
+        pairs = PairCache() if cache is None else cache
+
+        def make(n: int) -> Batch:  # no method: a thread that held this object would keep it from being forgotten
+            system, frames = sampler.batch(n)
+            batch = collate([pairs.get(systems[system], k, layout) for k in frames], layout, labels)
+            if sampler.is_repeat(n):
+                batch = batch.as_padding()
+            return batch.pin_memory() if pin else batch
+
+        self._make = make
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
-
-    def make(self, n: int) -> Batch:
-        """Return batch ``n``, made in this thread; ``position`` does not change."""
-        return self._make(n)
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return where the frames of batch ``n`` come from: (system, frame number)."""
@@ -100,12 +100,6 @@ class Loader:
             self._thread.shutdown(cancel_futures=True)  # waits for the batch that it is making
             self._thread = None
             self._ahead.clear()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_ahead") and not sys.is_finalizing():
@@ -162,19 +156,3 @@ def _groups(
             atoms += size
     if group:
         yield group
-
-
-def _make_batch(
-    systems: Sequence[FrameSource],
-    sampler: Sampler,
-    layout: NeighborLayout,
-    cache: PairCache,
-    labels: Sequence[str],
-    pin: bool,
-    n: int,
-) -> Batch:
-    system, frames = sampler.batch(n)
-    batch = collate([cache.get(systems[system], k, layout) for k in frames], layout, labels=labels)
-    if sampler.is_repeat(n):
-        batch = batch.as_padding()
-    return batch.pin_memory() if pin else batch

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepmd_ema.data.check import MIN_DISTANCE, DataReport, check_systems
-from deepmd_ema.data.formats import open_systems
+from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
+from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, collect_problems
@@ -46,11 +46,6 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
     if problems:
         raise DataError(problems)
     return data
-
-
-def check_run(config: RunConfig, data: Mapping[str, TaskData]) -> dict[str, DataReport]:
-    """Return what the checks find in the data of every task, by its name."""
-    return {name: check_task(task, data[name]) for name, task in config.tasks.items()}
 
 
 def check_task(task: TaskConfig, data: TaskData) -> DataReport:

@@ -32,9 +32,19 @@ class Rendezvous:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._address = host, port = _address(launch)
-        self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         me = f"rank {launch.rank} of {launch.size}"
+        missing = [name for name in ADDRESS if name not in os.environ]
+        if missing:
+            raise UserError(
+                f"started as {me}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the "
+                "ranks cannot meet. Launch with torchrun, or set MASTER_ADDR to the first machine and MASTER_PORT to a "
+                "free port of it."
+            )
+        host, number = (os.environ[name] for name in ADDRESS)
+        if not number.isdecimal() or not 0 < int(number) < 2**16:
+            raise UserError(f"MASTER_PORT = {number!r}: expected a port number, 1 to 65535, that is free on {host}.")
+        self._address = host, port = host, int(number)
+        self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._is_host and self._is_up():
             raise UserError(f"MASTER_PORT = {port}: in use on {host}. Choose another port; every run needs its own.")
         if not self._is_host and not _wait_for(self._is_up, JOIN_S):
@@ -161,20 +171,6 @@ def is_peer_lost(error: BaseException) -> bool:
         return True
     # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail" is a wrong setting
     return isinstance(error, RuntimeError) and "gloo" in str(error) and "enforce fail" not in str(error)
-
-
-def _address(launch: Launch) -> tuple[str, int]:
-    missing = [name for name in ADDRESS if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"started as rank {launch.rank} of {launch.size}, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot meet. Launch with torchrun, or set "
-            "MASTER_ADDR to the first machine and MASTER_PORT to a free port of it."
-        )
-    host, port = (os.environ[name] for name in ADDRESS)
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"MASTER_PORT = {port!r}: expected a port number, 1 to 65535, that is free on {host}.")
-    return host, int(port)
 
 
 def _wait_for(question: Callable[[], bool], seconds: float) -> bool:

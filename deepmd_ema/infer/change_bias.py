@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,11 +17,8 @@ from deepmd_ema.errors import CheckpointError, UserError, first_few
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
-from deepmd_ema.model.bias import BiasFit, change_bias, energies_of, fixed_elements, set_bias
+from deepmd_ema.model.bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
 from deepmd_ema.report.table import Column, Table, render
-
-if TYPE_CHECKING:
-    from deepmd_ema.model.bias import FrameEnergies
 
 Array: TypeAlias = np.ndarray
 

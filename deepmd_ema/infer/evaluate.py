@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepmd_ema.data.check import check_systems, scan_system
-from deepmd_ema.data.formats import open_systems
+from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.check.scan import scan_system
+from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device
@@ -21,13 +25,6 @@ from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, METRICS, QUANTITIES, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.report.table import Column, Table, render
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig
-
 
 WORST = 10  # frames shown at the end
 _SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
@@ -15,12 +17,6 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import ArrayLike
 
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 

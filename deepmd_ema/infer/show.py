@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict, config_summary, model_config_from_dict
@@ -14,12 +17,6 @@ from deepmd_ema.infer.load import FROZEN_SUFFIXES, facts_of_average, load_model
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.table import facts, render
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from torch import Tensor
-
 
 KINDS = {
     "training": "training checkpoint",

@@ -5,19 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.dist.dtensor import full_tensor, local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema import optim as sections
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
@@ -86,7 +84,7 @@ def clip_gradients(
     gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(gradients)  # few kernels, not one for each parameter
     total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
     if all_reduce_sum is not None:
         total = all_reduce_sum(total.square()).sqrt()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 from deepmd_ema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
 
 Schedule: TypeAlias = Callable[[int], float]
 """The learning rate of the update that follows after this many updates."""

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepmd_ema.averaging.profile import gamma_of, sigma_rel_of
 from deepmd_ema.errors import UserError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
+Array = NDArray[np.float64]
 
 # S snapshots, L widths, C classes: averages of one gamma that were updated at the same steps
 

@@ -7,18 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
+from deepmd_ema.posthoc.combination import Combination, Combinations
+from deepmd_ema.posthoc.snapshots import SnapshotRun
 from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.weights import POSTHOC
-
-if TYPE_CHECKING:
-    from deepmd_ema.posthoc.combination import Combination, Combinations
-    from deepmd_ema.posthoc.snapshots import SnapshotRun
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
 TRACKED = "tracked"  # kind of rows, beside those of live weights and of weights made of snapshots

@@ -7,24 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.cache import PairCache
+from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.metrics import METRICS, evaluate
+from deepmd_ema.metrics import METRICS, Errors, evaluate
 from deepmd_ema.model.build import build_model
 from deepmd_ema.posthoc.combination import (
     LONGEST,
+    Combination,
     Combinations,
     find_combinations,
     refuse_unresolvable,
@@ -33,15 +37,6 @@ from deepmd_ema.posthoc.combination import (
 from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
 from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.weights import LIVE, POSTHOC
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from deepmd_ema.config import ModelConfig, RunConfig
-    from deepmd_ema.data.source import FrameSource
-    from deepmd_ema.metrics import Errors
-    from deepmd_ema.posthoc.combination import Combination
 
 NUM_SIGMA_RELS = 9  # of a range, where no number is given
 MOST_SIGMA_RELS = 999  # of one range: each is validated

@@ -6,22 +6,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import numbered_name, series_and_step
 from deepmd_ema.config.outputs import SNAPSHOTS
 from deepmd_ema.errors import CheckpointError, collect_problems, first_few
-from deepmd_ema.posthoc.combination import Track
+from deepmd_ema.posthoc.combination import Combination, Track
 from deepmd_ema.tensors import check_weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from deepmd_ema.posthoc.combination import Combination
 
 KIND = "snapshot"
 HOW_TO_KEEP = (

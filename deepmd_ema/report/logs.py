@@ -9,8 +9,6 @@ from typing import Any
 
 from deepmd_ema.errors import UserError
 
-_ROOT = "deepmd_ema"
-
 
 class _TerminalHandler(logging.Handler):
     """Writes to stderr above a progress bar, if there is one."""
@@ -46,7 +44,7 @@ def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None
     Raises:
         UserError: if the file cannot be written.
     """
-    logger = logging.getLogger(_ROOT)
+    logger = logging.getLogger("deepmd_ema")
     for handler in [h for h in logger.handlers if isinstance(h.formatter, _Formatter)]:
         logger.removeHandler(handler)
         handler.close()

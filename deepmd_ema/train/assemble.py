@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count
-from deepmd_ema.config import config_warnings, to_dict
+from deepmd_ema.config import RunConfig, config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.dist.world import World
 from deepmd_ema.loss import build_loss
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
@@ -29,22 +33,14 @@ from deepmd_ema.train.bias import refit
 from deepmd_ema.train.display import Reporter, start_table
 from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
-from deepmd_ema.train.prepare import stream_of
+from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
+from deepmd_ema.train.start import Start
 from deepmd_ema.train.step import GradientStep, Step
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.trainer import Callback, Trainer
 from deepmd_ema.train.validate import FullValidation, Validated
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from deepmd_ema.config import RunConfig
-    from deepmd_ema.data.source import FrameSource
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.train.prepare import PreparedRun, PreparedTask
-    from deepmd_ema.train.start import Start
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +142,8 @@ def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
 
 def _build_validator(
     prepared: PreparedRun, bank: AverageBank | None, num_steps: int, builder: StateBuilder, world: World
-) -> FullValidation | None:
-    """Return the full validation of the live weights and of every average that asks for it, or None."""
+) -> FullValidation:
+    """Return the full validation of the live weights and of every average that asks for it, if any does."""
     config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
     tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
     metric, rows = validating.validation_metric, []
@@ -157,8 +153,6 @@ def _build_validator(
             prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
             best = BestFiles(prefix, folder, keep, metric, writes=world.is_main)
             rows.append(Validated(weights, task, log, best if validating.save_best else None))
-    if not rows:
-        return None
     # below 1 a fraction of the run, never at 1, a step above it
     start = validating.full_val_start
     first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
@@ -171,7 +165,7 @@ def _build_saver(
     num_steps: int,
     start: int,
     builder: StateBuilder,
-    validator: FullValidation | None,
+    validator: FullValidation,
     world: World,
 ) -> Saver:
     """Return what writes the files of the live weights and of every average.
@@ -181,7 +175,7 @@ def _build_saver(
         num_steps: steps of the whole run.
         start: steps that are behind at its start.
         builder: makes the content of the files.
-        validator: whose best files are pruned once a checkpoint knows of them, or None.
+        validator: whose best files are pruned once a checkpoint knows of them.
         world: the processes of the run.
     """
     training, folder = config.training, Outputs(config).snapshot_folder
@@ -199,7 +193,7 @@ def _build_saver(
         builder,
         series(LIVE, None),
         {average.name: series(average.name, average.ckpt_keep) for average in training.averaging},
-        bests=[row.best for row in validator.rows if row.best is not None] if validator is not None else [],
+        bests=[row.best for row in validator.rows if row.best is not None],
         every=training.save_freq,
         snapshots=[
             snapshots(average.name, every)
@@ -226,7 +220,6 @@ def _build_reporter(
     return Reporter(
         tasks,
         Progress(num_steps, None if world.is_main else False, tasks.frames_per_step),
-        lcurve=curves.pop(LIVE, None),
         times=times,
         every=training.disp_freq,
         world=world,

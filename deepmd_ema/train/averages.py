@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.averaging.profile import Profile, make_profile
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.config import RunConfig
-    from deepmd_ema.config.schema.averaging import AverageConfig
 
 Hook = Callable[[int, float], bool]
 

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.sampler import permutation, plan_batches
-from deepmd_ema.model.bias import change_bias, energies_of
+from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.train.prepare import stream_of
+from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.model.bias import FrameEnergies
-    from deepmd_ema.train.prepare import PreparedRun, PreparedTask
 
 Biases = Mapping[str, Mapping[str, "Tensor"]]
 """By name of the weights, output biases by their names in the models."""

@@ -6,29 +6,27 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_ema import __version__
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.averaging.profile import Profile
+from deepmd_ema.batch import Batch
 from deepmd_ema.config import config_summary
+from deepmd_ema.dist.world import World
+from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.table import Table, facts
+from deepmd_ema.report.tables import LcurveFile
 from deepmd_ema.train.averages import snapshot_lines
-
-if TYPE_CHECKING:
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.averaging.profile import Profile
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.metrics import Errors
-    from deepmd_ema.report.progress import IntervalTimes, Progress
-    from deepmd_ema.report.tables import LcurveFile
-    from deepmd_ema.train.prepare import PreparedRun
-    from deepmd_ema.train.step import Outcome
-    from deepmd_ema.train.task import Task, TaskMixture
-
+from deepmd_ema.train.prepare import PreparedRun
+from deepmd_ema.train.step import Outcome
+from deepmd_ema.train.task import Task, TaskMixture
+from deepmd_ema.weights import LIVE
 
 SHARED = {
     0: "every rank holds everything",
@@ -83,13 +81,12 @@ class Reporter:
     Attributes:
         tasks: whose errors are shown.
         progress: the bar, or plain lines.
-        lcurve: the file of the learning curve, or None.
         times: stopwatch of the current interval.
         every: steps between two rows; step 1 has a row as well.
         world: the processes over whose frames errors are summed.
         average: whether a row shows the mean over its interval instead of the last batch of each task.
-        curves: name of an average to the file of its own learning curve, on the same batches; None on ranks that
-            write nothing.
+        curves: ``live`` and names of averages to the files of their learning curves, on the same batches; None on
+            ranks that write nothing.
         bank: holds these averages.
         board: TensorBoard writer, or None.
         board_every: steps between two points on the board.
@@ -97,7 +94,6 @@ class Reporter:
 
     tasks: TaskMixture
     progress: Progress
-    lcurve: LcurveFile | None
     times: IntervalTimes
     every: int
     world: World
@@ -147,28 +143,23 @@ class Reporter:
         train = {t.name: self._train_values(t.name) for t in self.tasks}
         with self.times.of("validation"):
             batches = {t.name: t.next_display_batches() for t in self.tasks}
-            valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
-            self._show_averages(step, task, batch, batches, rate)
-        if self.lcurve is not None:
-            self.lcurve.write(step, rate, train, valid)
+            valid = self._mean_values(batches, rate)
+            rows = {LIVE: (train, valid)}
+            for name in (name for name in self.curves if name != LIVE):
+                assert self.bank is not None
+                with self.bank.swapped_in(name):
+                    rows[name] = self._mean_values({task.name: [batch]}, rate), self._mean_values(batches, rate)
+        for name, (of_train, of_valid) in rows.items():
+            if (file := self.curves.get(name)) is not None:
+                file.write(step, rate, of_train, of_valid)
+            if name != LIVE:
+                self.progress.show_average(step, name, _flat(of_valid) or _flat(of_train))
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
         self.progress.show(step, rate, _flat(train), _flat(valid), seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
         self._sums = {name: {} for name in self._sums}
         self._count = dict.fromkeys(self._count, 0)
-
-    def _show_averages(
-        self, step: int, task: Task, batch: Batch, batches: Mapping[str, Sequence[Batch]], rate: float
-    ) -> None:
-        for name, file in self.curves.items():
-            assert self.bank is not None
-            with self.bank.swapped_in(name):
-                train = {t.name: self._mean_values(t, [batch] if t is task else [], rate) for t in self.tasks}
-                valid = {t.name: self._mean_values(t, batches[t.name], rate) for t in self.tasks}
-            if file is not None:
-                file.write(step, rate, train, valid)
-            self.progress.show_average(step, name, _flat(valid) or _flat(train))
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
@@ -199,7 +190,7 @@ class Reporter:
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
         self._shown_step = step
-        for file in (self.lcurve, *self.curves.values()):
+        for file in self.curves.values():
             if file is not None:
                 file.cut_after(step)
         self.progress.start_at(step)
@@ -210,21 +201,25 @@ class Reporter:
         if self.board is not None:
             self.board.close()
 
-    def _mean_values(self, task: Task, batches: Sequence[Batch], rate: float) -> dict[str, float]:
-        """Return each displayed value over ``batches``, weighted by their atoms; empty without any."""
-        sums: dict[str, Tensor] = {}
-        atoms = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        was_training = task.models.training
-        task.models.eval()
-        for batch in (b.to(self.world.device) for b in batches):
-            prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
-            _, values = task.loss(prediction, batch, rate)
-            number = self.world.all_reduce_sum(torch.full_like(atoms, 0 if batch.padding else batch.atom_type.shape[0]))
-            for name, value in values.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
-            atoms = atoms + number
-        task.models.train(was_training)
-        return {name: float(total / atoms) for name, total in sums.items()}
+    def _mean_values(self, batches: Mapping[str, Sequence[Batch]], rate: float) -> dict[str, dict[str, float]]:
+        """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""
+        means: dict[str, dict[str, float]] = {}
+        for task in self.tasks:
+            sums: dict[str, Tensor] = {}
+            atoms = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            was_training = task.models.training
+            task.models.eval()
+            for batch in (b.to(self.world.device) for b in batches.get(task.name, ())):
+                prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
+                _, values = task.loss(prediction, batch, rate)
+                own = torch.full_like(atoms, 0 if batch.padding else batch.atom_type.shape[0])
+                number = self.world.all_reduce_sum(own)
+                for name, value in values.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
+                atoms = atoms + number
+            task.models.train(was_training)
+            means[task.name] = {name: float(total / atoms) for name, total in sums.items()}
+        return means
 
 
 def _flat(by_task: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.batch import Batch
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.labels import ENERGY, FORCE
+from deepmd_ema.optim.lkf import LKF
+from deepmd_ema.optim.schedule import Schedule
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.step import Outcome, Step
-
-if TYPE_CHECKING:
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.config.schema import optim as sections
-    from deepmd_ema.optim.lkf import LKF
-    from deepmd_ema.optim.schedule import Schedule
-    from deepmd_ema.train.task import Task
+from deepmd_ema.train.task import Task
 
 GROUPS = 4  # updates with forces in a step
 GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,10 +12,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
-
-if TYPE_CHECKING:
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.dist.world import World
+from deepmd_ema.model.model_set import ModelSet
 
 LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
 

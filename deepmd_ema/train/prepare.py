@@ -7,29 +7,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.cache import PairCache
-from deepmd_ema.data.collate import collate
+from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.run import TaskData, check_task, open_run
 from deepmd_ema.data.sampler import permutation, plan_batches
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
 from deepmd_ema.model.build import build_model
+from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics
 from deepmd_ema.seeds import seed_for
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.config import RunConfig, TaskConfig
-    from deepmd_ema.data.source import FrameSource
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.train.start import Start
+from deepmd_ema.train.start import Start
 
 logger = logging.getLogger(__name__)
 

@@ -9,26 +9,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import ignored_options, launch_problems, load_config, to_dict
+from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config, to_dict
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.dist.launch import Launch, find_launch
-from deepmd_ema.dist.world import open_world
+from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError, collect_problems
 from deepmd_ema.files import atomic_write
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
-from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.start import find_start
-
-if TYPE_CHECKING:
-    from deepmd_ema.config import RunConfig
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.train.prepare import PreparedRun
-    from deepmd_ema.train.start import Start
-    from deepmd_ema.train.trainer import Callback
+from deepmd_ema.train.prepare import PreparedRun, prepare
+from deepmd_ema.train.start import Start, find_start
+from deepmd_ema.train.trainer import Callback
 
 logger = logging.getLogger(__name__)
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
+from deepmd_ema.dist.world import World
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.dist.world import World
 
 
 @dataclass(frozen=True)
@@ -47,16 +43,14 @@ class StateBuilder:
 
     def training(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights and everything that a restart needs."""
-        head = self._head("training", LIVE, step)
-        return self._copied({**head, "model": self._live(), **state})
+        return self._content("training", LIVE, step, {"model": whole_state(self.models, keep=self.writes), **state})
 
     def weights(self, name: str, step: int, kind: str) -> dict[str, Any]:
         """Return the content of a file of the weights ``name``: ``live``, or an average."""
-        head = self._head(kind, name, step)
         if name == LIVE or self.bank is None:
-            return self._copied({**head, "model": self._live()})
-        info = {"profile": name, **self.bank.info(name)}
-        return self._copied({**head, "average": info, "model": self.bank.weights(name, copy=False, keep=self.writes)})
+            return self._content(kind, name, step, {"model": whole_state(self.models, keep=self.writes)})
+        info, tensors = self.bank.info(name), self.bank.weights(name, copy=False, keep=self.writes)
+        return self._content(kind, name, step, {"average": {"profile": name, **info}, "model": tensors})
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
         """Return a copy of the average ``name`` for ``dp-ema posthoc``; trained parameters are narrowed to float32.
@@ -72,14 +66,11 @@ class StateBuilder:
         narrow = {n: content["model"][n].to(torch.float32) for n in averaged if n not in buffers}
         return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}
 
-    def _live(self) -> dict[str, Tensor]:
-        return whole_state(self.models, keep=self.writes)
-
-    def _copied(self, content: dict[str, Any]) -> dict[str, Any]:
-        return cpu_copy(content) if self.writes else {"average": content.get("average")}
-
-    def _head(self, kind: str, weights: str, step: int) -> dict[str, Any]:
-        return checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, run=self.run)
+    def _content(self, kind: str, weights: str, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.writes:
+            return {"average": content.get("average")}
+        head = checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, run=self.run)
+        return cpu_copy({**head, **content})
 
 
 @dataclass(frozen=True)

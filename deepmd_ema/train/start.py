@@ -10,18 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import Tensor
+
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config import RunConfig, config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.model.model_set import nested
+from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import check_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from deepmd_ema.config import RunConfig
-    from deepmd_ema.model.model_set import ModelSet
     from deepmd_ema.train.trainer import Trainer
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.batch import Batch
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
-
-if TYPE_CHECKING:
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.optim.schedule import Schedule
-    from deepmd_ema.train.task import Task, TaskMixture
+from deepmd_ema.optim.schedule import Schedule
+from deepmd_ema.train.task import Task, TaskMixture
 
 
 @dataclass(frozen=True)

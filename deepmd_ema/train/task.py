@@ -6,20 +6,17 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import nn
 
+from deepmd_ema.batch import Batch
+from deepmd_ema.data.loader import Loader
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.data.loader import Loader
-    from deepmd_ema.loss import EnergyLoss
-    from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)
 

@@ -6,29 +6,25 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.batch import Batch
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted
+from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.train.averages import averages_in_words
-from deepmd_ema.train.validate import ValidationAborted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.report.progress import IntervalTimes
-    from deepmd_ema.train.bias import Biases
-    from deepmd_ema.train.display import Reporter
-    from deepmd_ema.train.saver import Saver
-    from deepmd_ema.train.step import Outcome, Step
-    from deepmd_ema.train.task import Task, TaskMixture
-    from deepmd_ema.train.validate import FullValidation
+from deepmd_ema.train.bias import Biases
+from deepmd_ema.train.display import Reporter
+from deepmd_ema.train.saver import Saver
+from deepmd_ema.train.step import Outcome, Step
+from deepmd_ema.train.task import Task, TaskMixture
+from deepmd_ema.train.validate import FullValidation, ValidationAborted
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +97,7 @@ class Trainer:
         tasks: what is trained.
         take_step: changes the weights.
         bank: averages, or None.
-        validator: full validation, or None.
+        validator: full validation.
         saver: writes checkpoints.
         reporter: learning curves and progress.
         times: stopwatch of the interval that the reporter shows.
@@ -117,7 +113,7 @@ class Trainer:
     tasks: TaskMixture
     take_step: Step
     bank: AverageBank | None
-    validator: FullValidation | None
+    validator: FullValidation
     saver: Saver
     reporter: Reporter
     times: IntervalTimes
@@ -204,7 +200,7 @@ class Trainer:
             self._raise_if_diverged()
             with self.times.of("checkpoint"):
                 self.saver.keep_snapshots(snapshots, self.step)
-        if self.validator is not None and self.validator.is_due(self.step):
+        if self.validator.is_due(self.step):
             self._raise_if_diverged()
             self._validate()
         if self.saver.is_due(self.step, last):
@@ -212,7 +208,6 @@ class Trainer:
             self._save()
 
     def _validate(self) -> None:
-        assert self.validator is not None
         self._owes_validation = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
@@ -263,7 +258,7 @@ class Trainer:
         }
         if self.bank is not None:
             state["averages"] = self.bank.state_dict(self.world.is_main)
-        if self.validator is not None:
+        if self.validator.rows:
             state["best"] = self.validator.state_dict()
         return state
 
@@ -281,7 +276,6 @@ class Trainer:
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)
-        self._owes_validation = bool(state["owes_validation"]) and self.validator is not None
-        if self.validator is not None:
-            self.validator.load_state_dict(state.get("best", {}))
-            self.validator.truncate(step - 1 if self._owes_validation else step)
+        self._owes_validation = bool(state["owes_validation"] and self.validator.rows)
+        self.validator.load_state_dict(state.get("best", {}))
+        self.validator.truncate(step - 1 if self._owes_validation else step)

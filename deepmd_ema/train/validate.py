@@ -8,22 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.batch import Batch
+from deepmd_ema.checkpoint.series import BestFiles
+from deepmd_ema.config.schema.texts import Metric
 from deepmd_ema.data.loader import num_batches, sequential_batches
+from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
-from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.model.model_set import ModelSet, nested, unnested
+from deepmd_ema.report.tables import ValidationLog
+from deepmd_ema.train.prepare import PreparedTask
 from deepmd_ema.weights import LIVE
-
-if TYPE_CHECKING:
-    from deepmd_ema.averaging import AverageBank
-    from deepmd_ema.batch import Batch
-    from deepmd_ema.checkpoint.series import BestFiles
-    from deepmd_ema.config.schema.texts import Metric
-    from deepmd_ema.dist.world import World
-    from deepmd_ema.model.model_set import ModelSet
-    from deepmd_ema.report.tables import ValidationLog
-    from deepmd_ema.train.prepare import PreparedTask
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
@@ -61,7 +58,7 @@ class FullValidation:
     Attributes:
         models: the live models.
         bank: averages, or None when only the live weights are validated.
-        rows: what is validated; those of the same weights follow each other.
+        rows: what is validated, maybe nothing; those of the same weights follow each other.
         tasks: validation frames by task.
         payload: makes the content of the model file of a set of weights (``live`` or an average) at a step.
         metric: what ``best`` means, such as ``E:MAE``.
@@ -82,7 +79,9 @@ class FullValidation:
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
-        return self.start is not None and step >= self.start and (step - self.start) % self.every == 0
+        if not self.rows or self.start is None:
+            return False
+        return step >= self.start and (step - self.start) % self.every == 0
 
     def run(
         self, step: int, stopped: Callable[[], bool] = lambda: False, entered: Callable[[str], None] = lambda _: None

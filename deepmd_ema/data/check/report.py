@@ -258,13 +258,13 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
     for name, label in LABELS.items():
-        found = [(s.ranges[name], s.system.name) for s in scans if name in s.ranges and s.ranges[name].count]
-        if found:
-            ranges = [one for one, _ in found]
-            low, high = min(r.low for r in ranges), max(r.high for r in ranges)
-            mean_square = sum(r.sum_squares for r in ranges) / sum(r.count for r in ranges)
-            rms = f", RMS {math.sqrt(mean_square):.4g}" if name != ENERGY else ""
-            worst, place = max(found, key=lambda pair: pair[0].largest)
-            where = f"largest: {place} frame {worst.largest_frame}"
-            out.append(f"  {name:<6} {low:.6g} to {high:.6g} {label.unit}{'/atom' * label.extensive}{rms} ({where})")
+        labelled = [scan for scan in scans if name in scan.ranges and scan.ranges[name][:, 3].any()]
+        if labelled:
+            low, high, squares, count = np.concatenate([scan.ranges[name] for scan in labelled]).T
+            rms = f", RMS {math.sqrt(squares.sum() / count.sum()):.4g}" if name != ENERGY else ""
+            magnitudes = [np.maximum(-scan.ranges[name][:, 0], scan.ranges[name][:, 1]) for scan in labelled]
+            worst = int(np.argmax([one.max() for one in magnitudes]))
+            where = f"largest: {labelled[worst].system.name} frame {magnitudes[worst].argmax()}"
+            unit = label.unit + "/atom" * label.extensive
+            out.append(f"  {name:<6} {low.min():.6g} to {high.max():.6g} {unit}{rms} ({where})")
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,38 +13,11 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
 from deepmd_ema.labels import ENERGY, FORCE, LABELS
 
+# file and kind of fault to the frames that have it, which are told in one message about the first
+Broken: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
+
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
-
-
-@dataclass
-class Range:
-    """Smallest and largest value of a quantity, its mean square, and the frame with the largest magnitude."""
-
-    low: float = math.inf
-    high: float = -math.inf
-    sum_squares: float = 0.0
-    count: int = 0
-    largest_frame: int = -1
-
-    @property
-    def largest(self) -> float:
-        """Largest magnitude."""
-        return max(abs(self.low), abs(self.high)) if self.count else 0.0
-
-    def add(self, values: Array, first_frame: int) -> None:
-        """Add ``values`` (frames, numbers) of the frames from ``first_frame`` on; NaN are skipped."""
-        finite = np.isfinite(values)
-        if not finite.any():
-            return
-        known = np.where(finite, values, 0.0)
-        before = self.largest
-        self.low = min(self.low, float(values[finite].min()))
-        self.high = max(self.high, float(values[finite].max()))
-        self.sum_squares += float((known**2).sum())
-        self.count += int(finite.sum())
-        if self.largest > before or self.largest_frame < 0:
-            self.largest_frame = first_frame + int(np.abs(known).max(axis=1).argmax())
 
 
 class SystemScan:
@@ -62,7 +35,8 @@ class SystemScan:
         energy: (F,) eV, NaN where missing.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
-        ranges: of the labels that metrics show, extensive ones per atom.
+        ranges: of the labels that metrics show, extensive ones per atom, (F, 4): smallest and largest finite value, sum
+            of their squares, their number.
         label_frames: number of frames that have each label.
         open_frames: number of frames without a cell.
         digests: one per frame, equal for equal types, positions and cells.
@@ -75,7 +49,7 @@ class SystemScan:
         self.bad_frames: set[int] = set()
         self.type_counts = np.zeros((system.num_frames, num_types), np.int64)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
-        self.ranges: dict[str, Range] = {}
+        self.ranges: dict[str, Array] = {}
         self.label_frames: dict[str, int] = {}
         self.open_frames = 0
         self.digests: list[bytes] = []
@@ -85,34 +59,25 @@ class SystemScan:
 def scan_system(system: FrameSource, num_types: int) -> SystemScan:
     """Read all numbers of ``system`` once and return what the checks need of them."""
     scan = SystemScan(system, num_types)
-    broken: dict[tuple[str, str], _Broken] = {}
+    broken: Broken = {}
     with np.errstate(all="ignore"):  # broken numbers are reported as problems, not as warnings of their arithmetic
         for chunk in system.chunks():
             _find_broken(scan, chunk, broken)
             _describe(scan, chunk)
-    for one in broken.values():
-        more = f" and {one.count - 1} more frames" if one.count > 1 else ""
-        place = f"{one.place.file}: frame {one.place.frame}{more} (of {one.place.num_frames}, from 0)"
-        scan.problems.append(f"{place}: {one.fault}")
+    for found in broken.values():
+        place, fault = found[0]
+        more = f" and {len(found) - 1} more frames" if len(found) > 1 else ""
+        scan.problems.append(f"{place.file}: frame {place.frame}{more} (of {place.num_frames}, from 0): {fault}")
     return scan
 
 
-@dataclass
-class _Broken:
-    """Frames of one file that have the same fault, reported as one message about the first."""
-
-    place: Place
-    fault: str
-    count: int = 0
-
-
-def _find_broken(scan: SystemScan, chunk: Chunk, broken: dict[tuple[str, str], _Broken]) -> None:
+def _find_broken(scan: SystemScan, chunk: Chunk, broken: Broken) -> None:
     """Add the frames of ``chunk`` that hold numbers which are not finite, or cells without a volume."""
     exists = (chunk.types >= 0)[:, :, None]
 
     def add(row: int, array: str, kind: str, fault: str) -> None:
         place = scan.system.where(chunk.first + row, array)
-        broken.setdefault((place.file, kind), _Broken(place, fault)).count += 1
+        broken.setdefault((place.file, kind), []).append((place, fault))
         if array in (COORD, BOX):
             scan.bad_frames.add(chunk.first + row)
 
@@ -152,8 +117,12 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + chunk.num_frames
         if any(quantity.metric for quantity in label.errors):
-            values = arrays[name].reshape(chunk.num_frames, -1)
-            scan.ranges.setdefault(name, Range()).add(values / num_atoms[:, None] if label.extensive else values, first)
+            values = arrays[name].reshape(chunk.num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
+            finite = np.isfinite(values)
+            fillers = (math.inf, -math.inf, 0.0)
+            low, high, known = (values if finite.all() else np.where(finite, values, one) for one in fillers)
+            ranges = scan.ranges.setdefault(name, np.full((len(scan.energy), 4), (math.inf, -math.inf, 0, 0)))
+            ranges[here] = np.stack([low.min(1), high.max(1), (known**2).sum(1), finite.sum(1)], axis=1)
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:

@@ -227,7 +227,11 @@ def _open_set(
             elif one.required:
                 problems.append(f"{store.name}/{name}/{one.files[0]}.npy: missing. {one.required}")
     with collect_problems(problems):
-        _refuse_copies(store, name)
+        copies = store.array(f"{name}/numb_copy.npy")
+        if copies is not None and copies.shape and (copies.read(0, copies.shape[0]) != 1).any():
+            problems.append(
+                f"{copies.name}: numb_copy is not supported. Remove the file and write such frames repeatedly."
+            )
     if COORD not in arrays:
         return None
     frames = arrays[COORD].shape[0] if arrays[COORD].shape else 0
@@ -278,13 +282,6 @@ def _shape_problems(array: StoredArray, expected: _Expected, frames: int, natoms
     if shape and width == expected.numbers:
         unit = f": coord.npy has {frames} frames"
     return [f"{array.name}: shape {shape}, expected {wanted}{unit}."]
-
-
-def _refuse_copies(store: ArrayStore, name: str) -> None:
-    """Raise DataError if the set says that frames count several times."""
-    copies = store.array(f"{name}/numb_copy.npy")
-    if copies is not None and copies.shape and (copies.read(0, copies.shape[0]) != 1).any():
-        raise DataError(f"{copies.name}: numb_copy is not supported. Remove the file and write such frames repeatedly.")
 
 
 def _type_table(

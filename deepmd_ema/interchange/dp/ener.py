@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
-
-if TYPE_CHECKING:
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.fitting.ener import EnergyFitting
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
@@ -72,7 +70,7 @@ class EnerTree(PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
-        trained = all(tree.get("trainable", [True]))
+        trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
         return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
 
     def fill(self, part: EnergyFitting, tree: Mapping[str, Any]) -> None:

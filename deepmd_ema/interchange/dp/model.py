@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from deepmd_ema import __version__
-from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -19,10 +19,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tr
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
 from deepmd_ema.model.build import build_model
-
-if TYPE_CHECKING:
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.energy import EnergyModel
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
@@ -84,6 +81,7 @@ def rewrite_bias(
     """
     tree = read_tree(Path(path))
     variables = tree["model"][VARIABLES]
+    # (outputs, T, components): one output, the energy, of one component
     variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
     if std is not None:
         variables["out_std"] = np.array(std, dtype=np.float64).reshape(1, -1, 1)
@@ -112,6 +110,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     except (ValueError, RuntimeError, ConfigError) as error:
         raise CheckpointError(f"{path}: the model does not fit together: {error}") from error
     distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
+    # DeePMD-kit writes -1 for a distance that it does not know
     model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
     info = {name: tree.get(name) for name in ("software", "version", "backend", "model_def_script")}
     return config, model.eval(), {**info, "min_nbor_dist": model.min_nbor_dist, EXTRA: tree.get(EXTRA) or {}}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from deepmd_ema.config import ModelConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-
-if TYPE_CHECKING:
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.layers import Network
 
 
 class PartTree:
@@ -76,6 +74,7 @@ def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, n
                         "bias": True,
                         "use_timestep": layer.idt is not None,
                         "activation_function": layer.activation.name,
+                        # DeePMD-kit adds the input only where the widths allow it
                         "resnet": hidden_only or layer is not net.stack[-1],
                         "precision": common["precision"],
                         "trainable": layer.weight.requires_grad,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
-
-if TYPE_CHECKING:
-    from deepmd_ema.config import ModelConfig
-    from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
+from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 
 SHAPE = (
     "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
