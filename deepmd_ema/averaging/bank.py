@@ -84,14 +84,10 @@ class AverageBank:
             if not bool(ok > 0):
                 return
             ok = None
-        grad = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # 0.8 us less than `with torch.no_grad()`, 1 % of an update of a small model
-        try:
+        with torch.set_grad_enabled(False):  # 1 us less than torch.no_grad(), 1 % of an update of a small model
             for average in self._averages.values():
                 if average.profile.is_due(step, epoch):
                     average.update(step, ok)
-        finally:
-            torch.set_grad_enabled(grad)
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
