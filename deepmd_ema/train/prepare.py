@@ -151,7 +151,8 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
         if config.training.stat_file_mode == "read":
             raise DataError(
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
-                '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
+                '"read". Use "update", or the file of a run with the same type_map, cutoff and '
+                f"{task.config.model.descriptor.neighbors_option}."
             )
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
