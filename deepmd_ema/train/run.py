@@ -46,15 +46,15 @@ def run_training(
         init_model: file whose weights, live or averaged, a new run starts from.
         output: where the normalized config is written.
         device: ``cpu``, ``cuda``, ``cuda:1``; chosen by itself when not given.
-        skip_neighbor_stat: refuse ``sel: auto``; the data are checked as ever.
-        allow_config_change: let a restart go on although the config changed.
+        skip_neighbor_stat: refuse ``sel: auto``; the data are checked all the same.
+        allow_config_change: allow a restart with a changed config.
         should_update: by name of an average, a function of (step, epoch) that says whether the average takes in the
             weights of that step; for what no option says. It must depend on nothing else, or a restart is not exact.
         callback: watches the run.
         launch: rank of this process and number of ranks; read from the environment when not given.
 
     Raises:
-        UserError: for everything that the user can mend.
+        UserError: for every mistake in the input, the data or the files.
     """
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world:
@@ -95,7 +95,7 @@ def _seed(config: RunConfig, output: str) -> int:
     """Return the seed of the run, once the folders that it writes to are made and can be written.
 
     Raises:
-        CheckpointError: naming every place that cannot be written; told now, not after an hour.
+        CheckpointError: naming every place that cannot be written, before the first step.
     """
     outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
     problems = [
