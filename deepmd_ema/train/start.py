@@ -77,9 +77,9 @@ class Start:
         """Return what tells this trajectory of weights from others: the same config and start always give the same."""
         return _digest(to_dict(config), "")
 
-    def min_nbor_dist(self, task: str) -> float | None:
-        """Return the nearest pair that the file knows of, angstrom."""
-        return None
+    def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
+        """Return the nearest pair that the model records, angstrom: that in the data, or that of the file."""
+        return in_data
 
     def load_weights(self, models: ModelSet) -> None:
         """Put the weights of the file into ``models``.
@@ -125,8 +125,8 @@ class FromWeights(Start):
         """Return what tells this trajectory of weights from others."""
         return _digest(to_dict(config), str(self.path))
 
-    def min_nbor_dist(self, task: str) -> float | None:
-        """Return the nearest pair that the file knows of, angstrom."""
+    def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
+        """Return the nearest pair that the file records, angstrom."""
         found: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
         return found
 
