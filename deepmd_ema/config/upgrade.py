@@ -181,9 +181,8 @@ def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
     entries = {(*_BANK, n + 1): (*_BANK, n) for n in range(number)}
     inside = {moved(path): there for path, there in upgraded.source_paths.items()}
     upgraded.source_paths = {(*_BANK, 0): _SWITCH, **short, **entries, **inside}
-    upgraded.given = {moved(path) for path in upgraded.given} | {
-        p for p, there in short.items() if there in upgraded.given
-    }
+    of_short_form = {path for path, there in short.items() if there in upgraded.given}
+    upgraded.given = of_short_form | {moved(path) for path in upgraded.given}
 
 
 # ---- keys of older versions
