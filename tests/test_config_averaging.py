@@ -101,8 +101,9 @@ def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_th
 
 def test_options_of_the_short_form_count_as_given():
     config = config_from_dict(bank(SLOW, training__enable_ema=True, training__ema_decay=0.9))
-    assert {"training.averaging[0].decay", "training.averaging[1].decay"} <= config.given
-    assert "training.averaging[0].warmup" not in config.given
+    given = set(map(dotted, config.source.given))
+    assert {"training.averaging[0].decay", "training.averaging[1].decay"} <= given
+    assert "training.averaging[0].warmup" not in given
     never = bank(training__enable_ema=True, validating__ema_full_validation=True, validating__full_val_start=1)
     assert ignored_options(config_from_dict(never)) == [
         "validating.ema_full_validation = true: no effect, validating.full_val_start = 1 means never"
@@ -130,8 +131,10 @@ def test_averages_survive_the_way_through_json():
 
 def test_options_of_entries_count_as_given():
     config = config_from_dict(bank(SLOW, POWER))
-    assert {"training.averaging", "training.averaging[0].decay", "training.averaging[1].sigma_rel"} <= config.given
-    assert "training.averaging[0].warmup" not in config.given
+    assert {"training.averaging", "training.averaging[0].decay", "training.averaging[1].sigma_rel"} <= set(
+        map(dotted, config.source.given)
+    )
+    assert "training.averaging[0].warmup" not in set(map(dotted, config.source.given))
 
 
 def test_an_entry_may_have_comments():

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
-from deepmd_ema.config.build import INVALID
-from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, type_names, wants
+from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, type_names, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
-from deepmd_ema.config.peer import UNAVAILABLE_TYPES, is_replaced, is_unavailable_value, unavailable_key
+from deepmd_ema.config.peer import UNAVAILABLE_TYPES, is_replaced, is_unavailable_text, unavailable_key
 from deepmd_ema.config.schema.run import RunConfig
 
 
@@ -121,7 +120,7 @@ def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
     """Return what is wrong with a plain value, or None; dargs judges the type and the check of the declaration."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
-    if is_unavailable_value(dotted(path), value):
+    if is_unavailable_text(dotted(path), value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
     if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
         return _bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.argcheck import refusal, run_arguments
-from deepmd_ema.config.build import build
 from deepmd_ema.config.explain import explain
+from deepmd_ema.config.fields import build
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
@@ -24,8 +24,8 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: with every mistake of the file, each with its line.
     """
-    text = read_config_file(Path(path))
-    return _load(text.values, str(path), text.lines)
+    values, lines = read_config_file(Path(path))
+    return _load(values, str(path), lines)
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:

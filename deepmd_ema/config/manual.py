@@ -158,34 +158,30 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
 
 
 def _option_schema(option: Option) -> dict[str, Any]:
-    schema = _variant_schema(option) if option.by_type else _plain_schema(option)
+    null = [{"type": "null"}] if option.nullable else []
+    if option.by_type:  # editors offer the keys of the type that stands there
+        choices = [
+            _section_schema(s) | ({} if option.default_type in type_names([s]) else {"required": ["type"]})
+            for s in option.sections
+        ]
+        schema = _one_of("oneOf", choices)
+    elif option.sections:
+        schema = _section_schema(option.sections[0])
+    elif option.choices and option.check is None:
+        schema = {"enum": [*option.choices, *([None] if option.nullable else [])]}
+    else:
+        schema = _one_of("anyOf", [*map(_type_schema, option.types), *null])
     if option.many:
         schema = {"type": "array", "items": schema}
-    if option.nullable and option.sections:
-        schema = {"anyOf": [schema, {"type": "null"}]}
+    if option.sections:
+        schema = _one_of("anyOf", [schema, *null])
     unit = f" Unit: {option.unit}." if option.unit else ""
     schema = {**schema, "description": option.doc + unit}
     return schema if option.required else {**schema, "default": plain(option.default)}
 
 
-def _variant_schema(option: Option) -> dict[str, Any]:
-    """Return the schema of a section chosen by ``type``: editors offer the keys of the type that stands there."""
-    choices = []
-    for section in option.sections:
-        chosen = _section_schema(section)
-        if option.default_type not in type_names([section]):
-            chosen = {**chosen, "required": ["type"]}
-        choices.append(chosen)
-    return choices[0] if len(choices) == 1 else {"oneOf": choices}
-
-
-def _plain_schema(option: Option) -> dict[str, Any]:
-    if option.sections:
-        return _section_schema(option.sections[0])
-    if option.choices and option.check is None:
-        return {"enum": [*option.choices, *([None] if option.nullable else [])]}
-    kinds = [_type_schema(t) for t in option.types] + ([{"type": "null"}] if option.nullable else [])
-    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+def _one_of(word: str, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    return schemas[0] if len(schemas) == 1 else {word: schemas}
 
 
 def _type_schema(kind: Any) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
+from deepmd_ema.config.rules import SUBJECTS, AverageEntry
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
-from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
+from deepmd_ema.config.schema.optim import ExpScheduleConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
@@ -24,16 +25,18 @@ _FULL_VALIDATION = (
 _LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
 _LAST_REPLICATED_STAGE = 1  # the largest zero_stage at which every process holds all weights
+_KEPT_BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
+_WHOLE = "every process holds all weights at zero_stage {0.run.training.zero_stage}"
+_SHARDED = "every process holds a part of the weights only at zero_stage {0.run.training.zero_stage}"
 
 
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
     found = list(config.unused)
-    for of_section in (_of_tasks, _of_learning_rate, _of_optimizer, _of_averages, _of_training, _of_validating):
-        for path, why in of_section(config):
-            if path_of(path) in config.source.given:
-                spelled = dotted(config.source.path(path))
-                found.append(f"{spelled} = {show(plain(_value_at(config, path)))}: no effect, {why}")
+    for path, why in _unused(config):
+        if path_of(path) in config.source.given:
+            spelled = dotted(config.source.path(path))
+            found.append(f"{spelled} = {show(plain(_value_at(config, path)))}: no effect, {why}")
     return found
 
 
@@ -52,7 +55,8 @@ def config_warnings(
     found = [*config.model.warnings(), *_validates_on_training_data(config), *_snapshots_that_do_not_combine(config)]
     if steps is None:
         return found
-    for path, average in _entries(config):
+    for number, average in enumerate(config.training.averaging):
+        path = f"training.averaging[{number}]"
         if isinstance(average, EmaAverageConfig):
             found += _long_window(config, path, average, steps, steps_per)
         found += _late_or_few(config, dotted(config.source.path(path)), average, steps, steps_per)
@@ -93,56 +97,61 @@ def config_summary(
 # ---- options without effect
 
 
-def _of_tasks(config: RunConfig) -> Unused:
-    for task in config.tasks.values():
-        yield "model.data_bias_nsample", "the bias is fitted on data_stat_nbatch batches"
-        yield "model.fitting_net.layer_name", "layers are not shared by name"
-        yield from ((f"loss.{name}", why) for name, why in _of_loss(task.loss))
-        for name in ("training_data", "validation_data"):
-            data = getattr(task, name)
-            if data is not None and data.sys_probs is not None:
-                yield f"training.{name}.auto_prob", "sys_probs is given"
+def _unused(config: RunConfig) -> Unused:
+    for about, options in _UNUSED.items():
+        for path, subject in SUBJECTS[about](config):
+            for name, is_unused, why in options:
+                if is_unused(subject):
+                    yield ".".join(filter(None, (path, name))), why.format(subject)
+    yield from _of_validating(config)
 
 
-def _of_loss(loss: EnerLossConfig) -> Unused:
-    if loss.loss_func == "mae":
-        yield "use_huber", "loss_func is mae"
-    if not loss.use_huber or loss.loss_func == "mae":
-        yield "huber_delta", "the loss is not Huber's"
-    if "pf" not in loss.weights:
-        yield "use_default_pf", "the weights start_pref_pf and limit_pref_pf are 0"
-    if loss.use_huber or loss.loss_func == "mae":
-        yield "intensive_ener_virial", "absolute and Huber errors are per atom anyway"
-
-
-def _of_learning_rate(config: RunConfig) -> Unused:
-    lr = config.learning_rate
-    yield "learning_rate.scale_by_worker", "the learning rate is taken as it is"
-    if lr.warmup_steps == 0 and not lr.warmup_ratio:
-        yield "learning_rate.warmup_start_factor", "there is no warm-up"
-    if isinstance(config.optimizer, LKFConfig):
-        yield "learning_rate.start_lr", "LKF has no learning rate"
-
-
-def _of_optimizer(config: RunConfig) -> Unused:
-    if getattr(config.optimizer, "lr_adjust", 0) > 0:
-        yield "optimizer.lr_adjust_coeff", "lr_adjust is above 0"
-    yield "optimizer.flash_muon", "it names a kernel of DeePMD-kit for the same numbers"
-
-
-def _of_training(config: RunConfig) -> Unused:
-    training = config.training
-    if training.ckpt_keep_ratio is not None:
-        yield "training.max_ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
-    if not training.tensorboard:
-        yield "training.tensorboard_log_dir", "training.tensorboard is false"
-        yield "training.tensorboard_freq", "training.tensorboard is false"
-    if not training.time_training:
-        yield "training.time_training", "times are always shown"
-    if not training.disp_training:
-        yield "training.disp_file", "disp_training is false"
-    if training.stat_file is None:
-        yield "training.stat_file_mode", "there is no stat_file"
+# what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
+_UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
+    "model": (
+        ("data_bias_nsample", lambda _: True, "the bias is fitted on data_stat_nbatch batches"),
+        ("fitting_net.layer_name", lambda _: True, "layers are not shared by name"),
+    ),
+    "loss": (
+        ("use_huber", lambda loss: loss.loss_func == "mae", "loss_func is mae"),
+        ("huber_delta", lambda loss: loss.error != "huber", "the loss is not Huber's"),
+        ("use_default_pf", lambda loss: "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
+        ("intensive_ener_virial", lambda loss: loss.error != "mse", "absolute and Huber errors are per atom anyway"),
+    ),
+    "task": (
+        ("training_data.auto_prob", lambda t: t.training_data.sys_probs, "sys_probs is given"),
+        ("validation_data.auto_prob", lambda t: getattr(t.validation_data, "sys_probs", None), "sys_probs is given"),
+    ),
+    "learning_rate": (
+        ("scale_by_worker", lambda _: True, "the learning rate is taken as it is"),
+        ("warmup_start_factor", lambda lr: lr.warmup_steps == 0 and not lr.warmup_ratio, "there is no warm-up"),
+    ),
+    "run of LKF": (("learning_rate.start_lr", lambda _: True, "LKF has no learning rate"),),
+    "run": (
+        ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
+        ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
+    ),
+    "average": (
+        ("half_life_unit", lambda a: a.average.length[0] == "decay", "decay is given, and no half_life"),
+        ("snapshot_freq", lambda a: not a.average.snapshots, "snapshots is false"),
+        ("ckpt_keep", lambda a: a.run.training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),
+        (
+            "full_validation",
+            lambda a: a.run.validating.full_val_start == 1,
+            "validating.full_val_start = 1 means never",
+        ),
+        ("layout", lambda a: a.average.layout == "full_tensor" and not _is_sharded(a), _WHOLE),
+        ("layout", lambda a: a.average.layout == "rank_range" and _is_sharded(a), _SHARDED),
+    ),
+    "training": (
+        ("max_ckpt_keep", lambda training: training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),
+        ("tensorboard_log_dir", lambda training: not training.tensorboard, "training.tensorboard is false"),
+        ("tensorboard_freq", lambda training: not training.tensorboard, "training.tensorboard is false"),
+        ("time_training", lambda training: not training.time_training, "times are always shown"),
+        ("disp_file", lambda training: not training.disp_training, "disp_training is false"),
+        ("stat_file_mode", lambda training: training.stat_file is None, "there is no stat_file"),
+    ),
+}
 
 
 def _of_validating(config: RunConfig) -> Unused:
@@ -159,26 +168,8 @@ def _of_validating(config: RunConfig) -> Unused:
         yield "validating.max_best_ckpt", "save_best is false"
 
 
-def _of_averages(config: RunConfig) -> Unused:
-    stage = config.training.zero_stage
-    for path, average in _entries(config):
-        if average.length[0] == "decay":
-            yield f"{path}.half_life_unit", "decay is given, and no half_life"
-        if not average.snapshots:
-            yield f"{path}.snapshot_freq", "snapshots is false"
-        if config.training.ckpt_keep_ratio is not None:
-            yield f"{path}.ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept"
-        if config.validating.full_val_start == 1:
-            yield f"{path}.full_validation", "validating.full_val_start = 1 means never"
-        if average.layout == "full_tensor" and stage <= _LAST_REPLICATED_STAGE:
-            yield f"{path}.layout", f"every process holds all weights at zero_stage {stage}"
-        if average.layout == "rank_range" and stage > _LAST_REPLICATED_STAGE:
-            yield f"{path}.layout", f"every process holds a part of the weights only at zero_stage {stage}"
-
-
-def _entries(config: RunConfig) -> Iterator[tuple[str, AverageConfig]]:
-    for number, average in enumerate(config.training.averaging):
-        yield f"training.averaging[{number}]", average
+def _is_sharded(entry: AverageEntry) -> bool:
+    return entry.run.training.zero_stage > _LAST_REPLICATED_STAGE
 
 
 def _value_at(config: RunConfig, path: str) -> Any:

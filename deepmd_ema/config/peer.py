@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -74,17 +75,12 @@ UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
 }
 
-# values of plain options: path -> values
-UNAVAILABLE_VALUES: dict[str, tuple[str, ...]] = {
-    "model.descriptor.precision": ("float16", "bfloat16"),
-    "model.fitting_net.precision": ("float16", "bfloat16"),
-}
-UNAVAILABLE_PATTERNS: dict[str, tuple[str, ...]] = {
-    "training.training_data.batch_size": ("mixed:", "mix:"),
-    "training.validation_data.batch_size": ("mixed:", "mix:"),
-    "model.descriptor.activation_function": ("custom_silu",),
-    "model.fitting_net.activation_function": ("custom_silu",),
-    "validating.validation_metric": ("FR:", "FM:", "fr:", "fm:"),
+# texts of plain options: path -> pattern of how they begin
+_UNAVAILABLE_TEXTS: dict[str, str] = {
+    **dict.fromkeys(("model.descriptor.precision", "model.fitting_net.precision"), r"b?float16\Z"),
+    **dict.fromkeys(("training.training_data.batch_size", "training.validation_data.batch_size"), "mix(ed)?:"),
+    **dict.fromkeys(("model.descriptor.activation_function", "model.fitting_net.activation_function"), "custom_silu"),
+    "validating.validation_metric": "FR:|FM:|fr:|fm:",
 }
 
 
@@ -106,8 +102,7 @@ def is_no_op(known: Unavailable, value: Any) -> bool:
     )
 
 
-def is_unavailable_value(path: str, value: Any) -> bool:
+def is_unavailable_text(path: str, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
-    if not isinstance(value, str):
-        return False
-    return value in UNAVAILABLE_VALUES.get(path, ()) or value.startswith(UNAVAILABLE_PATTERNS.get(path, ()))
+    pattern = _UNAVAILABLE_TEXTS.get(path)
+    return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None

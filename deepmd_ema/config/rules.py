@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.build import InvalidOptionError
+from deepmd_ema.config.fields import InvalidOptionError
 from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
@@ -95,20 +95,16 @@ def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str
     """
     stage = run.training.zero_stage
     if isinstance(run.optimizer, LKFConfig) and world_size > 1:
-        option, text = (
-            "optimizer.type",
-            (
-                f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
-                "or choose Adam, AdamW, AdaMuon or HybridMuon."
-            ),
+        option = "optimizer.type"
+        text = (
+            f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
+            "or choose Adam, AdamW, AdaMuon or HybridMuon."
         )
     elif stage > 0 and not launched:
-        option, text = (
-            "training.zero_stage",
-            (
-                f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
-                "torchrun --nproc_per_node=2 -m deepmd_ema train input.json"
-            ),
+        option = "training.zero_stage"
+        text = (
+            f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
+            "torchrun --nproc_per_node=2 -m deepmd_ema train input.json"
         )
     else:
         return []
@@ -193,10 +189,8 @@ def lkf_shares_nothing_out(run: RunConfig) -> Violations:
     """LKF trains in one process: a block of its covariance has weights of several layers."""
     stage = run.training.zero_stage
     if stage > 0:
-        yield (
-            "training.zero_stage",
-            f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
-        )
+        text = f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
+        yield "training.zero_stage", text
 
 
 @rule("run of LKF")
@@ -226,14 +220,14 @@ def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
 @rule("loss")
 def force_norm_needs_mae_or_huber(loss: EnerLossConfig) -> Violations:
     """``f_use_norm`` works with absolute or Huber errors only."""
-    if loss.f_use_norm and not (loss.use_huber or loss.loss_func == "mae"):
+    if loss.f_use_norm and loss.error == "mse":
         yield "f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
 
 
 @rule("loss")
 def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
     """The Huber loss has no per-atom weights and no relative forces."""
-    huber = loss.use_huber and loss.loss_func == "mse"
+    huber = loss.error == "huber"
     if huber and loss.relative_f is not None:
         yield "relative_f", f" = {loss.relative_f:g}: not possible with use_huber. Remove one of the two."
     if huber and (loss.start_pref_pf or loss.limit_pref_pf):
@@ -307,11 +301,9 @@ def metric_is_trained(run: RunConfig) -> Violations:
     for task in run.tasks.values():
         start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
         if run.fully_validated and not (start and limit):
-            yield (
-                "validating.validation_metric",
-                f" = {show(metric)}: not in the loss, whose start_pref_{letter} = {start:g} and "
-                f"limit_pref_{letter} = {limit:g} must both be > 0. Set them, or choose another metric.",
-            )
+            both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
+            text = f" = {show(metric)}: not in the loss, whose {both}. Set them, or choose another metric."
+            yield "validating.validation_metric", text
 
 
 @rule("run")
@@ -358,10 +350,8 @@ def one_start_of_the_average(entry: AverageEntry) -> Violations:
     """``start_step`` and ``start_epoch`` exclude each other."""
     average = entry.average
     if average.start_step > 0 and average.start_epoch is not None:
-        yield (
-            "start_epoch",
-            f" = {average.start_epoch:g}: start_step = {average.start_step} is given too. Remove one of the two.",
-        )
+        steps, epoch = average.start_step, average.start_epoch
+        yield "start_epoch", f" = {epoch:g}: start_step = {steps} is given too. Remove one of the two."
 
 
 @rule("average")
@@ -383,8 +373,5 @@ def snapshots_have_a_frequency(entry: AverageEntry) -> Violations:
     """``snapshots`` come with the checkpoints, unless ``snapshot_freq`` says otherwise."""
     save_freq = entry.run.training.save_freq
     if entry.average.snapshots and entry.average.snapshot_freq is None and save_freq <= 0:
-        yield (
-            "snapshots",
-            f" = true: needs snapshot_freq, because training.save_freq = {save_freq} writes the last step only. "
-            'Add it, e.g. "snapshot_freq": 1000.',
-        )
+        why = f"training.save_freq = {save_freq} writes the last step only"
+        yield "snapshots", f' = true: needs snapshot_freq, because {why}. Add it, e.g. "snapshot_freq": 1000.'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_ema.config.messages import Place, dotted
@@ -20,37 +19,28 @@ _DEEPEST = 100  # sections within sections; an input has five, and what reads it
 _LARGEST = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
 
 
-@dataclass(frozen=True)
-class ConfigText:
-    """Values of a config file and the line, from 1, of each key and list item."""
-
-    values: Any
-    lines: dict[Place, int]
-
-
-def read_config_file(path: Path) -> ConfigText:
-    """Return what the file says.
+def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
+    """Return the values of a file and the line, from 1, of each key and list item.
 
     Raises:
         ConfigError: if the file is missing, is no JSON or YAML, names a key twice, or holds no section.
     """
     text = _read_text(path)
     if not text.strip():
-        raise ConfigError(
-            f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
-        )
+        expected = "a JSON object {...} or YAML with the sections of a run"
+        raise ConfigError(f"{path}: the file is empty. Expected {expected}.")
+    marks = Marks(str(path))
     if path.suffix.lower() in YAML_SUFFIXES:
         from deepmd_ema.config.text_yaml import parse_yaml
 
-        found = parse_yaml(text, str(path))
+        values = parse_yaml(text, marks)
     else:
-        found = parse_json(text, str(path))
-    if not isinstance(found.values, dict):
-        raise ConfigError(
-            f"{path}:1: expected an object {{...}} with the sections model, learning_rate, loss and training, "
-            f"found {_kind(found.values)}."
-        )
-    return found
+        values = parse_json(text, marks)
+    marks.refuse_repeated()
+    if not isinstance(values, dict):
+        expected = "an object {...} with the sections model, learning_rate, loss and training"
+        raise ConfigError(f"{path}:1: expected {expected}, found {_kind(values)}.")
+    return values, marks.lines
 
 
 class Marks:
@@ -77,22 +67,17 @@ class Marks:
             self._twice.append((place, self.lines[place], line))
         self.lines[place] = line
 
-    def text_of(self, values: Any) -> ConfigText:
-        """Return the values of the text with these lines.
-
-        Raises:
-            ConfigError: if a section has a key twice.
-        """
+    def refuse_repeated(self) -> None:
+        """Raise a ``ConfigError`` if a section has a key twice."""
         if self._twice:
             raise ConfigError(
                 f"{self.source}:{line}: {dotted(place)}: given twice, first on line {first}. Remove one of the two."
                 for place, first, line in self._twice
             )
-        return ConfigText(values, self.lines)
 
 
-def parse_json(text: str, source: str) -> ConfigText:
-    """Return the values and lines of a JSON text; a key named twice in one object is an error.
+def parse_json(text: str, marks: Marks) -> Any:
+    """Return the values of a JSON text, and mark their lines.
 
     Raises:
         ConfigError: with line and column of the first mistake, and what it looks like.
@@ -100,20 +85,19 @@ def parse_json(text: str, source: str) -> ConfigText:
 
     def refuse_constant(name: str) -> NoReturn:
         line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)), 1)
-        raise ConfigError(f"{source}:{line}: {name} is no JSON number. Write a finite number, or null.")
+        raise ConfigError(f"{marks.source}:{line}: {name} is no JSON number. Write a finite number, or null.")
 
-    marks = Marks(source)
     try:
         values = json.loads(text, parse_constant=refuse_constant)
         tokens = _tokens(text)
         _mark_json(*next(tokens), tokens, (), marks)
     except json.JSONDecodeError as error:
-        raise ConfigError(_json_message(text, error, source)) from None
+        raise ConfigError(_json_message(text, error, marks.source)) from None
     except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{source}: {error}.") from None
+        raise ConfigError(f"{marks.source}: {error}.") from None
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply to be an input.") from None
-    return marks.text_of(values)
+        raise ConfigError(f"{marks.source}: nested too deeply to be an input.") from None
+    return values
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from deepmd_ema.config.messages import Place
-from deepmd_ema.config.text import ConfigText, Marks
+from deepmd_ema.config.text import Marks
 from deepmd_ema.errors import ConfigError
 
 _MOST = 100_000  # values of an input
@@ -38,26 +38,25 @@ def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
-def parse_yaml(text: str, source: str) -> ConfigText:
-    """Return the values and lines of a YAML text; a key named twice in one section is an error.
+def parse_yaml(text: str, marks: Marks) -> Any:
+    """Return the values of a YAML text, and mark their lines.
 
     Raises:
         ConfigError: with line and column of the first mistake.
     """
-    marks = Marks(source)
+    source = marks.source
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
             _mark_yaml(node, (), (), marks)
-        values = None if node is None else loader.construct_document(node)
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(text, error, source)) from None
     except RecursionError:
         raise ConfigError(f"{source}: an anchor that contains itself, or nested too deeply to be an input.") from None
     except (ValueError, KeyError, AttributeError) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
         raise ConfigError(f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}.") from None
-    return marks.text_of(values)
 
 
 def _mark_yaml(node: yaml.Node, place: Place, above: tuple[int, ...], marks: Marks) -> None:

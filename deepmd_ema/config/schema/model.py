@@ -75,17 +75,11 @@ class EnerFittingConfig:
         if self.atom_ener:
             yield from (("atom_ener", text) for text in shared.not_one_per_element(self.atom_ener, type_map))
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
-            yield (
-                "default_fparam",
-                f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}, "
-                f"expected numb_fparam = {self.numb_fparam}.",
-            )
+            found = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
+            yield "default_fparam", f"{found}, expected numb_fparam = {self.numb_fparam}."
         if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
-            yield (
-                "trainable",
-                f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {len(self.neuron) + 1}: "
-                "one for each layer of neuron and one for the output.",
-            )
+            expected = f"{len(self.neuron) + 1}: one for each layer of neuron and one for the output"
+            yield "trainable", f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {expected}."
 
     def summary(self) -> str:
         """Return the main options in words."""
@@ -146,8 +140,8 @@ class ModelConfig:
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
             if wrong:
-                expected = "expected a number, or null for a bias that is fitted"
-                yield "preset_out_bias", f": energy has {show(wrong[0])}: {expected}."
+                expected = "a number, or null for a bias that is fitted"
+                yield "preset_out_bias", f": energy has {show(wrong[0])}: expected {expected}."
             yield from (("preset_out_bias", text) for text in shared.not_one_per_element(values, names))
         paired = [t for pair in self.pair_exclude_types for t in pair]
         yield from (("pair_exclude_types", text) for text in shared.unknown_types(paired, names))
@@ -160,11 +154,8 @@ class ModelConfig:
         """Yield what is allowed but likely not meant."""
         if self.descriptor.vacuum_needs:
             given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
-            for name in (n for n, value in given.items() if value):
-                yield (
-                    f"model.{name} is given: an isolated atom has this energy only with "
-                    f"model.descriptor.{self.descriptor.vacuum_needs}."
-                )
+            needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
+            yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
 
 
 def _is_bias(value: Any) -> bool:

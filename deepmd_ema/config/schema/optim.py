@@ -250,6 +250,11 @@ class EnerLossConfig:
     )
 
     @property
+    def error(self) -> str:
+        """What is taken of a difference: ``mse``, ``huber`` or ``mae``, which leaves no room for Huber's."""
+        return "huber" if self.use_huber and self.loss_func == "mse" else self.loss_func
+
+    @property
     def weights(self) -> dict[str, tuple[float, float]]:
         """First and last weight of each active term (``e``, ``f``, ...): either of them is not zero."""
         found = {term: (getattr(self, f"start_pref_{term}"), getattr(self, f"limit_pref_{term}")) for term in _TERMS}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepmd_ema.config.fields import option, plain
-from deepmd_ema.config.messages import Source, dotted
+from deepmd_ema.config.messages import Source
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
@@ -68,11 +68,6 @@ class RunConfig:
         """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
         live = [LIVE] if self.validating.full_validation else []
         return live + [average.name for average in self.training.averaging if average.full_validation]
-
-    @property
-    def given(self) -> frozenset[str]:
-        """Dotted paths of the options that the input names itself; the others have their defaults."""
-        return frozenset(map(dotted, self.source.given))
 
 
 def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:

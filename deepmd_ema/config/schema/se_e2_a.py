@@ -110,17 +110,11 @@ class SeE2AConfig:
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         if self.rcut_smth >= self.rcut:
-            yield (
-                "rcut_smth",
-                f" = {self.rcut_smth:g}: expected less than rcut = {self.rcut:g} (angstrom). "
-                f"Try rcut_smth = {0.1 * self.rcut:.2g}.",
-            )
+            found = f" = {self.rcut_smth:g}: expected less than rcut = {self.rcut:g} (angstrom)"
+            yield "rcut_smth", f"{found}. Try rcut_smth = {0.1 * self.rcut:.2g}."
         if self.axis_neuron > self.neuron[-1]:
-            yield (
-                "axis_neuron",
-                f" = {self.axis_neuron}: expected at most {self.neuron[-1]}, the last number of "
-                f"neuron = {show(self.neuron)}.",
-            )
+            most = f"{self.neuron[-1]}, the last number of neuron = {show(self.neuron)}"
+            yield "axis_neuron", f" = {self.axis_neuron}: expected at most {most}."
         if not isinstance(self.sel, str):
             yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
         excluded = [t for pair in self.exclude_types for t in pair]

@@ -37,19 +37,16 @@ def seed_option() -> Any:
 def not_one_per_element(values: Sequence[Any], type_map: Sequence[str]) -> Iterator[str]:
     """Yield the rest of a message if ``values`` has not one entry for each element."""
     if len(values) != len(type_map):
-        yield (
-            f" = {show(values)}: has length {len(values)}, expected {len(type_map)}, "
-            f"one for each of type_map = {show(type_map)}."
-        )
+        expected = f"{len(type_map)}, one for each of type_map = {show(type_map)}"
+        yield f" = {show(values)}: has length {len(values)}, expected {expected}."
 
 
 def unknown_types(types: Iterable[int], type_map: Sequence[str]) -> Iterator[str]:
     """Yield the rest of a message if one of ``types`` is no place in ``type_map``."""
     bad = sorted({t for t in types if t >= len(type_map)})
     if bad:
-        yield (
-            f": type {bad[0]} does not exist, expected 0 to {len(type_map) - 1}, places in type_map = {show(type_map)}."
-        )
+        expected = f"0 to {len(type_map) - 1}, places in type_map = {show(type_map)}"
+        yield f": type {bad[0]} does not exist, expected {expected}."
 
 
 def dashes(numbers: Iterable[int]) -> str:
