@@ -18,11 +18,6 @@ from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABELS, VIR
 # F frames, A atoms
 
 
-def build_loss(config: EnerLossConfig, start_lr: float, world: World) -> EnergyLoss:
-    """Return the loss of a section ``loss``; at the learning rate ``start_lr`` the start prefactors apply."""
-    return EnergyLoss(config, start_lr, world)
-
-
 class EnergyLoss:
     """A weighted sum of errors whose weights follow the learning rate.
 

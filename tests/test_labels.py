@@ -14,7 +14,7 @@ from deepmd_ema.data.collate import collate
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
 from deepmd_ema.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
-from deepmd_ema.loss import build_loss
+from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.metrics import Errors
 
 DIPOLE = Label(
@@ -79,7 +79,7 @@ def test_a_batch_without_a_label_adds_nothing_for_it(name):
     prediction = {n: torch.ones(label.shape_of(2, 7), dtype=torch.float64) for n, label in LABELS.items()}
     zeros = {f"start_pref_{label.symbol}": 0.0 for label in LABELS.values()}
     zeros |= {f"limit_pref_{label.symbol}": 0.0 for label in LABELS.values()}
-    loss = build_loss(EnerLossConfig(**(zeros | {f"start_pref_{symbol}": 1.0})), 1e-3, World())
+    loss = EnergyLoss(EnerLossConfig(**(zeros | {f"start_pref_{symbol}": 1.0})), 1e-3, World())
     total, shown = loss(prediction, batch, 1e-3)
     assert total == 0
     assert math.isnan(shown[f"rmse_{symbol}"])

@@ -11,7 +11,7 @@ from flat_batches import flat_batch, predicted, random_frame
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import LABELS
-from deepmd_ema.loss import build_loss
+from deepmd_ema.loss import EnergyLoss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "loss.json").read_text())
 SAME_MATH = 1e-12
@@ -41,7 +41,7 @@ def golden_frames(kind, missing=""):
 
 def compute(config, labelled, predictions, lr=1e-3, start_lr=1e-3, names=LABELS):
     batch = flat_batch(labelled, names=names)
-    total, shown = build_loss(config, start_lr, World())(predicted(predictions, batch), batch, lr)
+    total, shown = EnergyLoss(config, start_lr, World())(predicted(predictions, batch), batch, lr)
     return total.item(), {name: value.item() for name, value in shown.items()}
 
 
@@ -92,7 +92,7 @@ def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
     for names in (LABELS, tuple(n for n in LABELS if n != name)):
         batch = flat_batch(labelled, names=names)
         guess = {k: v.requires_grad_() for k, v in predicted([random_frame(rng, 3)], batch).items()}
-        total, shown = build_loss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
+        total, shown = EnergyLoss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
         total.backward()
         column = {
             "energy": "rmse_e",
@@ -121,18 +121,18 @@ def prefactors(loss, rate):
 
 
 def test_weights_go_from_start_to_limit_with_the_learning_rate():
-    loss = build_loss(Config(start_pref_e=0.02, limit_pref_e=1, start_pref_f=1000, limit_pref_f=1), 2e-3, World())
+    loss = EnergyLoss(Config(start_pref_e=0.02, limit_pref_e=1, start_pref_f=1000, limit_pref_f=1), 2e-3, World())
     assert prefactors(loss, 2e-3) == pytest.approx({"e": 0.02, "f": 1000})
     assert prefactors(loss, 1e-3) == pytest.approx({"e": 0.51, "f": 500.5})
     assert prefactors(loss, 0) == pytest.approx({"e": 1, "f": 1})
 
 
 def test_a_term_is_there_when_its_start_or_its_limit_is_not_zero():
-    loss = build_loss(Config(start_pref_e=0, limit_pref_e=1, start_pref_f=5, limit_pref_f=0), 1e-3, World())
+    loss = EnergyLoss(Config(start_pref_e=0, limit_pref_e=1, start_pref_f=5, limit_pref_f=0), 1e-3, World())
     assert loss.labels == ("energy", "force")
     assert loss.display_names == ("rmse", "rmse_e", "rmse_f")
     assert not loss.need_virial
-    everything = build_loss(Config(**ALL), 1e-3, World())
+    everything = EnergyLoss(Config(**ALL), 1e-3, World())
     assert everything.labels == ("energy", "force", "virial", "atom_energy", "atom_pref")
     assert everything.need_virial
 
@@ -141,7 +141,7 @@ def test_a_length_of_force_error_of_zero_has_a_finite_gradient():
     frame = random_frame(np.random.default_rng(5), 3)
     batch = flat_batch([frame])
     guess = {k: v.requires_grad_() for k, v in predicted([frame], batch).items()}
-    total, _ = build_loss(Config(loss_func="mae", f_use_norm=True), 1e-3, World())(guess, batch, 1e-3)
+    total, _ = EnergyLoss(Config(loss_func="mae", f_use_norm=True), 1e-3, World())(guess, batch, 1e-3)
     total.backward()
     assert guess["force"].grad.isfinite().all()
 
@@ -150,7 +150,7 @@ def test_displayed_values_are_detached():
     frame = random_frame(np.random.default_rng(6), 3)
     batch = flat_batch([frame])
     guess = {k: v.requires_grad_() for k, v in predicted([frame], batch).items()}
-    total, shown = build_loss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
+    total, shown = EnergyLoss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
     assert total.requires_grad
     assert not any(value.requires_grad for value in shown.values())
     assert all(isinstance(value, torch.Tensor) for value in shown.values())

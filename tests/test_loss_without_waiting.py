@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.dist.world import World
-from deepmd_ema.loss import build_loss
+from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.build import clip_gradients
 
@@ -41,7 +41,7 @@ def test_reading_a_number_would_be_noticed(numberless):
 def test_the_loss_and_its_gradient_do_not_wait(numberless, options):
     mode, batch, guess = numberless
     with mode:
-        total, shown = build_loss(EnerLossConfig(**PREFS, **options), 1e-3, World())(guess, batch, 1e-4)
+        total, shown = EnergyLoss(EnerLossConfig(**PREFS, **options), 1e-3, World())(guess, batch, 1e-4)
         total.backward()
     assert total.shape == ()
     assert all(value.shape == () for value in shown.values())

@@ -14,7 +14,7 @@ from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
-from deepmd_ema.loss import build_loss
+from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.train import kalman
 from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
@@ -101,7 +101,7 @@ def measured():
 
 def kalman_step(model, **factors):
     config = LKFConfig(**(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
-    loss = build_loss(EnerLossConfig(), 1.0, World())
+    loss = EnergyLoss(EnerLossConfig(), 1.0, World())
     task = SimpleNamespace(models=lambda _, batch, **how: model(batch, **how), loss=loss, name="")
     return task, KalmanStep(model, LKF(model.named_parameters(), 100), lambda _: 1.0, config, 10, 0)
 
@@ -196,12 +196,12 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
 def test_a_term_that_the_loss_leaves_out_is_not_fitted(measured):
     model, batch, _, _ = measured
     task, step = kalman_step(model)
-    task.loss = build_loss(EnerLossConfig(start_pref_f=0.0, limit_pref_f=0.0), 1.0, World())
+    task.loss = EnergyLoss(EnerLossConfig(start_pref_f=0.0, limit_pref_f=0.0), 1.0, World())
     force = model.force.detach().clone()
     step(task, batch, 1)
     assert torch.equal(force, model.force)
     assert model.calls == 1
-    task.loss = build_loss(EnerLossConfig(start_pref_e=0.0, limit_pref_e=0.0), 1.0, World())
+    task.loss = EnergyLoss(EnerLossConfig(start_pref_e=0.0, limit_pref_e=0.0), 1.0, World())
     energy = model.energy.detach().clone()
     step(task, batch, 2)
     assert model.calls == 1 + kalman.GROUPS

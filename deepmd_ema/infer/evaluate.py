@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.infer.load import Provenance, load_model
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, METRICS, QUANTITIES, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
 _SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 _LINE = "# " + "-" * 47 + " "
-_AXES = [a + b for a in "xyz" for b in "xyz"]
+_AXES = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}  # by the shape of a label
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,13 @@ class ErrorReport:
         One block per system, headed by its name; atoms stand as in the files of the data, without virtual atoms, and
         nan stands for a label that a frame does not have.
         """
-        virial = " ".join([f"{kind}_v{axes}" for kind in ("data", "pred") for axes in _AXES])
-        tables = {
-            "e": (ENERGY, "data_e pred_e", lambda value, frame: value),
-            "e_peratom": (ENERGY, "data_e pred_e", lambda value, frame: value / frame.num_atoms),
-            "f": (FORCE, "data_fx data_fy data_fz pred_fx pred_fy pred_fz", lambda value, frame: value),
-            "v": (VIRIAL, virial, lambda value, frame: value),
-            "v_peratom": (VIRIAL, virial, lambda value, frame: value / frame.num_atoms),
-            "s": (VIRIAL, virial.replace("_v", "_s"), _stress),
-            "ae": (ATOM_ENERGY, "data_ae pred_ae", lambda value, frame: value[:, None]),
-        }
         written = []
-        for ending, (name, columns, convert) in tables.items():
-            frames = self.frames if ending != "s" else [f for f in self.frames if f.volume is not None]
-            if any(name in frame.label for frame in frames):
-                written.append(_write_table(Path(f"{prefix}.{ending}.out"), frames, name, columns, convert))
+        for label in LABELS.values():
+            for quantity in label.errors:
+                # an open frame has no volume
+                frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
+                if any(label.name in frame.label for frame in frames):
+                    written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
         return written
 
     def plot(self, path: str | Path) -> Path:
@@ -238,21 +230,19 @@ def _error_lines(errors: Errors) -> list[str]:
     return lines
 
 
-def _write_table(
-    path: Path,
-    frames: Sequence[FrameResult],
-    name: str,
-    columns: str,
-    convert: Callable[[NDArray[Any], FrameResult], NDArray[Any]],
-) -> Path:
-    unit = " (eV/Å³)" if "_s" in columns else ""
+def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity) -> Path:
+    per_volume, axes = quantity.per == "volume", _AXES[label.shape]
+    symbol, unit = ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol, "")
+    columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
     blocks: dict[str, list[NDArray[Any]]] = {}
     for frame in frames:
-        predicted = np.atleast_2d(convert(frame.prediction[name], frame))
-        label = np.full_like(predicted, np.nan)
-        if name in frame.label:
-            label = np.atleast_2d(convert(frame.label[name], frame))
-        blocks.setdefault(frame.source[0], []).append(np.hstack([label, predicted]))
+        # stress is the opposite of the virial per volume
+        scale = {"atom": frame.num_atoms, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
+        predicted = (frame.prediction[label.name] / scale).reshape(-1, len(axes))
+        known = np.full_like(predicted, np.nan)
+        if label.name in frame.label:
+            known = (frame.label[label.name] / scale).reshape(-1, len(axes))
+        blocks.setdefault(frame.source[0], []).append(np.hstack([known, predicted]))
     try:
         with path.open("w", encoding="utf-8") as file:
             for system, rows in blocks.items():
@@ -260,8 +250,3 @@ def _write_table(
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}.") from error
     return path
-
-
-def _stress(virial: NDArray[Any], frame: FrameResult) -> NDArray[Any]:
-    assert frame.volume is not None
-    return -virial / frame.volume

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 
+Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 
 
@@ -113,18 +114,10 @@ class Potential:
         default = fitting.default_fparam
         per_frame = _parameters("fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,))
         per_atom = _parameters("aparam", aparam, count, (natoms, fitting.numb_aparam))
+        rows, order = zip(coords, kinds, boxes, per_frame, per_atom), np.arange(natoms)
         return [
-            Frame(
-                coord=coords[k],
-                atom_type=kinds[k],
-                box=None if boxes is None else boxes[k],
-                labels={},
-                fparam=None if per_frame is None else per_frame[k],
-                aparam=None if per_atom is None else per_atom[k],
-                source=("arrays", k),
-                file_index=np.arange(natoms),
-            )
-            for k in range(count)
+            Frame(x, kind, cell, fparam=frame, aparam=atoms, source=("arrays", k), file_index=order)
+            for k, (x, kind, cell, frame, atoms) in enumerate(rows)
         ]
 
     def _type_numbers(self, types: Any) -> NDArray[np.int64]:
@@ -163,9 +156,9 @@ def _coordinates(coord: Any, natoms: int) -> NDArray[np.float64]:
     return found.reshape(-1, natoms, 3)
 
 
-def _boxes(box: Any, count: int) -> NDArray[np.float64] | None:
+def _boxes(box: Any, count: int) -> Rows:
     if box is None:
-        return None
+        return [None] * count
     found = _numbers("box", box)
     if found.shape in ((9,), (3, 3)):
         found = np.broadcast_to(found.reshape(1, 3, 3), (count, 3, 3))
@@ -179,13 +172,13 @@ def _boxes(box: Any, count: int) -> NDArray[np.float64] | None:
     return found
 
 
-def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
-    """Return (F, *shape) parameters, or None when the model takes none."""
+def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Rows:
+    """Return (F, *shape) parameters, or F times None when the model takes none."""
     wanted = " x ".join(map(str, shape))
     if shape[-1] == 0:
         if value is not None:
             raise UserError(f"{name}: given, but this model takes none. Leave it out.")
-        return None
+        return [None] * count
     if value is None:
         raise UserError(f"{name}: this model needs {wanted} numbers per frame.")
     found = _numbers(name, value)

@@ -18,7 +18,7 @@ from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
-from deepmd_ema.loss import build_loss
+from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
 from deepmd_ema.optim.lkf import LKF
@@ -63,7 +63,7 @@ def assemble(
         models,
         bank,
         to_dict(config),
-        unnested({name: task.min_nbor_dist for name, task in prepared.tasks.items()}),
+        unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
         start.run_id(config),
         world.is_main,
     )
@@ -103,7 +103,7 @@ def _build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World
                 name,
                 prepared.models,
                 parallel_module,
-                build_loss(task.config.loss, config.learning_rate.start_lr, world),
+                EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
                 train_loader=make(task.train, task.config.training_data, "frames"),
                 display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
                 display_batches=valid.numb_btch if valid is not None else 1,
@@ -161,12 +161,7 @@ def _build_validator(
 
 
 def _build_saver(
-    config: RunConfig,
-    num_steps: int,
-    start: int,
-    builder: StateBuilder,
-    validator: FullValidation,
-    world: World,
+    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, validator: FullValidation, world: World
 ) -> Saver:
     """Return what writes the files of the live weights and of every average.
 
@@ -185,20 +180,16 @@ def _build_saver(
         keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
         return CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
 
-    def snapshots(name: str, every: int) -> Snapshots:
-        kept = CheckpointSeries(training.save_ckpt, suffix_of(name), folder, 0, start)
-        return Snapshots(name, kept, every)
-
     return Saver(
         builder,
         series(LIVE, None),
-        {average.name: series(average.name, average.ckpt_keep) for average in training.averaging},
+        {a.name: series(a.name, a.ckpt_keep) for a in training.averaging},
         bests=[row.best for row in validator.rows if row.best is not None],
         every=training.save_freq,
         snapshots=[
-            snapshots(average.name, every)
-            for average in training.averaging
-            if (every := snapshot_every(average, training.save_freq))
+            Snapshots(a.name, CheckpointSeries(training.save_ckpt, suffix_of(a.name), folder, 0, start), every)
+            for a in training.averaging
+            if (every := snapshot_every(a, training.save_freq))
         ],
         world=world,
     )

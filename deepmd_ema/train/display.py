@@ -52,10 +52,7 @@ def start_table(
     per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    pairs = [
-        ("ranks", several if world.size > 1 or stage else ""),
-        *config_summary(config, num_steps, tasks.steps_per),
-    ]
+    pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
     for task, made in prepared.tasks.items():
         of = f"{task}: " if task else ""
         trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)

@@ -40,7 +40,6 @@ class PreparedTask:
         valid: validation systems, empty without validation data.
         cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
-        min_nbor_dist: nearest pair, angstrom, or None when it was not looked for.
     """
 
     config: TaskConfig
@@ -48,7 +47,6 @@ class PreparedTask:
     valid: Sequence[FrameSource]
     cache: PairCache
     model: EnergyModel
-    min_nbor_dist: float | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     for name, task in config.tasks.items():
         model = build_model(task.model, seed_for(stream_of("weights", name), seed))
         model.min_nbor_dist = nearest[name]
-        tasks[name] = PreparedTask(task, *systems[name], cache, model, nearest[name])
+        tasks[name] = PreparedTask(task, *systems[name], cache, model)
     run = PreparedRun(config, tasks, ModelSet({name: task.model for name, task in tasks.items()}), seed)
     state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
     if not world.is_main:
@@ -153,7 +151,8 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
         if config.training.stat_file_mode == "read":
             raise DataError(
                 f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
-                '"read". Use "update", or the file of a run with the same type_map, cutoff and sel.'
+                '"read". Use "update", or the file of a run with the same type_map, cutoff and '
+                f"{task.config.model.descriptor.neighbors_option}."
             )
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:

@@ -102,7 +102,9 @@ class FullValidation:
             with swap:
                 entered(weights)
                 for row in rows:
-                    errors[row] = self._errors(row.task, stopped)
+                    batches = self._until(stopped, self.tasks[row.task])
+                    own = evaluate(self.models.of(row.task), batches, self.world.device)
+                    errors[row] = Errors(self.world.all_reduce_sum(own.sums))
         for row, found in errors.items():
             if row.log is not None:
                 row.log.write(step, found)
@@ -113,16 +115,6 @@ class FullValidation:
                 if kept and row.log is not None:
                     row.log.write_best(row.best.path(step), self.metric, value)
         return {row.name: found for row, found in errors.items()}
-
-    def _errors(self, task: str, stopped: Callable[[], bool]) -> Errors:
-        """Return the errors of the weights that are in the models now on the data of ``task``."""
-        was_training = self.models.training
-        self.models.eval()
-        try:
-            errors = evaluate(self.models.of(task), self._until(stopped, self.tasks[task]), self.world.device)
-            return Errors(self.world.all_reduce_sum(errors.sums))
-        finally:
-            self.models.train(was_training)
 
     def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch]:
         batches = partial(sequential_batches, task.valid, task.model.layout, task.cache)

@@ -1,1 +1,1 @@
-"""Checks of data before training: broken numbers, suspicious frames, a summary."""
+"""Checks of data before training: invalid numbers, suspicious frames, a summary."""

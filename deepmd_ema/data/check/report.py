@@ -108,7 +108,7 @@ def check_systems(
     report.validation = [scan_system(s, len(type_map)) for s in validation]
     every = report.training + report.validation
     report.problems += [problem for scan in every for problem in scan.problems]
-    # without frames of broken geometry
+    # without frames whose geometry is invalid
     chosen = [(k, i) for k, scan in enumerate(every) for i in range(scan.system.num_frames) if i not in scan.bad_frames]
     if len(chosen) > max_searched:
         chosen = [chosen[int(i)] for i in np.linspace(0, len(chosen) - 1, max_searched).round()]

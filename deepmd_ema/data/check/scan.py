@@ -13,8 +13,8 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
 from deepmd_ema.labels import ENERGY, FORCE, LABELS
 
-# file and kind of fault to the frames that have it, which are told in one message about the first
-Broken: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
+# file and kind of fault to the frames that have it, reported in one message about the first
+Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
 
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
@@ -59,25 +59,25 @@ class SystemScan:
 def scan_system(system: FrameSource, num_types: int) -> SystemScan:
     """Read all numbers of ``system`` once and return what the checks need of them."""
     scan = SystemScan(system, num_types)
-    broken: Broken = {}
-    with np.errstate(all="ignore"):  # broken numbers are reported as problems, not as warnings of their arithmetic
+    faults: Faults = {}
+    with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
-            _find_broken(scan, chunk, broken)
+            _find_faults(scan, chunk, faults)
             _describe(scan, chunk)
-    for found in broken.values():
+    for found in faults.values():
         place, fault = found[0]
         more = f" and {len(found) - 1} more frames" if len(found) > 1 else ""
         scan.problems.append(f"{place.file}: frame {place.frame}{more} (of {place.num_frames}, from 0): {fault}")
     return scan
 
 
-def _find_broken(scan: SystemScan, chunk: Chunk, broken: Broken) -> None:
+def _find_faults(scan: SystemScan, chunk: Chunk, faults: Faults) -> None:
     """Add the frames of ``chunk`` that hold numbers which are not finite, or cells without a volume."""
     exists = (chunk.types >= 0)[:, :, None]
 
     def add(row: int, array: str, kind: str, fault: str) -> None:
         place = scan.system.where(chunk.first + row, array)
-        broken.setdefault((place.file, kind), []).append((place, fault))
+        faults.setdefault((place.file, kind), []).append((place, fault))
         if array in (COORD, BOX):
             scan.bad_frames.add(chunk.first + row)
 
