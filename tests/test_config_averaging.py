@@ -131,10 +131,9 @@ def test_averages_survive_the_way_through_json():
 
 def test_options_of_entries_count_as_given():
     config = config_from_dict(bank(SLOW, POWER))
-    assert {"training.averaging", "training.averaging[0].decay", "training.averaging[1].sigma_rel"} <= set(
-        map(dotted, config.source.given)
-    )
-    assert "training.averaging[0].warmup" not in set(map(dotted, config.source.given))
+    given = set(map(dotted, config.source.given))
+    assert {"training.averaging", "training.averaging[0].decay", "training.averaging[1].sigma_rel"} <= given
+    assert "training.averaging[0].warmup" not in given
 
 
 def test_an_entry_may_have_comments():

@@ -228,6 +228,13 @@ def test_a_run_of_two_tasks_starts_from_weights_and_refuses_other_elements(train
         start.adopt_from_checkpoint(config.with_models({"salt": other}))
 
 
+def test_tasks_share_one_limit_for_the_memory_of_neighbors(config):
+    """Each task had a cache of its own, so that a run of N tasks kept N times the limit."""
+    water, salt = prepare(config, Start(), World()).tasks.values()
+    assert water.cache is salt.cache
+    assert len(water.cache) > 0, "statistics have filled it"
+
+
 def test_problems_of_the_data_of_all_tasks_are_told_at_once(config):
     broken = {}
     for name, each in config.inputs.items():

@@ -39,8 +39,7 @@ class _Validator:
     def section(self, kind: Any, choices: Sequence[type], raw: Any, path: Place) -> Any:
         """Return the values of a section of a ``kind``, one of ``choices``, or ``INVALID``."""
         if not isinstance(raw, dict):
-            self._note(path, _bad_value(raw, "a section {...}"))
-            return INVALID
+            return self._refuse(path, _bad_value(raw, "a section {...}"))
         missed = _misspelled(kind, raw, path)
         values = self._other_keys(kind, [s for s in choices if s is not kind], raw, path, missed)
         for option in input_options(kind):
@@ -52,13 +51,15 @@ class _Validator:
                 if option.name not in missed.values() and not is_replaced(dotted(path), option.name, raw):
                     is_section = f"a section {{...}}: {option.doc.lower()}"
                     expected = is_section if option.sections else f"{wants(option)}."
-                    self._note(here, f": required, but missing. Expected {expected}")
+                    self._refuse(here, f": required, but missing. Expected {expected}")
         if hasattr(kind, "type"):
             values["type"] = kind.type
         return values
 
-    def _note(self, path: Place, text: str) -> None:
+    def _refuse(self, path: Place, text: str) -> Any:
+        """Note a mistake, and return ``INVALID`` to stand in its place."""
         self.problems.append(Problem(path, text))
+        return INVALID
 
     def _other_keys(
         self, kind: Any, others: Sequence[Any], raw: dict[Any, Any], path: Place, missed: dict[str, str]
@@ -72,14 +73,14 @@ class _Validator:
         meant: dict[str, Any] = {}
         for key, value in raw.items():
             if not isinstance(key, str):
-                self._note((*path, str(key)), ": a key must be a text. Put it in quotes.")
+                self._refuse((*path, str(key)), ": a key must be a text. Put it in quotes.")
             elif key in canonical or is_comment(key) or (key == "type" and hasattr(kind, "type")):
                 continue
             elif (known := unavailable_key(dotted(path), key)) is not None:
-                self._note((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
+                self._refuse((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
             else:
                 having = [s for s in others if key in keys_of(s)]
-                self._note((*path, key), _unknown_key(kind, having, key, missed))
+                self._refuse((*path, key), _unknown_key(kind, having, key, missed))
                 meant |= {canonical[name]: INVALID for name in close_names(key, keys_of(kind)) if name in canonical}
                 # the type may be the mistake, so nothing is expected of what the other types do not have
                 meant |= {name: INVALID for s in having for name in set(canonical.values()) - set(keys_of(s))}
@@ -91,15 +92,11 @@ class _Validator:
         if option.many:
             if isinstance(value, list):
                 return [self._nested(option, v, (*path, n)) for n, v in enumerate(value)]
-            self._note(path, _wrong_type(option, value))
-            return INVALID
+            return self._refuse(path, _wrong_type(option, value))
         if option.sections:
             return self._nested(option, value, path)
         text = _leaf_problem(option, value, path)
-        if text is None:
-            return value
-        self._note(path, text)
-        return INVALID
+        return value if text is None else self._refuse(path, text)
 
     def _nested(self, option: Option, value: Any, path: Place) -> Any:
         kind = option.section_of(value)
@@ -112,8 +109,7 @@ class _Validator:
             text = f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}."
         else:
             text = _unknown_choice(name, known)
-        self._note((*path, "type"), text)
-        return INVALID  # the keys of an unknown type cannot be judged
+        return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged
 
 
 def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
@@ -184,11 +180,10 @@ def _is_number(text: str) -> bool:
 
 def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
     """Return unknown keys that look like a required key which is missing, with that key."""
-    known = keys_of(kind)
-    missing = [o for o in input_options(kind) if o.required and not any(key in raw for key in o.keys)]
+    missing = [o for o in input_options(kind) if o.required and o.name not in raw]
     found: dict[str, str] = {}
     for key in raw:
-        if isinstance(key, str) and key not in known and not is_comment(key):
+        if isinstance(key, str) and key not in keys_of(kind) and not is_comment(key):
             close = next((o.name for o in missing if close_names(key, o.keys)), None)
             if close is not None and close not in found.values() and not unavailable_key(dotted(path), key):
                 found[key] = close
@@ -210,11 +205,8 @@ def _unknown_key(kind: Any, having: Sequence[Any], key: str, missed: dict[str, s
     if places:
         mean = f" Or did you mean {' or '.join(close)}?" if close else ""
         return f": unknown key here. It belongs to {' or '.join(places)}.{mean}"
-    return (
-        f": unknown key. Did you mean {' or '.join(close)}?"
-        if close
-        else (f": unknown key. Known: {', '.join(keys_of(kind))}.")
-    )
+    mean = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(keys_of(kind))}."
+    return f": unknown key. {mean}"
 
 
 def _find(kind: type, key: str, path: str) -> Iterator[str]:
@@ -226,8 +218,7 @@ def _find(kind: type, key: str, path: str) -> Iterator[str]:
             continue  # `name`, `device` are too common to be missed anywhere
         having = [s for s in o.sections if key in keys_of(s)]
         if len(having) < len(o.sections):
-            for s in having:
-                yield f"{here}.{key} of type {getattr(s, 'type', '')}"
+            yield from (f"{here}.{key} of type {getattr(s, 'type', '')}" for s in having)
         else:
             for s in o.sections:
                 yield from _find(s, key, here)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
-from deepmd_ema.config.rules import SUBJECTS, AverageEntry
+from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
 from deepmd_ema.config.schema.optim import ExpScheduleConfig
 
@@ -24,7 +24,6 @@ _FULL_VALIDATION = (
 )  # fmt: skip
 _LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
-_LAST_REPLICATED_STAGE = 1  # the largest zero_stage at which every process holds all weights
 _KEPT_BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
 _WHOLE = "every process holds all weights at zero_stage {0.run.training.zero_stage}"
 _SHARDED = "every process holds a part of the weights only at zero_stage {0.run.training.zero_stage}"
@@ -140,8 +139,8 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
             lambda a: a.run.validating.full_val_start == 1,
             "validating.full_val_start = 1 means never",
         ),
-        ("layout", lambda a: a.average.layout == "full_tensor" and not _is_sharded(a), _WHOLE),
-        ("layout", lambda a: a.average.layout == "rank_range" and _is_sharded(a), _SHARDED),
+        ("layout", lambda a: a.average.layout == "full_tensor" and not a.run.training.shards_weights, _WHOLE),
+        ("layout", lambda a: a.average.layout == "rank_range" and a.run.training.shards_weights, _SHARDED),
     ),
     "training": (
         ("max_ckpt_keep", lambda training: training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),
@@ -166,10 +165,6 @@ def _of_validating(config: RunConfig) -> Unused:
     elif not v.save_best:
         yield "validating.save_best_dir", "save_best is false"
         yield "validating.max_best_ckpt", "save_best is false"
-
-
-def _is_sharded(entry: AverageEntry) -> bool:
-    return entry.run.training.zero_stage > _LAST_REPLICATED_STAGE
 
 
 def _value_at(config: RunConfig, path: str) -> Any:

@@ -166,12 +166,14 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
     """Return what the mistake looks like; ``error.pos`` is where JSON ended."""
     here, before = text[error.pos :], text[: error.pos].rstrip()
     rest = here.lstrip()
+    # an illegal trailing comma is reported at the comma by new versions of Python, after it by older ones
+    at_end = rest.startswith(("}", "]")) or "delimiter" in error.msg
+    trailing = re.match(r",\s*[}\]]", here) or (before.endswith(",") and at_end)
     hints = [
         (rest.startswith(("//", "/*", "#")), 'JSON has no comments. Use a key that begins with "_", or a .yaml file.'),
         (rest.startswith("'"), 'texts stand in double quotes: "like this".'),
-        (before.endswith(",") and rest[:1] in ("}", "]"), "a comma before the closing bracket. Remove the comma."),
+        (trailing, "a comma before the closing bracket. Remove the comma."),
         (rest.startswith(","), "a comma too many. Remove it."),
-        (before.endswith(",") and "delimiter" in error.msg, "a comma before the closing bracket. Remove the comma."),
         (re.match(r"(True|False|None)\b", rest), "write true, false and null in lower case."),
         (re.match(r"[.+]\d", rest), "a number begins with a digit: 0.5, 5."),
         (not rest, "the text ends too early. A closing } or ] is missing."),
@@ -182,9 +184,6 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
         ("Invalid control character" in error.msg, "a text is not closed on its line. A double quote is missing."),
         ("Invalid \\escape" in error.msg, r"a backslash in a text is written twice: \\."),
     ]
-    # an illegal trailing comma is reported at the comma by new versions of Python, after it by older ones
-    if re.match(r",\s*[}\]]", here):
-        return "a comma before the closing bracket. Remove the comma."
     return next((hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}.")
 
 

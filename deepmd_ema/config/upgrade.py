@@ -67,9 +67,8 @@ def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
     if "training_data" not in training and "data_dict" not in training:
         moves += [(("training", "training_data"), key) for key in _TO_TRAINING_DATA]
     for section, key in moves:
-        target = _section(upgraded.values, section) if key in training else None
-        if target is not None:
-            _move(upgraded, training, key, target, (*section, _RENAMED.get(key, key)))
+        if key in training:
+            _move(upgraded, training, key, (*section, _RENAMED.get(key, key)))
     _drop(upgraded, ("training", "numb_test"), "validation is set by validation_data.numb_btch now")
     for folder in (("training",), ("training", "training_data"), ("training", "validation_data")):
         _drop(upgraded, (*folder, "set_prefix"), "sets are always found as set.*")
@@ -181,15 +180,19 @@ def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
     entries = {(*_BANK, n + 1): (*_BANK, n) for n in range(number)}
     inside = {moved(path): there for path, there in upgraded.source_paths.items()}
     upgraded.source_paths = {(*_BANK, 0): _SWITCH, **short, **entries, **inside}
-    upgraded.given = {moved(path) for path in upgraded.given} | {
-        p for p, there in short.items() if there in upgraded.given
-    }
+    of_short_form = {path for path, there in short.items() if there in upgraded.given}
+    upgraded.given = of_short_form | {moved(path) for path in upgraded.given}
 
 
 # ---- keys of older versions
 
 
-def _move(upgraded: Upgraded, training: dict[str, Any], key: str, target: dict[str, Any], new: Place) -> None:
+def _move(upgraded: Upgraded, training: dict[str, Any], key: str, new: Place) -> None:
+    target = upgraded.values
+    for part in new[:-1]:  # sections that are missing are made
+        target = target.setdefault(part, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict):
+        return
     old, value = ("training", key), training.pop(key)
     if key == "opt_type" and isinstance(value, str):
         value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
@@ -209,10 +212,3 @@ def _drop(upgraded: Upgraded, path: Place, why: str) -> None:
     if isinstance(section, dict) and path[-1] in section:
         del section[path[-1]]
         upgraded.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
-
-
-def _section(values: Any, path: Place) -> dict[str, Any] | None:
-    """Return the section at ``path``, which is made if it is missing, or None where something else stands."""
-    for key in path:
-        values = values.setdefault(key, {}) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) else None

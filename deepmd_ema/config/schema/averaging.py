@@ -41,6 +41,7 @@ class _Average:
         lengths: options of which exactly one is given; none for equal weights.
     """
 
+    type: ClassVar[str]
     lengths: ClassVar[tuple[str, ...]] = ()
 
     name: str = option(
@@ -116,7 +117,8 @@ class _Average:
         return ", ".join([self._length_words(steps_per), *self._more_words(steps_per)])
 
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
-        raise NotImplementedError
+        name, value = self.length
+        return f"{self.type}, {name} {value:g}" if self.lengths else "equal weights"
 
     def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
         if self.start_epoch:
@@ -210,18 +212,12 @@ class PowerAverageConfig(_Stored):
         "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
     )
 
-    def _length_words(self, steps_per: Mapping[str, float]) -> str:
-        return f"power, {self.length[0]} {self.length[1]:g}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwaAverageConfig(_Stored):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
     type: ClassVar[str] = "swa"
-
-    def _length_words(self, steps_per: Mapping[str, float]) -> str:
-        return "equal weights"
 
 
 AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig

@@ -172,6 +172,11 @@ class TrainingConfig:
         "parameters. It changes memory, not results. Above 0 the run must be launched by torchrun or srun.",
     )
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether every process holds a part of the weights only."""
+        return self.zero_stage > 1
+
 
 _metric = Check(
     lambda v: is_readable(Metric, v),

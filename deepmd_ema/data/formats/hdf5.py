@@ -24,9 +24,8 @@ class Hdf5Store:
 
     def set_names(self) -> list[str]:
         """Return the names of the set.* groups, sorted."""
-        import h5py
-
-        return sorted(k for k in self.group if k.startswith("set.") and isinstance(self.group[k], h5py.Group))
+        # of groups only: a dataset has no keys
+        return sorted(k for k in self.group if k.startswith("set.") and hasattr(self.group[k], "keys"))
 
     def has(self, file: str) -> bool:
         """Whether there is a dataset or group ``file``."""
