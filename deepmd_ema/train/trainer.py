@@ -49,10 +49,6 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def __call__(self) -> bool:
-        """Whether the run was asked to stop."""
-        return self.signal is not None
-
     def request(self, number: int, _frame: FrameType | None = None) -> None:
         """Ask the run to stop, as the signal ``number`` does."""
         if self.signal is None:
@@ -151,7 +147,9 @@ class Trainer:
                 self._save()
             while self.step < self.num_steps:
                 self.advance()
-                if self._is_asked_to_stop() and self.step < self.num_steps:
+                # other ranks are waited for, which on a GPU, where the host runs ahead, is worth it now and then only
+                asks = self.world.device.type == "cpu" or self.step % STEPS_BETWEEN_QUESTIONS == 0
+                if asks and self._is_stopped() and self.step < self.num_steps:
                     self._leave()
         except ValidationAborted:
             self._leave()
@@ -176,14 +174,8 @@ class Trainer:
             self._do_what_is_due(task, batch, outcome)
         self.callback.after_step(self)
 
-    def _is_asked_to_stop(self) -> bool:
-        """Whether some rank was asked to stop: all of them then stop after this step."""
-        # other ranks are waited for, which on a GPU, where the host runs ahead, is worth it now and then only
-        if self.world.device.type != "cpu" and self.step % STEPS_BETWEEN_QUESTIONS:
-            return False
-        return self._is_stopped()
-
     def _is_stopped(self) -> bool:
+        """Whether some rank was asked to stop: all of them then stop after this step."""
         asked = self.world.all_reduce_max(self.stop.signal or 0)
         if asked and self.stop.signal is None:
             self.stop.signal = signal.Signals(asked)
