@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
 
+from deepmd_ema import cli
+from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.train.run import run_training
 from deepmd_ema.train.trainer import Callback
@@ -321,6 +324,19 @@ def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplo
         start("run", 10, {"training__ema_decay": 0.9999})
     assert "window" in caplog.text
     assert "trained parameters" in caplog.text
+
+
+def test_check_show_and_the_start_tell_of_a_run_in_the_same_words(start, caplog, capsys):
+    with caplog.at_level("INFO"):
+        start("run", 3)
+    assert cli.main(["check", "input.json", "--config-only"]) == 0
+    assert cli.main(["show", "model.ckpt.pt"]) == 0
+    told = [re.sub(" +", " ", text) for text in (capsys.readouterr().out, caplog.text)]
+    names = ("elements", "descriptor", "fitting", "loss", "learning rate", "optimizer", "validation")
+    for name, text in config_summary(load_config("input.json")):
+        if name in names:
+            assert [t.count(f" {name} {text}") for t in told] == [2, 1], name
+    assert "3 steps = 0.4 epochs of 8 batches, batch_size 2" in told[1]
 
 
 def test_one_of_several_processes_says_what_its_launcher_has_not_set(start, monkeypatch):

@@ -36,7 +36,7 @@ class BiasRequest:
         patterns: names of systems to search for in folders.
         num_frames: frames of each system, from its first; 0 takes all.
         values: eV, one per element of the model, instead of a fit.
-        source: what stands in the record of the file; by default the systems.
+        source: what the record in the file names; by default the systems.
     """
 
     mode: str = CHANGE

@@ -27,7 +27,7 @@ class Provenance:
         path: the file.
         kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights`` or ``frozen``.
         weights: ``live``, or the name of the average.
-        step: optimizer steps behind the weights, or None when the file does not say.
+        step: optimizer steps of the weights, or None when the file does not say.
         average: profile, settings, updates and mean age of the average; empty for live weights.
         min_nbor_dist: nearest pair of the training data, angstrom, or None.
         version: the program that wrote the file.
@@ -98,7 +98,7 @@ def load_model(path: str | Path, use_average: bool = False, average: str | None 
     if use_average and loaded.info.weights == LIVE:
         raise CheckpointError(
             f"{path}: holds live weights ({loaded.info.kind}), no average. Give the training checkpoint or the file of "
-            "the average; a run keeps averages when training.enable_ema is true."
+            "the average; a run keeps those that training.averaging lists."
         )
     return loaded
 

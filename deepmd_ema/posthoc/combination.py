@@ -37,7 +37,7 @@ _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram mat
 
 @dataclass(frozen=True)
 class Track:
-    """An average of a power profile as it stands after its last update.
+    """An average of a power profile after its last update.
 
     Attributes:
         gamma: exponent of the profile; 0 is equal weights.

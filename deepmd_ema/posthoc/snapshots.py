@@ -33,7 +33,7 @@ class Snapshot:
 
     Attributes:
         path: the file.
-        step: optimizer steps behind it.
+        step: optimizer steps of the weights.
         profile: name of the average.
         track: how much of the weights after each step is in it.
     """

@@ -53,7 +53,7 @@ def assemble(
     input_file: str = "input.json",
     callback: Callback | None = None,
 ) -> Trainer:
-    """Return the trainer of a run at the step where ``start`` stands."""
+    """Return the trainer of a run at the step of ``start``."""
     config, models = prepared.config, prepared.models.to(world.device)
     tasks = _build_tasks(prepared, parallelize(models, world, config.training.zero_stage), world)
     num_steps = config.training.numb_steps or tasks.steps_for_epochs(config.training.numb_epoch or 0)
@@ -168,7 +168,7 @@ def _build_saver(
     Args:
         config: of the run.
         num_steps: steps of the whole run.
-        start: steps that are behind at its start.
+        start: steps done before it, at a restart.
         builder: makes the content of the files.
         validator: whose best files are pruned once a checkpoint knows of them.
         world: the processes of the run.

@@ -113,7 +113,7 @@ class Reporter:
         return step == 1 or step % self.every == 0
 
     def record(self, step: int, task: Task, outcome: Outcome) -> None:
-        """Take note of a step; nothing waits for the device unless a point on the board is due."""
+        """Record a step; nothing waits for the device unless a point on the board is due."""
         self.progress.advance(step)
         self._last[task.name] = outcome.values
         if self.average:
@@ -179,7 +179,7 @@ class Reporter:
         return state if len(self._sums) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Continue the current interval after ``step``; rows behind it are cut from the learning curve."""
+        """Continue the current interval after ``step``; later rows are cut from the learning curve."""
         device, tasks = self.world.device, tuple(self._sums)
         for name, sums in nested(state["sums"], tasks).items():
             self._sums[name] = {key: value.to(device) for key, value in sums.items()}
@@ -193,7 +193,7 @@ class Reporter:
         self.progress.start_at(step)
 
     def close(self) -> None:
-        """Leave the bar as it stands, and close the board."""
+        """Close the bar and the board."""
         self.progress.close()
         if self.board is not None:
             self.board.close()

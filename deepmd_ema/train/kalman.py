@@ -34,7 +34,7 @@ class KalmanStep(Step):
         forces:  e = sqrt(F) * mean |c (Y - y)| / N      H = c / (3 G N) * sum sign(Y - y) dy/dw
 
     the latter over the components of G atoms of each frame, drawn at random with the seed of the run. The factor c goes
-    from its start to its limit as ``start * (limit / start) ** (steps behind / num_steps)``. Frames without a label do
+    from its start to its limit as ``start * (limit / start) ** (steps done / num_steps)``. Frames without a label do
     not count. Each update is made with new predictions.
 
     Args:

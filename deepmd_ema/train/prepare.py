@@ -121,7 +121,7 @@ def _check_data(
                     f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers."
                 )
             models[name] = replace(task.model, descriptor=descriptor.with_neighbors(neighbors))
-        nearest[name] = start.min_nbor_dist(name) if start.has_weights else neighbors.min_distance
+        nearest[name] = start.min_nbor_dist(name, neighbors.min_distance)
     if problems:
         raise DataError(problems)
     return config.with_models(models) if models else config, nearest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ from deepmd_ema.errors import CheckpointError, ConfigError, UserError, collect_p
 from deepmd_ema.files import atomic_write
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
-from deepmd_ema.train.prepare import PreparedRun, prepare
-from deepmd_ema.train.start import Start, find_start
-from deepmd_ema.train.trainer import Callback
+from deepmd_ema.train.prepare import prepare
+from deepmd_ema.train.start import find_start
+from deepmd_ema.train.trainer import Callback, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,15 @@ def run_training(
         init_model: file whose weights, live or averaged, a new run starts from.
         output: where the normalized config is written.
         device: ``cpu``, ``cuda``, ``cuda:1``; chosen by itself when not given.
-        skip_neighbor_stat: refuse ``sel: auto``; the data are checked as ever.
-        allow_config_change: let a restart go on although the config changed.
+        skip_neighbor_stat: refuse ``sel: auto``; the data are checked all the same.
+        allow_config_change: allow a restart with a changed config.
         should_update: by name of an average, a function of (step, epoch) that says whether the average takes in the
             weights of that step; for what no option says. It must depend on nothing else, or a restart is not exact.
         callback: watches the run.
         launch: rank of this process and number of ranks; read from the environment when not given.
 
     Raises:
-        UserError: for everything that the user can mend.
+        UserError: for every mistake in the input, the data or the files.
     """
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world:
@@ -71,22 +71,15 @@ def run_training(
             logger.warning("%s", line)
         prepared = prepare(config, start, world, skip_neighbor_stat)
         world.broadcast_from_rank0(partial(_write_config, output, prepared.config))
-        link = _train(prepared, start, world, should_update, input_file, callback)
-        logger.info("trained model: %s", link)
+        make = partial(assemble, prepared, start, world, should_update, input_file, callback)
+        logger.info("trained model: %s", _train(make, world))
 
 
-def _train(
-    prepared: PreparedRun,
-    start: Start,
-    world: World,
-    should_update: Mapping[str, Hook] | None,
-    input_file: str,
-    callback: Callback | None,
-) -> Path:
+def _train(make: Callable[[], Trainer], world: World) -> Path:
     """Train and return the link to the newest checkpoint."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
-        trainer = assemble(prepared, start, world, should_update, input_file, callback)
+        trainer = make()
     trainer.run()
     return trainer.saver.link
 
@@ -95,7 +88,7 @@ def _seed(config: RunConfig, output: str) -> int:
     """Return the seed of the run, once the folders that it writes to are made and can be written.
 
     Raises:
-        CheckpointError: naming every place that cannot be written; told now, not after an hour.
+        CheckpointError: naming every place that cannot be written, before the first step.
     """
     outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
     problems = [

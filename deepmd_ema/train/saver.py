@@ -30,7 +30,7 @@ class StateBuilder:
         config: normalized config of the run, ``sel`` resolved.
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for; by task if there
             are several.
-        run: identifies the trajectory of weights; a restart goes on with that of the checkpoint.
+        run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
         writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
     """
 

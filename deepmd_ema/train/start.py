@@ -1,4 +1,4 @@
-"""Where a run starts: anew, from the weights of a file, or exactly where a checkpoint stands."""
+"""How a run starts: anew, from the weights of a file, or as the exact continuation of a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ADVICE = (
 class Start:
     """A new run: weights come from the seed, statistics from the data.
 
-    Subclasses start from a file. What a run takes from its start is decided here and asked nowhere else.
+    Subclasses start from a file. All differences between the ways to start are methods here.
 
     Attributes:
         has_weights: whether weights and statistics come from a file.
@@ -55,7 +55,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are behind at the start."""
+        """Optimizer steps done before the start."""
         return 0
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
@@ -70,16 +70,16 @@ class Start:
         """Compare the config with that of the checkpoint that is continued.
 
         Raises:
-            ConfigError: if an option differs that decides how the run goes on, unless ``allow_change``.
+            ConfigError: if an option differs that the continuation depends on, unless ``allow_change``.
         """
 
     def run_id(self, config: RunConfig) -> str:
         """Return what tells this trajectory of weights from others: the same config and start always give the same."""
         return _digest(to_dict(config), "")
 
-    def min_nbor_dist(self, task: str) -> float | None:
-        """Return the nearest pair that the file knows of, angstrom."""
-        return None
+    def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
+        """Return the nearest pair that the model records, angstrom: that in the data, or that of the file."""
+        return in_data
 
     def load_weights(self, models: ModelSet) -> None:
         """Put the weights of the file into ``models``.
@@ -89,7 +89,7 @@ class Start:
         """
 
     def resume(self, trainer: Trainer) -> None:
-        """Set ``trainer`` to where the run that is continued stands; a new run begins as it is."""
+        """Load the state of the continued run into ``trainer``; nothing for a new run."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class FromWeights(Start):
         """Return what tells this trajectory of weights from others."""
         return _digest(to_dict(config), str(self.path))
 
-    def min_nbor_dist(self, task: str) -> float | None:
-        """Return the nearest pair that the file knows of, angstrom."""
+    def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
+        """Return the nearest pair that the file records, angstrom."""
         found: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
         return found
 
@@ -147,7 +147,7 @@ class Restart(FromWeights):
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are behind at the start."""
+        """Optimizer steps done before the start."""
         return int(self.payload["step"])
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:

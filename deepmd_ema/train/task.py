@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what.
+    """A model with its loss and its data.
 
     Attributes:
         name: the task's name; empty when there is only one.
@@ -129,7 +129,7 @@ class TaskMixture:
 
     @property
     def warnings(self) -> list[str]:
-        """What the samplers have to say about the data."""
+        """Warnings of the samplers about the data."""
         return [line for _, sampler in self._shares for line in sampler.warnings]
 
     def draw(self, step: int) -> Task:

@@ -104,7 +104,7 @@ class Trainer:
         num_steps: of the whole run.
         world: the processes of the run.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
-        input_file: named in the message that says how to go on.
+        input_file: named in the message that says how to restart.
         callback: watches the run.
         step: optimizer steps so far.
         stop: whether the run was asked to stop.
@@ -233,7 +233,7 @@ class Trainer:
         return written
 
     def _leave(self) -> None:
-        """Write where the run stands and end it."""
+        """Save the current step and end the run."""
         self._raise_if_diverged()
         if self._saved != self.step or self._owes_validation:
             self._save()

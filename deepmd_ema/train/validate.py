@@ -89,7 +89,7 @@ class FullValidation:
         """Validate every set of weights, write its rows and its best files; return the errors by name of the row.
 
         Args:
-            step: the optimizer steps behind the weights.
+            step: optimizer steps done.
             stopped: asked between batches; True ends the validation.
             entered: called with the name of the weights when these are in the models.
 
