@@ -337,7 +337,7 @@ BROKEN_RULES = {
         ),
     ],
 }
-AVERAGE_RULES = [r.check.__name__ for r in RULES if r.about == "average"]
+AVERAGE_RULES = [check.__name__ for check in RULES["average"]]
 BROKEN = [(name, case) for name in AVERAGE_RULES for case in BROKEN_RULES[name]]
 
 

@@ -54,11 +54,10 @@ def config_warnings(
     found = [*config.model.warnings(), *_validates_on_training_data(config), *_snapshots_that_do_not_combine(config)]
     if steps is None:
         return found
-    for number, average in enumerate(config.training.averaging):
-        path = f"training.averaging[{number}]"
-        if isinstance(average, EmaAverageConfig):
-            found += _long_window(config, path, average, steps, steps_per)
-        found += _late_or_few(config, dotted(config.source.path(path)), average, steps, steps_per)
+    for path, entry in SUBJECTS["average"](config):
+        if isinstance(entry.average, EmaAverageConfig):
+            found += _long_window(config, path, entry.average, steps, steps_per)
+        found += _late_or_few(config, dotted(config.source.path(path)), entry.average, steps, steps_per)
     return [*_decay_steps_against_run(config, steps), *found]
 
 
@@ -182,10 +181,8 @@ def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]
     steps = num_steps - lr.num_warmup_steps(num_steps)
     if isinstance(lr, ExpScheduleConfig) and lr.decay_rate is None and lr.decay_steps >= steps:
         used = 100 if steps // 10 > 100 else steps // 100 + 1
-        yield (
-            f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} steps of the decay; "
-            f"{used} is used instead, as DeePMD-kit does."
-        )
+        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} steps of the decay"
+        yield f"{found}; {used} is used instead, as DeePMD-kit does."
 
 
 def _validates_on_training_data(config: RunConfig) -> Iterator[str]:
@@ -207,11 +204,9 @@ def _long_window(
     else:
         return
     if window > longest:
-        yield (
-            f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back {window:.0f} "
-            f"steps, more than a fifth of the run of {num_steps}, so it may lag behind the live weights. "
-            f"Try {better:.3g}."
-        )
+        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back {window:.0f}"
+        why = f"more than a fifth of the run of {num_steps}, so it may lag behind the live weights"
+        yield f"{found} steps, {why}. Try {better:.3g}."
 
 
 def _late_or_few(
@@ -224,18 +219,14 @@ def _late_or_few(
     often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
     every = config.training.save_freq if average.snapshot_freq is None else average.snapshot_freq
     if start >= num_steps:
-        yield (
-            f"{path}.{late} = {getattr(average, late):g}: the run ends at step {num_steps}, so that nothing is "
-            f"averaged and {average.name} is the live weights. Choose an earlier start."
-        )
+        why = f"the run ends at step {num_steps}, so that nothing is averaged and {average.name} is the live weights"
+        yield f"{path}.{late} = {getattr(average, late):g}: {why}. Choose an earlier start."
     elif average.snapshots:
         files = math.ceil((num_steps - start) / every)  # the last step is stored in any case
         if files < _FEWEST_SNAPSHOTS:
             better = max(1, int(num_steps - start) // (2 * _FEWEST_SNAPSHOTS))
-            yield (
-                f"{path}.snapshots: {files} snapshot{'s' * (files != 1)} in the run of {num_steps} steps ({often} = "
-                f'{every}), too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
-            )
+            found = f"{files} snapshot{'s' * (files != 1)} in the run of {num_steps} steps ({often} = {every})"
+            yield f'{path}.snapshots: {found}, too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
 
 
 def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:

@@ -24,14 +24,6 @@ Violations = Iterator[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule and what it is about: a key of ``SUBJECTS``."""
-
-    check: Callable[[Any], Violations]
-    about: str
-
-
-@dataclass(frozen=True)
 class AverageEntry:
     """One entry of ``training.averaging``, its place in the list, from 0, and the run around it."""
 
@@ -55,14 +47,14 @@ SUBJECTS: dict[str, Callable[[RunConfig], Iterable[tuple[str, Any]]]] = {
     "run of LKF": lambda run: [("", run)] if isinstance(run.optimizer, LKFConfig) else [],
 }
 
-RULES: list[Rule] = []
+RULES: dict[str, list[Callable[[Any], Violations]]] = {about: [] for about in SUBJECTS}
 
 
 def rule(about: str) -> Callable[[Callable[[Any], Violations]], Callable[[Any], Violations]]:
     """Enter a function into the registry; ``about`` says what it is called with: a key of ``SUBJECTS``."""
 
     def register(check: Callable[[Any], Violations]) -> Callable[[Any], Violations]:
-        RULES.append(Rule(check, about))
+        RULES[about].append(check)
         return check
 
     return register
@@ -113,11 +105,10 @@ def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str
 
 def _violations(about: str, path: str, subject: Any, source: Source) -> list[Problem]:
     found = []
-    for r in RULES:
-        if r.about == about:
-            with suppress(InvalidOptionError):
-                for name, text in r.check(subject):
-                    found.append(Problem(source.path(".".join(filter(None, (path, name)))), text))
+    for check in RULES[about]:
+        with suppress(InvalidOptionError):
+            for name, text in check(subject):
+                found.append(Problem(source.path(".".join(filter(None, (path, name)))), text))
     return found
 
 
