@@ -192,7 +192,8 @@ def open_labelled(
         DataError: with every problem of the data at once.
     """
     opened = open_systems([str(path) for path in systems], ReadSpec.of_model(config, labels), rglob_patterns)
-    problems = [text for s in opened for text in scan_system(s, len(config.type_map)).problems]
+    num_types, rcut = len(config.type_map), config.descriptor.cutoff
+    problems = [text for s in opened for text in scan_system(s, num_types, rcut).problems]
     if problems:
         raise DataError(problems)
     return opened

@@ -10,6 +10,7 @@ from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.texts import ActivationName, is_readable
 
 layer_widths = Check(lambda v: len(v) > 0 and all(n > 0 for n in v), "a list of at least one whole number > 0")
+cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )
