@@ -101,22 +101,27 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
 
 def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
     if patterns:
-        return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
-    return sorted(_below(root, set()))
+        try:
+            return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
+        except RecursionError:
+            raise DataError(f"{root}: its folders are nested too deeply to search. Name one further down.") from None
+    return sorted(_below(root))
 
 
-def _below(folder: Path, seen: set[str]) -> Iterator[Path]:
-    real = os.path.realpath(folder)
-    if real in seen:  # a link to a folder above would never end
-        return
-    seen.add(real)
-    with os.scandir(folder) as entries:
-        names = sorted((e.name, e.is_dir()) for e in entries)
-    if ("type.raw", False) in names:
-        yield folder
-    for name, is_folder in names:
-        if is_folder and not name.startswith("set."):
-            yield from _below(folder / name, seen)
+def _below(root: Path) -> Iterator[Path]:
+    seen: set[str] = set()
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above would never end
+            continue
+        seen.add(real)
+        with os.scandir(folder) as entries:
+            names = {e.name: e.is_dir() for e in entries}
+        if names.get("type.raw") is False:
+            yield folder
+        waiting += [folder / n for n, is_folder in sorted(names.items()) if is_folder and not n.startswith("set.")]
 
 
 def _similar(path: Path) -> str:
