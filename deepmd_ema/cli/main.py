@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from deepmd_ema import __version__
 from deepmd_ema.cli import change_bias, check, doc, freeze, peer, plot, posthoc, show, test, train
-from deepmd_ema.cli.streams import flush_results, give_up_output, prepare_streams, say_error
+from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
 from deepmd_ema.errors import (
     ConfigError,
@@ -73,8 +73,14 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128 + n for signal n."""
-    words = list(sys.argv[1:] if argv is None else argv)
     prepare_streams()
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        settle_streams()
+
+
+def _run(words: list[str]) -> int:
     launch = Launch()
     try:
         args = _parse(words)
@@ -82,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
         flush_results()
     except BrokenPipeError:  # the reader of the pipe has left
-        give_up_output()
         return EXIT_PIPE
     except (Exception, KeyboardInterrupt) as error:
         elsewhere = isinstance(error, ReportedElsewhere)

@@ -7,6 +7,7 @@ import os
 import sys
 import unicodedata
 from contextlib import suppress
+from typing import TextIO
 
 from deepmd_ema.errors import WriteError
 
@@ -29,7 +30,7 @@ def flush_results() -> None:
     """Write out what was printed.
 
     Raises:
-        WriteError: if standard output takes no more; it is closed, so that Python does not try again at its end.
+        WriteError: if standard output takes no more.
         BrokenPipeError: if its reader has left.
     """
     try:
@@ -37,13 +38,13 @@ def flush_results() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        give_up_output()
         raise WriteError("standard output", error, "The results are incomplete.") from error
 
 
-def give_up_output() -> None:
-    """Let nothing more be said on standard output, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def settle_streams() -> None:
+    """Let nothing more be said on a stream that fails: Python would try again at its end, and change the exit code."""
+    _settle(sys.stdout)
+    _settle(sys.stderr)
 
 
 def say_error(text: str) -> None:
@@ -59,3 +60,11 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
     text = error.object[error.start : error.end]
     plain = [unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?" for letter in text]
     return "".join(plain), error.end
+
+
+def _settle(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

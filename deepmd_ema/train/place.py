@@ -66,7 +66,8 @@ def lock_place(config: RunConfig) -> AbstractContextManager[None]:
     """
     outputs, here = Outputs(config), Path.cwd()
     single = [o.path for o in outputs if not o.is_folder]
-    single += [outputs.checkpoint_folder / outputs.checkpoint_link(LIVE).name, outputs.best_folder / BEST]
+    single.append(outputs.checkpoint_folder / outputs.checkpoint_link(LIVE).name)
+    single += [outputs.best_folder / BEST] * outputs.has_best
     places = {(path.parent.resolve(), path.name) for path in single}
     away = [folder / f".{name}.lock" for folder, name in places if not folder.is_relative_to(here)]
     return locked([here / LOCK, *sorted(away)])

@@ -109,14 +109,15 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    seen: set[str] = set()
+    seen: set[tuple[int, int]] = set()
     waiting = [root]
     while waiting:
         folder = waiting.pop()
-        real = os.path.realpath(folder)
-        if real in seen:  # a link to a folder above would never end
+        found = os.stat(folder)
+        place = found.st_dev, found.st_ino
+        if place in seen:  # a link to a folder above would never end
             continue
-        seen.add(real)
+        seen.add(place)
         with os.scandir(folder) as entries:
             names = {e.name: e.is_dir() for e in entries}
         if names.get("type.raw") is False:
