@@ -149,11 +149,9 @@ def refuse_to_lose(path: str | Path, option: str, kind: Kind, inputs: Iterable[s
         UserError: if an input or a file of another kind is there.
     """
     path = Path(path)
+    refuse_inputs(path, option, inputs)
     if not path.is_file():
         return
-    for given in inputs:
-        if given is not None and os.path.exists(given) and os.path.samefile(path, given):
-            raise UserError(f"{option} {path}: this is {given}, which the command reads. Choose another {option}.")
     with path.open("rb") as file:
         head = file.read(4096)
     if head and not kind.head.match(head):
@@ -161,6 +159,17 @@ def refuse_to_lose(path: str | Path, option: str, kind: Kind, inputs: Iterable[s
             f"{option} {path}: a file is there that is not {kind.name}, and would be written over. Choose another "
             f"{option}, or move the file away."
         )
+
+
+def refuse_inputs(path: Path, option: str, inputs: Iterable[str | Path | None]) -> None:
+    """Check that ``path`` is none of the files that the command reads.
+
+    Raises:
+        UserError: if it is.
+    """
+    for given in inputs:
+        if given is not None and os.path.exists(given) and path.is_file() and os.path.samefile(path, given):
+            raise UserError(f"{option} {path}: this is {given}, which the command reads. Choose another {option}.")
 
 
 def sweep(folder: Path) -> None:

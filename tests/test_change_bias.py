@@ -182,7 +182,10 @@ def test_by_default_the_file_stands_beside_the_model(run, tmp_path, name, writte
 def test_no_file_replaces_itself(run, tmp_path, capsys):
     frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
     averaged = Path(shutil.copy(run[1], tmp_path))
-    for file, said in ((frozen, "which the command reads"), (averaged, "the average that the run has saved")):
+    assert change(averaged, "-b", -1, -2, "-o", tmp_path / "weights.pt") == 0
+    ours = "which the command reads"
+    files = (frozen, ours), (tmp_path / "weights.pt", ours), (averaged, "the average that the run has saved")
+    for file, said in files:
         before = file.read_bytes()
         assert change(file, "-b", -1, -2, "-o", file) == 2
         assert said in capsys.readouterr().err

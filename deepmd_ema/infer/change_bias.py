@@ -15,7 +15,7 @@ from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, first_few
-from deepmd_ema.files import MODEL_FILE, refuse_to_lose
+from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
@@ -200,6 +200,7 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
         refuse_to_lose(path, "-o", MODEL_FILE, [source])
     else:
         checkpoint.refuse_to_replace(path, "-o")
+        refuse_inputs(path, "-o", [source])
     return path
 
 
