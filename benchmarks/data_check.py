@@ -28,7 +28,7 @@ from deepmd_ema.data.source import ReadSpec
 BOHR, HARTREE, KCAL, KJ, GPA = 0.52917721, 27.211386, 23.060548, 96.485332, 160.21766
 LABELS = ("energy", "force", "virial")
 KINDS = ("correlated", "independent")
-FRAMES, RUN_UP, EVERY = 30, 60, 5  # of a set; steps of 1 fs before the first frame and between two
+FRAMES, RUN_UP, EVERY = 30, 40, 3  # of a set; steps of 1 fs before the first frame and between two
 
 
 def scaled(**factors: float) -> Callable[[dict[str, Any]], None]:
@@ -110,13 +110,13 @@ def made_sets() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]
         return sets
 
     def xtb(method: str) -> Callable[[], Any]:
-        return lambda: TBLite(method=method, verbosity=0, accuracy=0.1)
+        return lambda: TBLite(method=method, verbosity=0)
 
     crystals = {"Si": (5.43, 600), "Ge": (5.66, 300), "C diamond": (3.57, 1500)}
     salts = {"NaCl": (5.64, 500), "MgO": (4.21, 900)}
     for name, (a, temperature) in crystals.items():
         element = name.split()[0]
-        sets[name] = (lambda e=element, a=a: bulk(e, "diamond", a=a) * (2, 2, 2), xtb("GFN1-xTB"), temperature)
+        sets[name] = (lambda e=element, a=a: bulk(e, "diamond", a=a, cubic=True), xtb("GFN1-xTB"), temperature)
     for name, (a, temperature) in salts.items():
         sets[name] = (
             lambda n=name, a=a: bulk(n, "rocksalt", a=a, cubic=True) * (2, 1, 1),

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curve
 from deepmd_ema.weights import LIVE
@@ -104,7 +105,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     Raises:
         UserError: if a file is not one of these, or the picture cannot be written.
     """
-    curves = [read_curve(path) for path in files]
+    output, curves = picture_file(output), [read_curve(path) for path in files]
     styles = _styles(curves)
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
@@ -127,7 +128,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
             if log_steps:
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
         _legend(figure, axes)
-    return Path(output)
+    return output
 
 
 def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str) -> Path:
@@ -141,6 +142,7 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     Raises:
         UserError: if there is nothing to draw, or the picture cannot be written.
     """
+    output = picture_file(output, "--plot")
     shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
     if not shown:
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
@@ -149,7 +151,7 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
             _draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
             _draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
-    return Path(output)
+    return output
 
 
 def plot_sigma_rels(
@@ -173,6 +175,7 @@ def plot_sigma_rels(
     Raises:
         UserError: if the picture cannot be written.
     """
+    output = picture_file(output, "--plot")
     panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
@@ -186,7 +189,7 @@ def plot_sigma_rels(
             axis.set_xscale("log")
             _plain_numbers(axis.xaxis, (1, 2, 5))
         _legend(figure, axes, "lower")
-    return Path(output)
+    return output
 
 
 def _draw_others(
@@ -296,6 +299,18 @@ def _has(curve: Curve, panel: Panel) -> bool:
     return bool(_batch_columns(curve, panel))
 
 
+def picture_file(output: str | Path, option: str = "-o") -> Path:
+    """Return the file of a picture, a PNG where no suffix says another format.
+
+    Raises:
+        UserError: if a file is there that is no picture.
+    """
+    file = Path(output)
+    file = file if file.suffix else file.with_name(f"{file.name}.png")
+    refuse_to_lose(file, option, PICTURE)
+    return file
+
+
 @contextmanager
 def _picture(
     output: str | Path, panels: int, title: str = "", heights: Sequence[float] | None = None
@@ -317,8 +332,9 @@ def _picture(
             figure.suptitle("\n".join(textwrap.wrap(title, letters)), x=0.01, ha="left", fontsize=NORMAL)
         yield figure, axes[:panels]
         try:
-            figure.savefig(output)
-        except (OSError, ValueError) as error:
+            with atomic_write(output) as part:
+                figure.savefig(part)
+        except ValueError as error:
             raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
 
 

@@ -104,30 +104,30 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
         absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
         if absolute:
             raise DataError(f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. '*/water*'.")
-        return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
+        try:
+            return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
+        except RecursionError:
+            raise DataError(f"{root}: its folders are nested too deeply to search. Name one further down.") from None
     return sorted(_below(root))
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """Yield the systems in and below ``root``, in any order."""
-    seen: set[str] = set()
-    folders = [root]
-    while folders:
-        folder = folders.pop()
-        real = os.path.realpath(folder)
-        if real in seen:  # a link to a folder above would never end
+    seen: set[tuple[int, int]] = set()
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        found = os.stat(folder)
+        place = found.st_dev, found.st_ino
+        if place in seen:  # a link to a folder above would never end
             continue
-        seen.add(real)
-        try:
-            with os.scandir(folder) as entries:
-                found = sorted(((entry.name, entry.is_dir()) for entry in entries), reverse=True)
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be read: {error.strerror}.") from error
-        if ("type.raw", False) in found:
+        seen.add(place)
+        with os.scandir(folder) as entries:
+            names = {e.name: e.is_dir() for e in entries}
+        if names.get("type.raw") is False:
             yield folder
-        for name, is_folder in found:
+        for name, is_folder in sorted(names.items()):
             if is_folder and not name.startswith("set."):
-                folders.append(folder / name)
+                waiting.append(folder / name)
             elif not is_folder and not name.startswith("."):  # hidden ones are locks of editors
                 is_there(folder / name)  # a link that leads nowhere may have been a system
 
