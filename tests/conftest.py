@@ -34,11 +34,13 @@ def _nothing_is_left_behind():
 
 
 @pytest.fixture(autouse=True)
-def _atoms_of_toy_data_touch(request, monkeypatch):
+def _atoms_of_toy_data_touch(request):
     """O and H of the toy data are as large as their lattice is wide; as real ones they would look given in bohr."""
+    own = dict(COVALENT_RADII)
     if "real_radii" not in request.fixturenames:
-        monkeypatch.setitem(COVALENT_RADII, "O", SPACING / 2)
-        monkeypatch.setitem(COVALENT_RADII, "H", SPACING / 2)
+        COVALENT_RADII.update({"O": SPACING / 2, "H": SPACING / 2})
+    yield
+    COVALENT_RADII.update(own)
 
 
 @pytest.fixture
