@@ -14,7 +14,7 @@ from deepmd_ema.config.rules import RULES
 from deepmd_ema.config.schema.model import FITTINGS, EnerFittingConfig
 from deepmd_ema.errors import ConfigError
 
-NOT_YET = "known to DeePMD-kit, not available in dp-ema 0.1"
+NOT_YET = "known to DeePMD-kit, not available in dp-ema "
 
 
 def problems_of(values):
@@ -96,7 +96,7 @@ BAD = [
         'optimizer.type = "Adma"',
         ["unknown", "Did you mean Adam?", "AdamW, AdaMuon"],
     ),
-    ({"model.descriptor.type": "se_e2"}, 'model.descriptor.type = "se_e2"', ["unknown", "Known: se_e2_a, se_a"]),
+    ({"model.descriptor.type": "se_e2"}, 'model.descriptor.type = "se_e2"', ["unknown", "Known: se_e2_a."]),
     ({"model.descriptor.type": 3}, "model.descriptor.type = 3", ["unknown", "Known: se_e2_a"]),
     ({"loss.loss_func": "rmse"}, 'loss.loss_func = "rmse"', ["Did you mean mse?", "Known: mse, mae"]),
     ({"model.descriptor.activation_function": "tahn"}, "model.descriptor.activation_function", ["Did you mean tanh?"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import numpy as np
@@ -305,3 +306,29 @@ def test_long_tables_are_cut(tmp_path):
     lines = check([tmp_path]).lines()
     assert "  ... and 5 more systems" in lines
     assert len(lines) < 30
+
+
+def test_a_set_of_many_elements_is_summed_up(tmp_path):
+    """53 elements printed walls of pairs."""
+    elements = [f"E{n}" for n in range(40)]
+    write_system(tmp_path / "many", frames=2, natoms=40, elements=elements, seed=5)
+    report = check([tmp_path / "many"], type_map=[*elements, "Xx"])
+    lines = report.lines()
+    (pairs,) = [line for line in lines if line.startswith("Nearest pairs")]
+    (most,) = [line for line in lines if line.startswith("Most neighbors")]
+    assert len(pairs) < 300
+    assert len(most) < 300
+    assert " more" in pairs
+    shown = [float(number) for number in re.findall(r" E\d+-E\d+ ([.\d]+)", pairs)]
+    assert shown == sorted(shown)
+    assert shown[0] == pytest.approx(report.neighbors.min_distance, abs=1e-3)
+    assert "Xx" not in lines[0]
+
+
+def test_the_summary_shows_the_parameters_of_frames(tmp_path):
+    write_system(tmp_path / "warm", frames=4, seed=1, fparam=1, aparam=2)
+    opened = open_data([str(tmp_path / "warm")], ELEMENTS, LABELS, numb_fparam=1, numb_aparam=2)
+    lines = check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS).lines()
+    assert "fparam, aparam, energy, force, virial" in lines[1]
+    values = np.load(tmp_path / "warm" / "set.000" / "fparam.npy")
+    assert f"  fparam {values.min():.6g} to {values.max():.6g}" in lines

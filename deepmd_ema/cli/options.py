@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from pathlib import Path
 
-from deepmd_ema.errors import ConfigError, UserError
+from deepmd_ema.errors import ConfigError, UserError, show_text
 
 
 def add_input(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,20 @@ def add_systems(
     if valid_data:
         group.add_argument("--valid-data", metavar="INPUT", help="the validation systems of an input.json")
     return group
+
+
+def num_frames(text: str) -> int:
+    """Return a number of frames that is given on the command line, 0 for all of them."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of frames, 0 for all")
+    return int(text)
+
+
+def file_to_write(text: str) -> str:
+    """Return the name of a file that is given on the command line, which an unset variable of a shell makes empty."""
+    if not text.strip() or text.endswith(os.sep):
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected the name of a file")
+    return text
 
 
 def start_logging(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curve
+from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
 from deepmd_ema.weights import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
@@ -97,14 +97,14 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     Live and averaged weights have their own colors; with files of several runs each run has one.
 
     Args:
-        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's.
+        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's; or folders of runs.
         output: picture to write; the suffix says which format.
         log_steps: a logarithmic axis of steps.
 
     Raises:
         UserError: if a file is not one of these, or the picture cannot be written.
     """
-    curves = [read_curve(path) for path in files]
+    output, curves = _target(output), [read_curve(file) for path in files for file in curve_files(path)]
     styles = _styles(curves)
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
@@ -127,7 +127,7 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
             if log_steps:
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
         _legend(figure, axes)
-    return Path(output)
+    return output
 
 
 def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str) -> Path:
@@ -144,12 +144,13 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
     if not shown:
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
+    output = _target(output)
     with _picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
         for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
             _draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
             _draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
-    return Path(output)
+    return output
 
 
 def plot_sigma_rels(
@@ -174,6 +175,7 @@ def plot_sigma_rels(
         UserError: if the picture cannot be written.
     """
     panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
+    output = _target(output)
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
             values = np.asarray(errors[name])
@@ -186,7 +188,13 @@ def plot_sigma_rels(
             axis.set_xscale("log")
             _plain_numbers(axis.xaxis, (1, 2, 5))
         _legend(figure, axes, "lower")
-    return Path(output)
+    return output
+
+
+def _target(output: str | Path) -> Path:
+    """Return the file of a picture: without a suffix, which says the format, it is a PNG."""
+    path = Path(output)
+    return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
 def _draw_others(
@@ -298,7 +306,7 @@ def _has(curve: Curve, panel: Panel) -> bool:
 
 @contextmanager
 def _picture(
-    output: str | Path, panels: int, title: str = "", heights: Sequence[float] | None = None
+    output: Path, panels: int, title: str = "", heights: Sequence[float] | None = None
 ) -> Iterator[tuple[Any, list[Any]]]:
     """Yield a figure that belongs to no window, and its axes row by row; it is written after the block."""
     import matplotlib as mpl
@@ -319,7 +327,7 @@ def _picture(
         try:
             figure.savefig(output)
         except (OSError, ValueError) as error:
-            raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
+            raise UserError(f"{output}: the picture cannot be written: {error}") from error
 
 
 def _fit_values(axis: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,10 @@ from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError, collect_problems
 from deepmd_ema.files import atomic_write
+from deepmd_ema.report.table import Table, render
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
+from deepmd_ema.train.ending import end_table
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.start import find_start
 from deepmd_ema.train.trainer import Callback, Trainer
@@ -56,6 +59,7 @@ def run_training(
     Raises:
         UserError: for every mistake in the input, the data or the files.
     """
+    began = time.monotonic()
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world:
         with world.all_ranks_ok():
@@ -72,16 +76,18 @@ def run_training(
         prepared = prepare(config, start, world, skip_neighbor_stat)
         world.broadcast_from_rank0(partial(_write_config, output, prepared.config))
         make = partial(assemble, prepared, start, world, should_update, input_file, callback)
-        logger.info("trained model: %s", _train(make, world))
+        tell_end = partial(end_table, config=prepared.config, input_file=input_file)
+        logger.info("%s", "\n".join(render(_train(make, world, tell_end, began), "  ")))
 
 
-def _train(make: Callable[[], Trainer], world: World) -> Path:
-    """Train and return the link to the newest checkpoint."""
+def _train(make: Callable[[], Trainer], world: World, tell_end: Callable[..., Table], began: float) -> Table:
+    """Train and return what is said at the end."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
+    first = trainer.step
     trainer.run()
-    return trainer.saver.link
+    return tell_end(trainer, steps=trainer.step - first, seconds=time.monotonic() - began)
 
 
 def _seed(config: RunConfig, output: str) -> int:

@@ -16,7 +16,7 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.heuristics import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
 from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.source import BOX, COORD, FrameSource
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
+_MOST_PAIRS = 15  # pairs of elements, and elements, of which distances and neighbors are shown
 _MOST_ROWS = 20  # systems in the table
 
 
@@ -65,20 +66,20 @@ class DataReport:
         if self.neighbors is None:
             return out
         names, nearest = self.type_map, self.neighbors.nearest
-        pairs = [
-            f"{names[a]}-{names[b]} {nearest[a, b]:.3f}"
-            for a in range(len(names))
-            for b in range(a, len(names))
-            if math.isfinite(nearest[a, b])
-        ]
-        most = [f"{n} {name}" for n, name in zip(self.neighbors.max_neighbors, names)]
+        by_types = [(a, b) for a in range(len(names)) for b in range(a, len(names)) if math.isfinite(nearest[a, b])]
+        if len(by_types) > _MOST_PAIRS:
+            by_types.sort(key=lambda pair: nearest[pair])
+        pairs = first_few([f"{names[a]}-{names[b]} {nearest[a, b]:.3f}" for a, b in by_types], _MOST_PAIRS)
+        found = sorted(zip(self.neighbors.max_neighbors, names), key=lambda most: -most[0])
+        found = found if len(names) > _MOST_PAIRS else list(zip(self.neighbors.max_neighbors, names))
+        most = [first_few([f"{n} {name}" for n, name in found], _MOST_PAIRS)]
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in self.training + self.validation)
         seen = f" (in {self.num_searched:,} frames, evenly taken)" if self.num_searched < usable else ""
         most.append(f"{self.neighbors.max_total} together")
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
             *out,
-            f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom{where}",
+            f"Nearest pairs{seen}: {pairs or 'none within the cutoff'} angstrom{where}",
             f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}",
         ]
 
@@ -238,16 +239,18 @@ def _count_elements(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Arr
 def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
     frames = sum(s.system.num_frames for s in scans)
     counts = _count_elements(scans, type_map)
-    elements = ", ".join(f"{name} {n:,}" for name, n in zip(type_map, counts))
-    plural = "system" if len(scans) == 1 else "systems"
-    out = [f"{title}: {len(scans)} {plural}, {frames:,} frames, {int(counts.sum()):,} atoms ({elements})"]
+    present = [(name, n) for name, n in zip(type_map, counts) if n or len(type_map) <= _MOST_PAIRS]
+    elements = ", ".join(f"{name} {n:,}" for name, n in present)
+    total = f"{counted(frames, 'frame')}, {counted(int(counts.sum()), 'atom')}"
+    out = [f"{title}: {counted(len(scans), 'system')}, {total} ({elements})"]
     width = max((len(s.system.name) for s in scans[:_MOST_ROWS]), default=0)
     for scan in scans[:_MOST_ROWS]:
         system = scan.system
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
-        labels = [
+        labels = list(scan.conditions)
+        labels += [
             label if have == system.num_frames else f"{label} ({have:,} frames)"
             for label, have in scan.label_frames.items()
         ]
@@ -257,6 +260,9 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         )
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
+    for name in dict.fromkeys(name for scan in scans for name in scan.conditions):
+        low, high = zip(*(scan.conditions[name] for scan in scans if name in scan.conditions))
+        out.append(f"  {name:<6} {min(low):.6g} to {max(high):.6g}")
     for name, label in LABELS.items():
         labelled = [scan for scan in scans if name in scan.ranges and scan.ranges[name][:, 3].any()]
         if labelled:

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
-from deepmd_ema.labels import ENERGY, FORCE, LABELS
+from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 
 # file and kind of fault to the frames that have it, reported in one message about the first
 Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
@@ -38,6 +38,7 @@ class SystemScan:
         ranges: of the labels that metrics show, extensive ones per atom, (F, 4): smallest and largest finite value, sum
             of their squares, their number.
         label_frames: number of frames that have each label.
+        conditions: smallest and largest value of the parameters that the model takes, by their name.
         open_frames: number of frames without a cell.
         digests: one per frame, equal for equal types, positions and cells.
         work: pairs of frames close to each other: energy difference and work of the forces between them, eV.
@@ -51,6 +52,7 @@ class SystemScan:
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
         self.ranges: dict[str, Array] = {}
         self.label_frames: dict[str, int] = {}
+        self.conditions: dict[str, tuple[float, float]] = {}
         self.open_frames = 0
         self.digests: list[bytes] = []
         self.work: list[tuple[float, float]] = []
@@ -123,6 +125,10 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
             low, high, known = (values if finite.all() else np.where(finite, values, one) for one in fillers)
             ranges = scan.ranges.setdefault(name, np.full((len(scan.energy), 4), (math.inf, -math.inf, 0, 0)))
             ranges[here] = np.stack([low.min(1), high.max(1), (known**2).sum(1), finite.sum(1)], axis=1)
+    for name in (FPARAM, APARAM):
+        if name in arrays and arrays[name].size:
+            low, high = scan.conditions.get(name, (math.inf, -math.inf))
+            scan.conditions[name] = (min(low, float(arrays[name].min())), max(high, float(arrays[name].max())))
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:

@@ -1,0 +1,29 @@
+"""The families of bad inputs, and the cases that are known to fail."""
+
+from __future__ import annotations
+
+from bad_inputs.case import Case
+from bad_inputs.families import (
+    checkpoints,
+    commands,
+    data,
+    files,
+    frozen,
+    hdf5,
+    machine,
+    options,
+    paths,
+    text,
+)
+
+# title of a case -> why it is not answered right yet
+KNOWN: dict[str, str] = {}
+
+
+def all_cases() -> list[Case]:
+    """Return every case, family by family."""
+    modules = (options, text, paths, data, hdf5, files, checkpoints, frozen, commands, machine)
+    cases = [case for module in modules for case in module.cases()]
+    titles = [case.title for case in cases]
+    assert len(set(titles)) == len(titles), sorted({t for t in titles if titles.count(t) > 1})
+    return cases
