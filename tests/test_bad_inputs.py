@@ -107,8 +107,8 @@ def test_sizes_and_texts_that_nothing_can_hold_are_told(desk, changes, phrase):
     "error",
     [
         MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
-                     "to allocate 8000000000000 bytes. Error code 12 (Cannot allocate memory)"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                     "tried to allocate 8000000000000 bytes. Error code 12 (Cannot allocate memory)"),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."),
     ],
 )  # fmt: skip
@@ -149,10 +149,14 @@ def test_the_end_of_a_run_names_its_files_and_the_next_command(desk):
     )  # fmt: skip
     told = desk.train()
     told.must_say(
-        "trained model: model.ckpt.pt\n", "averaged  model_ema.ckpt.pt (ema)", "best      best.ckpt-2.t-1.pt (live, E:MAE = ",
-        "errors    ema, step 2, MAE / RMSE: E ", "for 2 steps, data and validation included",
-        "next      dp-ema test -m model_ema.ckpt.pt --valid-data input.json --plot", "dp-ema freeze -c model_ema.ckpt.pt",
+        "trained model: model.ckpt.pt\n",
+        "averaged  model_ema.ckpt.pt (ema)",
+        "best      best.ckpt-2.t-1.pt (live, E:MAE = ",
+        "errors    ema, step 2, MAE / RMSE: E ",
+        "for 2 steps, data and validation included",
+        "next      dp-ema test -m model_ema.ckpt.pt --valid-data input.json --plot",
+        "dp-ema freeze -c model_ema.ckpt.pt",
         code=GOOD,
-    )  # fmt: skip
+    )
     for line in re.findall(r"dp-ema ((?:test|freeze) .*)", told.text):
         assert desk.run(*line.split()).code == GOOD
