@@ -568,7 +568,7 @@ def test_the_summary_has_a_line_for_each_average():
         training__enable_ema=True,
     )
     assert lines == [
-        "ema: EMA, decay 0.999, window 1000 steps, warm-up",
+        "ema: EMA, decay 0.999, window 1,000 steps, warm-up",
         "slow: EMA, decay 0.99, window 100 steps, from step 50, every 4 steps, in host memory, float64",
         "half: EMA, half-life 2.5 epochs, warm-up, from epoch 1.5",
         "p1: power, sigma_rel 0.05, snapshots with the checkpoints",

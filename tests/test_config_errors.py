@@ -404,7 +404,7 @@ def test_sharing_out_in_a_process_that_no_launcher_started_is_refused_at_the_sta
     (found,) = launch_problems(load_config(path), world_size=1, launched=False)
     line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "zero_stage" in text)
     assert found.startswith(f"{path}:{line}: training.zero_stage = {stage}: needs several ranks, and this process is")
-    assert "torchrun --nproc_per_node=2 -m deepmd_ema train input.json" in found
+    assert f"torchrun --nproc_per_node=2 -m deepmd_ema train {path}" in found
 
 
 def test_the_kalman_filter_on_several_processes_is_refused_at_the_start():

@@ -103,7 +103,7 @@ def test_the_type_of_a_section_is_in_the_manual(path):
         ("train.ema", "training.enable_ema, training.ema_decay, training.ema_warmup"),
         ("trainin.ema_decay", "training.ema_decay."),
         ("model.descriptor.typ", "model.descriptor.type"),
-        ("rcut_smooth", "model.descriptor.rcut_smth."),
+        ("rcut_smooth", "model.descriptor.rcut_smth"),
         ("loss.start_pref", "loss.start_pref_"),
     ],
 )

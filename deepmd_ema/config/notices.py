@@ -207,9 +207,7 @@ def _long_window(
     else:
         return
     if window > longest:
-        found = (
-            f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back {window:,.0f}"
-        )
+        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back"
         why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
         yield f"{found} {window:,.0f} steps, {why}. Try {better:.3g}."
 
