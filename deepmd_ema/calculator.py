@@ -65,7 +65,8 @@ class DP(Calculator):
         """Return what has changed since the last calculation; ``atoms.info``, which ASE does not look at, as well."""
         changes: list[str] = super().check_state(atoms, tol)
         if not changes and not all(
-            np.array_equal(value, self._conditions.get(name)) for name, value in self._conditions_of(atoms).items()
+            np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name)))
+            for name, value in self._conditions_of(atoms).items()
         ):
             changes.append("info")
         return changes

@@ -164,7 +164,8 @@ def errors_in_words(errors: HasMetrics) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in the two largest of its units: ``4 min 7 s``."""
-    parts, rest = [], round(seconds)
+    parts: list[str] = []
+    rest = round(seconds)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         number, rest = divmod(rest, length)
         if number or (unit == "s" and not parts):
