@@ -79,7 +79,7 @@ class DataReport:
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
             *out,
-            f"Nearest pairs{seen}: {pairs or 'none within the cutoff'} angstrom{where}",
+            f"Nearest pairs in angstrom{seen}: {pairs or 'none within the cutoff'}{where}",
             f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}",
         ]
 
