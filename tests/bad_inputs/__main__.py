@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]  # instead of this folder
 
 from bad_inputs.case import sample  # noqa: E402
-from bad_inputs.families import KNOWN, all_cases  # noqa: E402
+from bad_inputs.families import all_cases, known  # noqa: E402
 from bad_inputs.judge import RIGHT, VERDICTS, Judge  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def main() -> int:
             verdict, answer = judge.try_out(case)
             counts[case.family][verdict] += 1
             if verdict != RIGHT or args.show:
-                row = KNOWN.get(case.title, "")
+                row = known(case)
                 unknown += verdict != RIGHT and not row
                 print(f"\n{verdict.upper()}: {case.title}{f' [known: {row}]' if row else ''}")
                 print(
