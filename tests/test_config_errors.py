@@ -48,6 +48,7 @@ BAD = [
     ({"model.type_map": REMOVE, "model.typemap": ["O"]}, "model.typemap", ["Did you mean type_map, which is required"]),
     ({"training.training_data.systems": REMOVE}, "training.training_data.systems", ["required, but missing"]),
     ({"model.descriptor.type": REMOVE}, "model.descriptor.type", ["required, but missing", "se_e2_a"]),
+    ({"model.descriptor.rcut": 1e9}, "model.descriptor.rcut = 1000000000.0", ["a number > 0 and at most 100"]),
     # wrong types
     ({"training.numb_steps": 1e3}, "training.numb_steps = 1000.0", ["a number with a fraction part; write 1000"]),
     ({"training.numb_steps": "1000"}, 'training.numb_steps = "1000"', ["without quotes"]),

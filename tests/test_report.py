@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_ema.errors import CheckpointError, UserError, counted, every_steps
+from deepmd_ema.errors import UserError, WriteError, counted, every_steps
 from deepmd_ema.report.logs import open_board, set_up_logging
 from deepmd_ema.report.progress import IntervalTimes, Progress, duration
 from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
@@ -184,7 +184,7 @@ def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
 
 def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypatch):
     (here / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
+    with pytest.raises(WriteError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
         write_lcurve(LcurveFile("file/lcurve.out", {"": NAMES}, {""}), LCURVE)
     file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1,))
@@ -194,7 +194,7 @@ def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "open", lambda *arguments, **options: Full())
-    with pytest.raises(CheckpointError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
+    with pytest.raises(WriteError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
         write_lcurve(file, LCURVE, steps=(4,))
 
 

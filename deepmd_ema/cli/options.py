@@ -73,7 +73,7 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
     if given.get("datafile") is not None:
         file = args.datafile
         try:
-            lines = Path(file).read_text().splitlines()
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}. Expected one system per line.") from error
         named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -36,8 +36,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the errors and write the files asked for."""
     start_logging(args)
-    from deepmd_ema.infer.evaluate import measure
+    from deepmd_ema.infer.evaluate import measure, refuse_details
 
+    if args.detail_file is not None:
+        refuse_details(args.detail_file)
+    if args.plot is not None:
+        from deepmd_ema.report.plots import picture_file
+
+        picture_file(args.plot, "--plot")
     systems, patterns = chosen_systems(args, ["."])
     report = measure(
         args.model,

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, start_logging
-from deepmd_ema.dist.launch import raise_on_sigterm
+from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere
 
 SUMMARY = "train a model"
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with raise_on_sigterm(args.launch):
+    with raise_on_end(args.launch):
         try:
             from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it

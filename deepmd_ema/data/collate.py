@@ -13,6 +13,7 @@ import torch
 from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.source import Frame, FrameSource
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
@@ -70,9 +71,16 @@ def pair_frame(
         layout: how the model wants its neighbors.
         pairs: neighbors of the frame; searched when not given.
         round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
+
+    Raises:
+        DataError: if the pairs of the frame cannot be searched.
     """
     if pairs is None:
-        pairs = find_pairs(frame.coord, frame.box, layout.rcut)
+        problems: list[str] = []
+        with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
+            pairs = find_pairs(frame.coord, frame.box, layout.rcut)
+        if pairs is None:
+            raise DataError(problems)
     natoms = frame.num_atoms
     order = stable_argsort(frame.atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
+_MOST_NUMBERS = 12  # of neighbors in one line
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -77,7 +78,8 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
-        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {neighbors}"
+        numbers = str(neighbors) if len(neighbors) <= _MOST_NUMBERS else f"of {sum(neighbors)} neighbors together"
+        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
         lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})")
     return lines

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -19,6 +19,14 @@ ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a launcher or a batch system, and of a terminal that is closed
+
+
+def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals of ``numbers`` that a run reacts to: not SIGHUP where ``nohup`` has it ignored."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @dataclass(frozen=True)
@@ -85,25 +93,26 @@ def _not_numbers(values: Mapping[str, str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def raise_on_sigterm(launch: Launch) -> Iterator[None]:
-    """Let SIGTERM raise :class:`Terminated` in the body, where there are other ranks; only Python's main thread can.
+def raise_on_end(launch: Launch) -> Iterator[None]:
+    """Let ``END_SIGNALS`` raise :class:`Terminated` in the body, where there are other ranks, in the main thread.
 
     torchrun sends it to the ranks that are left when one has ended. By default they would end without a message.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise Terminated(signal_number=number)
 
     if launch.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handle)
+    before = {number: signal.signal(number, handle) for number in handled(END_SIGNALS)}
     try:
         yield
     finally:
-        # an error keeps what the rendezvous has set: a rank that reports one ignores SIGTERM until it has ended
-        if signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            # an error keeps what the rendezvous has set: a rank that reports one ignores them until it has ended
+            if signal.getsignal(number) is handle:
+                signal.signal(number, handler)
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
 from deepmd_ema.weights import LIVE
@@ -108,7 +109,8 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     Raises:
         UserError: if a file is not one of these, or the picture cannot be written.
     """
-    output, curves = _target(output), [read_curve(file) for path in files for file in curve_files(path)]
+    output = picture_file(output)
+    curves = [read_curve(file) for path in files for file in curve_files(path)]
     styles = _styles(curves)
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
@@ -161,10 +163,10 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     Raises:
         UserError: if there is nothing to draw, or the picture cannot be written.
     """
+    output = picture_file(output, "--plot")
     shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
     if not shown:
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
-    output = _target(output)
     with _picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
         for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
             _draw_parity(axes[k], label, predicted)
@@ -194,8 +196,8 @@ def plot_sigma_rels(
     Raises:
         UserError: if the picture cannot be written.
     """
+    output = picture_file(output, "--plot")
     panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
-    output = _target(output)
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
             values = np.asarray(errors[name])
@@ -209,12 +211,6 @@ def plot_sigma_rels(
             _plain_numbers(axis.xaxis, (1, 2, 5))
         _legend(figure, axes, "lower")
     return output
-
-
-def _target(output: str | Path) -> Path:
-    """Return the file of a picture: without a suffix, which says the format, it is a PNG."""
-    path = Path(output)
-    return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
 def _draw_others(
@@ -345,6 +341,18 @@ def _has(curve: Curve, panel: Panel) -> bool:
     return bool(_batch_columns(curve, panel))
 
 
+def picture_file(output: str | Path, option: str = "-o") -> Path:
+    """Return the file of a picture, a PNG where no suffix says another format.
+
+    Raises:
+        UserError: if a file is there that is no picture.
+    """
+    file = Path(output)
+    file = file if file.suffix else file.with_name(f"{file.name}.png")
+    refuse_to_lose(file, option, PICTURE)
+    return file
+
+
 @contextmanager
 def _picture(
     output: Path, panels: int, title: str = "", heights: Sequence[float] | None = None
@@ -367,9 +375,10 @@ def _picture(
             figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=NORMAL)
         yield figure, axes[:panels]
         try:
-            figure.savefig(output)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{output}: the picture cannot be written: {error}") from error
+            with atomic_write(output) as part:
+                figure.savefig(part)
+        except ValueError as error:
+            raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
 
 
 def _fit_values(axis: Any) -> None:

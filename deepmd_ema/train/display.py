@@ -18,6 +18,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import config_summary
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
+from deepmd_ema.files import writing
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.progress import IntervalTimes, Progress
@@ -128,9 +129,7 @@ class Reporter:
             self._count[task.name] += 1
         if self.board is not None and (step == 1 or step % self.board_every == 0):
             prefix = f"{task.name or 'Default'}/"
-            self.board.add_scalar(f"{prefix}lr", outcome.learning_rate, step)
-            for name, value in outcome.values.items():
-                self.board.add_scalar(prefix + name, float(value), step)
+            self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
 
     def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
@@ -169,8 +168,12 @@ class Reporter:
         self.progress.show_validation(step, results)
         if self.board is not None:
             for weights, errors in results.items():
-                for name, value in errors.summary().items():
-                    self.board.add_scalar(f"validation/{weights}/{name}", value, step)
+                self._add_points(f"validation/{weights}/", errors.summary(), step)
+
+    def _add_points(self, prefix: str, values: Mapping[str, float | Tensor], step: int) -> None:
+        with writing("training.tensorboard_log_dir"):
+            for name, value in values.items():
+                self.board.add_scalar(prefix + name, float(value), step)
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return what a row shows of the training batches of a task; nothing if it has had no step."""
@@ -202,7 +205,8 @@ class Reporter:
         """Close the bar and the board."""
         self.progress.close()
         if self.board is not None:
-            self.board.close()
+            with writing("training.tensorboard_log_dir"):
+                self.board.close()
 
     def _mean_values(self, batches: Mapping[str, Sequence[Batch]], rate: float) -> dict[str, dict[str, float]]:
         """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""

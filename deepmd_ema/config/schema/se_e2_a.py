@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, option, positive_int
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.texts import ActivationName
@@ -49,7 +49,7 @@ class SeE2AConfig:
         doc="Most neighbors kept of each element, the nearest first. `auto` counts the neighbors in the training data "
         "and takes 1.1 times the largest number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
     )
-    rcut: float = option(6.0, unit="angstrom", check=positive, doc="Cutoff radius.")
+    rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
     rcut_smth: float = option(
         0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
     )

@@ -15,6 +15,7 @@ layer_widths = Check(
     f"a list of at least one whole number > 0, none above {LARGEST_SIZE:,}",
 )
 num_parameters = Check(lambda v: 0 <= v <= LARGEST_SIZE, f"a whole number from 0 to {LARGEST_SIZE:,}")
+cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )
