@@ -11,6 +11,7 @@ from deepmd_ema.cli.options import (
     chosen_systems,
     file_to_write,
     num_frames,
+    path,
     start_logging,
 )
 from deepmd_ema.errors import UserError
@@ -20,7 +21,9 @@ SUMMARY = "the energy of each element in a model, from data or given"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("input", metavar="INPUT", help="a .pt checkpoint, the folder of a run, or a .dp or .yaml file")
+    parser.add_argument(
+        "input", metavar="INPUT", type=path, help="a .pt checkpoint, the folder of a run, or a .dp or .yaml file"
+    )
     what = add_systems(parser, valid_data=False)
     what.add_argument("-b", "--bias-value", metavar="EV", type=float, nargs="+",
                       help="the bias itself, one energy in eV per element in the order of type_map")  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_device, add_systems, chosen_systems, file_to_write, start_logging
+from deepmd_ema.cli.options import add_device, add_systems, chosen_systems, file_to_write, path, start_logging
 
 SUMMARY = "the average of any length, from the snapshots of a run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder in which the run was started")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=path, help="the folder in which the run was started")
     parser.add_argument("--sigma-rel", metavar="S", nargs="+", action="extend",
                         help="lengths: 0.05, several, or a range: 0.02:0.2, 0.02:0.2:9 (9 lengths)")  # fmt: skip
     parser.add_argument("--step", metavar="N", type=int,

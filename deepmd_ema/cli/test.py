@@ -11,6 +11,7 @@ from deepmd_ema.cli.options import (
     chosen_systems,
     file_to_write,
     num_frames,
+    path,
     start_logging,
 )
 
@@ -19,7 +20,7 @@ SUMMARY = "errors of a model on labelled frames"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("-m", "--model", metavar="MODEL", default="frozen_model.dp",
+    parser.add_argument("-m", "--model", metavar="MODEL", type=path, default="frozen_model.dp",
                         help="a .pt checkpoint or a frozen .dp or .yaml (frozen_model.dp)")  # fmt: skip
     add_systems(parser)
     parser.add_argument("-n", "--numb-test", metavar="N", type=num_frames, default=0,
