@@ -275,9 +275,6 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         )
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
-    for name in dict.fromkeys(name for scan in scans for name in scan.conditions):
-        low, high = zip(*(scan.conditions[name] for scan in scans if name in scan.conditions))
-        out.append(f"  {name:<6} {min(low):.6g} to {max(high):.6g}")
     for name, label in LABELS.items():
         labelled = [scan for scan in scans if name in scan.ranges and scan.ranges[name][:, 3].any()]
         if labelled:
