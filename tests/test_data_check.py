@@ -333,7 +333,7 @@ def test_a_set_of_very_many_elements_fits_the_screen(tmp_path):
     shortest = found[np.isfinite(found)].min()
     pairs = next(line for line in lines if line.startswith("Nearest pairs"))
     assert f" {shortest:.3f}, " in pairs.split(": ")[1][:20]
-    assert " more angstrom (closest: " in pairs
+    assert " more (closest: " in pairs
     assert any("and 41 more)" in line for line in lines)
 
 

@@ -9,7 +9,7 @@ from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, UserError, collect_problems
+from deepmd_ema.errors import DataError, UserError, collect_problems, counted
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
         return []
     steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
     epochs = steps / sampler.batches_per_epoch
-    lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
+    batches = counted(sampler.batches_per_epoch, "batch", "batches")
+    lines = [f"Length: {counted(steps, 'step')} = {epochs:.1f} epochs of {batches}"]
     if report.neighbors is not None:
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())

@@ -22,7 +22,7 @@ from deepmd_ema.data.check.heuristics import (
 from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
 from deepmd_ema.data.source import BOX, COORD, FrameSource
-from deepmd_ema.errors import DataError, first_few
+from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import APARAM, ENERGY, FPARAM, LABELS, VIRIAL
 
@@ -85,7 +85,7 @@ class DataReport:
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
             *out,
-            f"Nearest pairs{seen}: {first_few(pairs, _MOST_ELEMENTS) or 'none within the cutoff'} angstrom{where}",
+            f"Nearest pairs in angstrom{seen}: {first_few(pairs, _MOST_ELEMENTS) or 'none within the cutoff'}{where}",
             f"Most neighbors within {self.rcut:g} angstrom{seen}: {most}, {self.neighbors.max_total} together",
         ]
 
@@ -255,15 +255,16 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
     frames = sum(s.system.num_frames for s in scans)
     counts = _count_elements(scans, type_map)
     elements = _largest(counts, type_map, "{name} {n:,}")
-    plural = "system" if len(scans) == 1 else "systems"
-    out = [f"{title}: {len(scans)} {plural}, {frames:,} frames, {int(counts.sum()):,} atoms ({elements})"]
+    total = f"{counted(frames, 'frame')}, {counted(int(counts.sum()), 'atom')}"
+    out = [f"{title}: {counted(len(scans), 'system')}, {total} ({elements})"]
     width = max((len(s.system.name) for s in scans[:_MOST_ROWS]), default=0)
     for scan in scans[:_MOST_ROWS]:
         system = scan.system
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
-        labels = [
+        labels = list(scan.conditions)
+        labels += [
             label if have == system.num_frames else f"{label} ({have:,} frames)"
             for label, have in scan.label_frames.items()
         ]
