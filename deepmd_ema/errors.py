@@ -156,6 +156,21 @@ def did_you_mean(found: str, known: Sequence[str]) -> str:
     return f"Did you mean {match}? Known: {names}."
 
 
+def show_text(text: str, most: int = 60) -> str:
+    """Return a text of the user in quotes, shortened to about ``most`` characters."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """Return a number with its noun: ``1 frame``, ``2,000 frames``; ``things`` is a plural of its own."""
+    return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
+
+
+def every_steps(number: int) -> str:
+    """Return how often something is done: ``every step``, ``every 2,000 steps``."""
+    return "every step" if number == 1 else f"every {number:,} steps"
+
+
 def first_few(names: Sequence[str], most: int = 10) -> str:
     """Return ``names`` separated by commas; of more than ``most`` the first ones and ``and N more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from deepmd_ema.cli.options import add_device, add_input, start_logging
+from deepmd_ema.cli.options import add_device, add_input, file_to_write, path, start_logging
 from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere
 
@@ -16,9 +16,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("-r", "--restart", metavar="CKPT", help="continue exactly where a checkpoint stands")
-    start.add_argument("-i", "--init-model", metavar="CKPT", help="start from the weights of a live or averaged file")
-    parser.add_argument("-o", "--output", metavar="FILE", default="out.json", help="normalized input (out.json)")
+    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
+    start.add_argument(
+        "-i", "--init-model", metavar="CKPT", type=path, help="start from the weights of a live or averaged file"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", default="out.json", type=file_to_write,
+                        help="normalized input (out.json)")  # fmt: skip
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
     parser.add_argument("--allow-config-change", action="store_true",
                         help="restart although the input differs from that of the checkpoint")  # fmt: skip

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from deepmd_ema.errors import Terminated, UserError
+from deepmd_ema.errors import Terminated, UserError, show_text
 
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+PORT, LAST_PORT = "MASTER_PORT", 65535
+ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -67,17 +68,28 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     else:
         return Launch()
     found = {name: environ.get(name, default) for name, default in zip(names, ("0", "1", "0"))}
-    wrong = [f"{name} = {value!r}: expected a whole number." for name, value in found.items() if not value.isdecimal()]
-    if wrong:
+    if wrong := _not_numbers({**found, PORT: environ.get(PORT, "1")}):
         raise UserError(wrong)
     rank, size, local_rank = map(int, found.values())
+    if size == 0:
+        raise UserError(f"{names[1]} = 0: expected the number of processes, 1 or more. Use torchrun.")
     if size > 1 and names[0] not in environ:
         raise UserError(f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun.")
     if rank >= size:
         raise UserError(f"{names[0]} = {rank}: expected 0 to {size - 1}, because {names[1]} = {size}.")
     # SLURM writes 4(x2),3 for two machines with 4 tasks and one with 3: the first number will do
-    together = re.match(r"[1-9][0-9]*", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
+    together = re.match(r"[1-9][0-9]{0,8}", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
     return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
+
+
+def _not_numbers(values: Mapping[str, str]) -> list[str]:
+    """Return a message for each value that is no whole number, or one that nothing can count to."""
+    # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
+    wrong = {name: value for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)}
+    found = [f"{name} = {show_text(value)}: expected a whole number." for name, value in wrong.items()]
+    if PORT not in wrong and not 1 <= int(values[PORT]) <= LAST_PORT:
+        found.append(f"{PORT} = {values[PORT]}: expected the number of a port, 1 to {LAST_PORT}.")
+    return found
 
 
 @contextlib.contextmanager

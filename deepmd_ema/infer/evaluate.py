@@ -20,7 +20,7 @@ from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
@@ -97,8 +97,7 @@ class ErrorReport:
             labels, predictions = map(np.concatenate, zip(*pairs))
             return labels, predictions
 
-        systems = len(self.by_system)
-        count = f"{len(self.frames)} frames of {systems} system{'s' * (systems > 1)}"
+        count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
         return plot_parity(
             {
                 "Energy": (*pair(ENERGY, True), "eV/atom"),
@@ -203,7 +202,8 @@ def open_labelled(
         DataError: with every problem of the data at once.
     """
     opened = open_systems([str(path) for path in systems], ReadSpec.of_model(config, labels), rglob_patterns)
-    problems = [text for s in opened for text in scan_system(s, len(config.type_map)).problems]
+    num_types, rcut = len(config.type_map), config.descriptor.cutoff
+    problems = [text for s in opened for text in scan_system(s, num_types, rcut).problems]
     if problems:
         raise DataError(problems)
     return opened

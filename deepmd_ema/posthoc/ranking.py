@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepmd_ema.errors import counted
 from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
@@ -104,9 +105,9 @@ class PosthocReport:
         ends = self.resolvable
         widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
         lines = [
-            f"{run.folder}: step {run.step:,}, {len(run.snapshots)} snapshots of {profiles}",
+            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
             f"solve: condition {found.condition:.2g}{dropped}; resolvable sigma_rel: {widths}",
-            f"errors on {self.num_frames} frames of {self.num_systems} system{'s' * (self.num_systems > 1)}",
+            f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
             *render(self.table()),
             "* the best of its column",

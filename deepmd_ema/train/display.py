@@ -17,6 +17,7 @@ from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import config_summary
 from deepmd_ema.dist.world import World
+from deepmd_ema.errors import counted
 from deepmd_ema.files import writing
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
@@ -60,7 +61,7 @@ def start_table(
         frozen = sum(p.numel() for p in made.model.parameters()) - trained
         words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
         frames = sum(system.num_frames for system in made.train)
-        pairs.append(("training", f"{words}, {frames:,} frames of {len(made.train)} systems"))
+        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
     # a kept copy has its trained parameters in float32, everything else as it is
@@ -68,6 +69,7 @@ def start_table(
     state = prepared.models.state_dict()
     num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
+    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return facts(f"{program}, on {device} ({name})", pairs)
 
@@ -108,6 +110,9 @@ class Reporter:
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._sums: dict[str, dict[str, Tensor]] = {task.name: {} for task in self.tasks}
         self._count: dict[str, int] = {task.name: 0 for task in self.tasks}
+        # for the end of the run: the last full validation
+        self.validated_step = 0
+        self.validated: Mapping[str, Errors] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` has a row."""
@@ -159,6 +164,7 @@ class Reporter:
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
+        self.validated_step, self.validated = step, results
         self.progress.show_validation(step, results)
         if self.board is not None:
             for weights, errors in results.items():

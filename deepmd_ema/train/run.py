@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.report.table import Table, render
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
+from deepmd_ema.train.ending import end_table
 from deepmd_ema.train.place import check_place, lock_place, write_config
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.start import find_start
@@ -54,6 +56,7 @@ def run_training(
     Raises:
         UserError: for every mistake in the input, the data or the files.
     """
+    began = time.monotonic()
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
@@ -70,16 +73,18 @@ def run_training(
         prepared = prepare(config, start, world, skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, output, is_new=start.step == 0))
         make = partial(assemble, prepared, start, world, should_update, input_file, callback)
-        logger.info("trained model: %s", _train(make, world))
+        tell_end = partial(end_table, config=prepared.config, input_file=input_file)
+        logger.info("%s", "\n".join(render(_train(make, world, tell_end, began), "  ")))
 
 
-def _train(make: Callable[[], Trainer], world: World) -> Path:
-    """Train and return the link to the newest checkpoint."""
+def _train(make: Callable[[], Trainer], world: World, tell_end: Callable[..., Table], began: float) -> Table:
+    """Train and return what is said at the end."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
+    first = trainer.step
     trainer.run()
-    return trainer.saver.link
+    return tell_end(trainer, steps=trainer.step - first, seconds=time.monotonic() - began)
 
 
 def _seed(config: RunConfig, output: str, inputs: Sequence[str | None], held: ExitStack) -> int:

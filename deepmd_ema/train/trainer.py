@@ -225,7 +225,7 @@ class Trainer:
                 biases = self.refit()
             logger.info("saved %s", ", ".join(self._write(biases)))
             if self.bank is not None:
-                logger.info("averages of step %d: %s", self.step, averages_in_words(self.bank))
+                logger.info("averages of step %s: %s", f"{self.step:,}", averages_in_words(self.bank))
 
     def _write(self, biases: Biases | None = None) -> list[str]:
         with self.times.of("checkpoint"):
@@ -240,7 +240,7 @@ class Trainer:
             self._save()
         assert self.stop.signal is not None
         raise Interrupted(
-            f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
+            f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
             f"Go on with: dp-ema train --restart {self.saver.link} {self.input_file}"
             + (", launched as before" if self.world.size > 1 else ""),
             self.stop.signal,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
-from deepmd_ema.data.formats.npy import NpyStore
+from deepmd_ema.data.formats.npy import NpyStore, is_there
 from deepmd_ema.data.formats.system import open_system
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems
@@ -101,6 +101,9 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
 
 def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
     if patterns:
+        absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
+        if absolute:
+            raise DataError(f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. '*/water*'.")
         try:
             return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
         except RecursionError:
@@ -122,7 +125,11 @@ def _below(root: Path) -> Iterator[Path]:
             names = {e.name: e.is_dir() for e in entries}
         if names.get("type.raw") is False:
             yield folder
-        waiting += [folder / n for n, is_folder in sorted(names.items()) if is_folder and not n.startswith("set.")]
+        for name, is_folder in sorted(names.items()):
+            if is_folder and not name.startswith("set."):
+                waiting.append(folder / name)
+            elif not is_folder and not name.startswith("."):  # hidden ones are locks of editors
+                is_there(folder / name)  # a link that leads nowhere may have been a system
 
 
 def _similar(path: Path) -> str:
