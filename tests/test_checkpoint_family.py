@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from helpers import config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
@@ -16,7 +17,8 @@ from deepmd_ema.errors import CheckpointError
 
 def payload(step, kind="training", weights="live", value=0.0):
     head = {"format": checkpoint.FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
-    return {**head, "config": {}, "model": {"w": torch.full((50,), float(step) + value)}}
+    parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
+    return {**head, "config": config_parts(), **parts, "model": {"w": torch.full((50,), float(step) + value)}}
 
 
 @pytest.fixture

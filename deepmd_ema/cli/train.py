@@ -17,7 +17,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
     start.add_argument("-r", "--restart", metavar="CKPT", help="continue exactly where a checkpoint stands")
-    start.add_argument("-i", "--init-model", metavar="CKPT", help="start from the weights of a live or averaged file")
+    start.add_argument("-i", "--init-model", metavar="FILE",
+                       help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", default="out.json", help="normalized input (out.json)")
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
     parser.add_argument("--allow-config-change", action="store_true",
