@@ -60,10 +60,10 @@ def main() -> None:
     header = ["file", "bytes", "flipped", "loads", *OUTCOMES]
     words = [
         f"# One flipped bit in a file of weights ({common.today()})", "",
-        f"`python benchmarks/bit_flips.py --bits {args.bits} --seed {args.seed}`; one bit at a time, in another process; "
-        f"{sum(totals.values()):,} loads in {time.perf_counter() - began:.0f} s. Equal: every tensor and fact that the "
-        "file gave are those that were written; the bit stands where nothing reads (dates, padding). "
-        "The file of 0.1.0 has no digest.", "",
+        f"`python benchmarks/bit_flips.py --bits {args.bits} --seed {args.seed}`; one bit at a time, in another "
+        f"process; {sum(totals.values()):,} loads in {time.perf_counter() - began:.0f} s. Equal: every tensor and fact "
+        "that the file gave are those that were written; the bit stands where nothing reads (dates, padding). The file "
+        "of 0.1.0 has no digest.", "",
     ]  # fmt: skip
     common.publish("\n".join([*words, common.table(header, rows)]), args.output)
     raise SystemExit(any(totals[o] for o in (WRONG, FAULT, DIED)))
