@@ -118,11 +118,14 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
 def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
     """Return ``tree`` with facts about its weights.
 
-    All but the config stand in the input as well: DeePMD-kit keeps that when it converts a file, and nothing else.
+    What they are and of which step stands in the input as well: DeePMD-kit keeps that when it converts a file, and nothing
+    else of ours.
     """
-    short = {name: fact for name, fact in facts.items() if name != "config"}
-    script = {**(tree.get("model_def_script") or {}), EXTRA: short} if short else tree.get("model_def_script")
-    return {**tree, "model_def_script": script, EXTRA: dict(facts)}
+    tree = {**tree, EXTRA: dict(facts)}
+    if "weights" in facts:
+        short = {name: fact for name, fact in facts.items() if name != "config"}
+        tree["model_def_script"] = {**(tree.get("model_def_script") or {}), EXTRA: short}
+    return tree
 
 
 def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
