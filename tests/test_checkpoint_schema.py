@@ -50,11 +50,16 @@ def trained(tmp_path_factory):
 
 
 def places(tree, above=()):
-    """Yield the place of every part of nested dictionaries and lists; of lists the first entries only."""
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ()
-    for key, value in inside:
+    """Yield the place of every part of nested dictionaries and lists; of many that are alike the first two only."""
+    inside = list(tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ())
+    for key, value in inside[:2] if isinstance(tree, list) or _by_tensor(tree) else inside:
         yield (*above, key)
         yield from places(value, (*above, key))
+
+
+def _by_tensor(tree):
+    """Whether a dictionary has the names of tensors."""
+    return isinstance(tree, dict) and any(name.endswith(".weight") for name in tree)
 
 
 def changed(tree, place, value=None, drop=False):
@@ -105,11 +110,10 @@ def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_tol
     payload, path, draw = checkpoint.load(trained / file), tmp_path / "m.pt", random.Random(0)
     for place in places(payload):
         of_model = place[0] == "config" and len(place) > 3  # what an input may hold has tests of its own
-        if of_model and draw.random() > 0.05:
+        if of_model and draw.random() > 0.03:
             continue
-        checkpoint.save(path, changed(payload, place, drop=True))
-        read_it(path, *COMMANDED)
-        checkpoint.save(path, changed(payload, place, draw.choice([*JUNK, torch.zeros(3), torch.zeros(2).int()])))
+        junk = draw.choice([*JUNK, torch.zeros(3), torch.zeros(2).int()])
+        checkpoint.save(path, changed(payload, place, junk, drop=draw.random() < 0.4))
         read_it(path, *COMMANDED)
 
 
@@ -178,7 +182,7 @@ def test_a_pointer_that_is_no_path_is_told_with_what_is_there(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("checkpoint").write_bytes(content)
     for way in (".", "checkpoint"):
-        with pytest.raises(CheckpointError, match=rf"checkpoint: {reason}.*Available in .: model.ckpt.pt"):
+        with pytest.raises(CheckpointError, match=rf"checkpoint: {reason}.*Available in .: model.ckpt-7.pt"):
             checkpoint.load(way)
 
 
@@ -195,12 +199,10 @@ def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_rea
     path, draw = tmp_path / "m.dp", random.Random(0)
     for place in places(tree):
         of_config = place[0] in ("dp_ema", "model_def_script") and len(place) > 3
-        if draw.random() > (0.1 if of_config else 0.7):
+        if draw.random() > (0.05 if of_config else 0.3):
             continue
-        write_tree(path, changed(tree, place, drop=True))
-        read_it(path, load_model, describe)
         junk = draw.choice(JUNK) if "@variables" not in place else draw.choice([torch.zeros(3).numpy(), None])
-        write_tree(path, changed(tree, place, junk))
+        write_tree(path, changed(tree, place, junk, drop=draw.random() < 0.4))
         read_it(path, load_model, describe)
 
 

@@ -149,6 +149,15 @@ def _is_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
 TEXT = _value(lambda v: isinstance(v, str), "a text")
 FLAG = _value(lambda v: isinstance(v, bool), "true or false")
 NUMBER = _value(_is_number, "a number")
@@ -213,9 +222,12 @@ BIAS = _all(
 )
 
 _MODEL = _parts({"type_map": TEXTS})
-_SECTIONS = _parts({"model": _either(
-    lambda v: isinstance(v, Mapping) and "model_dict" in v, _parts({"model_dict": _each(_MODEL)}), _MODEL
-)})  # fmt: skip
+_SECTIONS = _all(
+    _parts({"model": _either(
+        lambda v: isinstance(v, Mapping) and "model_dict" in v, _parts({"model_dict": _each(_MODEL)}), _MODEL
+    )}),
+    _value(_is_plain, "the plain values of an input"),
+)  # fmt: skip
 _OF_RUN = _all(_SECTIONS, _parts({"training": _parts({"seed": _or_none(WHOLE)})}))
 _ALL: dict[str, Rule] = {"version": TEXT, "weights": TEXT, "step": COUNT, "config": _SECTIONS, "model": TENSORS}
 _COMMON: dict[str, Rule] = {
