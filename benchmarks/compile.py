@@ -183,8 +183,7 @@ def _toy_batch(model, counts: list[tuple[int, int]]):
 
 
 def _batch(model, frames):
-    from deepmd_ema.data.collate import collate
-    from deepmd_ema.data.source import Frame
+    from deepmd_ema.data.collate import Frame, collate  # Frame from where --base has it, too
 
     return collate([Frame(np.asarray(c, float), np.asarray(t, np.int64), b) for c, t, b in frames], model.layout)
 

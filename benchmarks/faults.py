@@ -131,7 +131,7 @@ def row(fault: Fault, work: Path) -> list[str]:
     # torchrun ends with a traceback of its own
     said = [line for line in last_words(folder) if fault.hand or not line.startswith("Traceback")]
     files = sorted(p.name for p in folder.glob("model.ckpt-*.pt"))
-    half = [p.name for p in folder.glob("*.part")]
+    half = [p.name for p in folder.glob("*.part*")]
     done = [
         fault.name, str(fault.changes.get("training__zero_stage", 0)), "hand" if fault.hand else "torchrun",
         f"{took:.1f} s", " ".join("hangs" if code is None else str(code) for code in codes),

@@ -200,7 +200,7 @@ def torment(run: Run, kills: int, moments: random.Random, start_s: float, step_s
         if not run.kill():
             raise SystemExit("the run has ended before the last kill: raise STEPS_PER_KILL")
         story.moments[moment] += 1
-        story.half_written += any(run.folder.glob("*.part"))
+        story.half_written += any(run.folder.glob("*.part*"))
         story.split_pairs += run.linked_step() != run.linked_step("model_ema.ckpt.pt")
         story.lost.append(run.newest_row() - run.linked_step())
     story.restarts += run.start()

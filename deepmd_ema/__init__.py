@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepmd_ema.infer.potential import Potential
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["Potential", "__version__"]
 
 

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.errors import UserError, did_you_mean
+import numpy as np
+
+from deepmd_ema.errors import UserError, counted, did_you_mean
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.labels import FPARAM
 
 try:
     # the class below is a subclass of ASE's: there is no later moment to import it
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 class DP(Calculator):
     """Energies (eV), forces (eV/angstrom) and stress (eV/angstrom^3) of a trained model in ASE.
 
-    ``calc.set(fparam=..., aparam=...)`` changes the parameters of models that take some.
+    A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
+    ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
 
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
@@ -37,6 +41,7 @@ class DP(Calculator):
 
     def __init__(self, model: str | Path | Potential, device: str | None = None, **parameters: Any) -> None:
         super().__init__(**parameters)
+        self._conditions: dict[str, Any] = {}
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device)
 
     def set(self, **parameters: Any) -> dict[str, Any]:
@@ -56,6 +61,16 @@ class DP(Calculator):
             self.reset()
         return changed
 
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """Return what has changed since the last calculation; ``atoms.info``, which ASE does not look at, as well."""
+        changes: list[str] = super().check_state(atoms, tol)
+        if not changes and not all(
+            np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name)))
+            for name, value in self._conditions_of(atoms).items()
+        ):
+            changes.append("info")
+        return changes
+
     def calculate(
         self,
         atoms: Atoms | None = None,
@@ -70,13 +85,8 @@ class DP(Calculator):
         super().calculate(atoms, list(properties), list(system_changes))
         now = self.atoms
         assert now is not None, "ASE has set it"
-        found = self.potential.evaluate(
-            now.get_positions(),
-            self._types(now),
-            self._box(now),
-            fparam=self.parameters["fparam"],
-            aparam=self.parameters["aparam"],
-        )
+        self._conditions = self._conditions_of(now)
+        found = self.potential.evaluate(now.get_positions(), self._types(now), self._box(now), **self._conditions)
         energy = float(found.energy[0])
         self.results = {
             "energy": energy,
@@ -89,6 +99,21 @@ class DP(Calculator):
             stress = -found.virial[0].reshape(3, 3) / now.get_volume()
             stress = 0.5 * (stress + stress.T)
             self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+
+    def _conditions_of(self, atoms: Atoms) -> dict[str, Any]:
+        """Return the parameters of the frame and its atoms; those in ``info`` count if the model takes some.
+
+        Raises:
+            UserError: if the model needs some and neither place has them.
+        """
+        found = {}
+        for name, number in self.potential.num_conditions.items():
+            value = self.parameters[name]
+            found[name] = atoms.info.get(name) if value is None and number else value
+            if found[name] is None and number and not (name == FPARAM and self.potential.default_fparam):
+                what = f"this model needs {counted(number, 'number')} per {'frame' if name == FPARAM else 'atom'}"
+                raise UserError(f'{name}: {what}. Set atoms.info["{name}"], or give DP(..., {name}=...).')
+        return found
 
     def _types(self, atoms: Atoms) -> list[str]:
         symbols = atoms.get_chemical_symbols()

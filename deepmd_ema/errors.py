@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -32,6 +36,21 @@ class CheckpointError(UserError):
     """A checkpoint or model file is missing, damaged or of another model, or cannot be written."""
 
 
+class WriteError(UserError):
+    """The system refuses to write a file.
+
+    Args:
+        path: the file.
+        cause: the error of the system.
+        advice: what the user can do beside what the error itself calls for.
+    """
+
+    def __init__(self, path: str, cause: BaseException, advice: str = "") -> None:
+        self.cause = cause
+        what_to_do = " ".join(filter(None, (_advice(cause), advice)))
+        super().__init__(f"{path}: cannot be written ({reason_of(cause)}). {what_to_do}".rstrip())
+
+
 class DivergedError(UserError):
     """The loss or a gradient became non-finite; the message names the step, the task and the frames."""
 
@@ -53,10 +72,69 @@ class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived outside the training loop, so nothing was saved."""
+    """A signal that ends a process arrived outside the training loop, so nothing was saved."""
 
-    def __init__(self, message: str = "stopped by SIGTERM outside the training steps; nothing was saved") -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", signal_number: int = signal.SIGTERM) -> None:
+        self.signal_number = signal_number
+        name = signal.Signals(signal_number).name
+        super().__init__(message or f"stopped by {name} outside the training steps; nothing was saved")
+
+
+_LONGEST_SHOWN = 300  # letters of a path in a message
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# what the user can do, by the error of the system
+_TO_DO = {
+    **dict.fromkeys(_NO_ROOM, "Make room on the disk."),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place."),
+    errno.EROFS: "Name another place.",
+    errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
+    errno.ELOOP: "A link leads back to itself: remove it.",
+    errno.ENOENT: "Make the folder, or correct the name.",
+    errno.ENOTDIR: "A file stands where a folder is expected: correct the name.",
+    errno.EISDIR: "A folder stands where a file is expected: give the name of a file.",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: raise the limit of `ulimit -n`."),
+    errno.EFBIG: "Raise the limit of `ulimit -f`, or choose a file system that takes larger files.",
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "The disk or the network file system fails: see the system's log."),
+}
+
+
+def os_error_message(error: OSError) -> str | None:
+    """Return what a user reads of an error of the system; None if neither file nor reason is of the user's making."""
+    if error.filename is None and error.errno not in _TO_DO:
+        return None
+    place = ""
+    if isinstance(error.filename, str | bytes):
+        name = os.fsdecode(error.filename)
+        place = f"{name}: " if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}...: "
+    return f"{place}{reason_of(error)}. {_advice(error)}".rstrip()
+
+
+def errno_of(error: BaseException | None) -> int | None:
+    """Return the number of the error of the system behind ``error``, which torch and HDF5 wrap; None without one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        if found := re.search(r"errno = (\d+)", str(error)):  # in the texts of HDF5
+            return int(found[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in a few words what the system says of an error."""
+    number = errno_of(error)
+    if number is not None:
+        return os.strerror(number)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the system had no room left."""
+    return errno_of(error) in _NO_ROOM
+
+
+def _advice(error: BaseException) -> str:
+    return _TO_DO.get(errno_of(error) or 0, "")
 
 
 @contextmanager
@@ -76,6 +154,21 @@ def did_you_mean(found: str, known: Sequence[str]) -> str:
         return f"Known: {names}."
     match = next(k for k in known if k.lower() == close[0])
     return f"Did you mean {match}? Known: {names}."
+
+
+def show_text(text: str, most: int = 60) -> str:
+    """Return a text of the user in quotes, shortened to about ``most`` characters."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """Return a number with its noun: ``1 frame``, ``2,000 frames``; ``things`` is a plural of its own."""
+    return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
+
+
+def every_steps(number: int) -> str:
+    """Return how often something is done: ``every step``, ``every 2,000 steps``."""
+    return "every step" if number == 1 else f"every {number:,} steps"
 
 
 def first_few(names: Sequence[str], most: int = 10) -> str:

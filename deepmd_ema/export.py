@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.files import MODEL_FILE, refuse_to_lose
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.energy import EnergyModel
 
@@ -64,22 +64,20 @@ def freeze(loaded: LoadedModel, output: str | Path) -> Frozen:
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     path = _target(Path(output))
-    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    refuse_to_lose(path, "-o", MODEL_FILE, [loaded.info.path])
     info = loaded.info
-    try:
-        extra = {**info.as_dict(), "config": dict(info.config)}
-        interchange.write_dp(part, loaded.model, dict(info.config["model"]), info.min_nbor_dist, extra)
-        _, back, _ = interchange.read_dp(part)
-        difference = compare(loaded.model, back, loaded.config)
-        size = part.stat().st_size
-        os.replace(part, path)
-    except CheckpointError as error:
-        raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}. Choose another -o.") from error
-    finally:
-        part.unlink(missing_ok=True)
-    return Frozen(path, f"{info.in_words()}, from {info.path}", size, difference)
+    extra = {**info.as_dict(), "config": dict(info.config)}
+    difference: dict[str, float] = {}
+
+    def read_back(part: Path) -> None:
+        try:
+            _, back, _ = interchange.read_dp(part)
+        except CheckpointError as error:
+            raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
+        difference.update(compare(loaded.model, back, loaded.config))
+
+    interchange.write_dp(path, loaded.model, dict(info.config["model"]), info.min_nbor_dist, extra, check=read_back)
+    return Frozen(path, f"{info.in_words()}, from {info.path}", path.stat().st_size, difference)
 
 
 def compare(model: EnergyModel, other: EnergyModel, config: ModelConfig) -> dict[str, float]:

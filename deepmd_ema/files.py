@@ -1,55 +1,240 @@
-"""Atomic writes: a file appears whole or not at all."""
+"""Files: written whole or not at all, moved and linked so that a power cut keeps them, never over what is not ours."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from deepmd_ema.errors import UserError, WriteError, errno_of
+
+_LONGEST_NAME = 255  # bytes, of a file on the file systems in use
+_LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
+_PART = re.compile(r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network file systems have no fsync of a folder
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a command writes, recognised by its first bytes: only such a file may be written over.
+
+    Attributes:
+        name: with its article.
+        head: matches the beginning of such a file.
+    """
+
+    name: str
+    head: re.Pattern[bytes]
+
+
+JSON = Kind("a JSON file", re.compile(rb"\s*\{"))
+TABLE = Kind("a table that begins with #", re.compile(rb"#"))
+CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
+LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
+MODEL_FILE = Kind("a frozen model", re.compile(rb"\x89HDF|.{0,4000}(@class|@version|@variables|software:)", re.DOTALL))
+# PNG, PDF, PostScript, SVG, JPEG, TIFF of both kinds, WebP, PGF
+PICTURE = Kind("a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator"))
 
 
 @contextmanager
-def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; on success it becomes ``path`` in one move, else it is removed.
+def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
+    """Yield a path to write to; on success it becomes ``path`` in one move, else it is removed.
 
     The file and its folder are flushed to the disk, so that a crash at any moment leaves the old file or the new one.
-    A half-written file of this name that a killed process has left is removed first.
+    Links are followed: what they lead to is replaced. What is no regular file (a device, a pipe) is given the bytes.
+    The path that is yielded ends as ``path`` does, and nobody can foresee it or lay a link in its place.
+
+    Args:
+        path: the file.
+        advice: what the user can do when it cannot be written, beside what the error itself calls for.
+
+    Raises:
+        WriteError: if the system refuses to write.
     """
-    final = Path(path)
-    sweep(final.parent, re.escape(final.name))
-    part = final.with_name(f"{final.name}.{os.getpid()}.part")
+    with writing(path, advice):
+        final = Path(os.path.realpath(path))
+        if final.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with suppress(FileNotFoundError):
+            os.lstat(final)  # a name that is too long is refused before the work
+        if final.exists() and not final.is_file():
+            with _copied_to(final) as part:
+                yield part
+            return
+        sweep(final.parent)
+        part = _part_of(final)
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+        try:
+            yield part
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            move(part, final)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing(path: str | Path, advice: str = "") -> Iterator[None]:
+    """Turn what the system refuses in the body into a message that names ``path``.
+
+    Raises:
+        WriteError: for an error of the system, also where torch or HDF5 has wrapped it.
+    """
     try:
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, final)
-        _sync_folder(final.parent)
+        yield
+    except WriteError:
+        raise
+    except (OSError, RuntimeError) as error:
+        if not isinstance(error, OSError) and errno_of(error) is None:
+            raise
+        raise WriteError(str(path), error, advice) from error
+
+
+def move(old: Path, new: Path) -> None:
+    """Give the file ``old`` the name ``new``; a crash afterwards does not undo it."""
+    os.replace(old, new)
+    sync_folder(new.parent)
+
+
+def link(path: Path, target: Path) -> None:
+    """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in one move."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
+    part = _part_of(path)
+    part.symlink_to(os.path.relpath(target, path.parent))
+    try:
+        move(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
-def sweep(folder: Path, names: str) -> None:
-    """Remove half-written files in ``folder``, of names that match ``names``, that a killed process has left."""
-    pattern = re.compile(rf"^(?:{names})\.(?P<pid>\d+)\.part$")
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = pattern.match(path.name)
-        if match is not None and not _is_running(int(match["pid"])):
-            path.unlink(missing_ok=True)
+def append(path: Path, text: str, anew: bool = False) -> None:
+    """Add ``text`` to a file, or begin it ``anew``; it is on the disk when this returns.
+
+    Raises:
+        WriteError: if the system refuses to write.
+    """
+    with writing(path, "The last checkpoint is usable."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w" if anew else "a", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+            file.flush()
+            with suppress(OSError):  # a device or a pipe has nothing to flush
+                os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def refuse_to_lose(path: str | Path, option: str, kind: Kind, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the work.
+
+    Args:
+        path: the file; need not exist.
+        option: what names it, for the message.
+        kind: what will be written; a file of the same kind is written over.
+        inputs: files that the command reads, which it never writes over.
+
+    Raises:
+        UserError: if an input or a file of another kind is there.
+    """
+    path = Path(path)
+    refuse_inputs(path, option, inputs)
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if head and not kind.head.match(head):
+        raise UserError(
+            f"{option} {path}: a file is there that is not {kind.name}, and would be written over. Choose another "
+            f"{option}, or move the file away."
+        )
 
 
-def _is_running(pid: int) -> bool:
+def refuse_inputs(path: Path, option: str, inputs: Iterable[str | Path | None]) -> None:
+    """Check that ``path`` is none of the files that the command reads.
+
+    Raises:
+        UserError: if it is.
+    """
+    for given in inputs:
+        if given is not None and os.path.exists(given) and path.is_file() and os.path.samefile(path, given):
+            raise UserError(f"{option} {path}: this is {given}, which the command reads. Choose another {option}.")
+
+
+def sweep(folder: Path) -> None:
+    """Remove half-written files in ``folder`` that a killed process has left.
+
+    A process is asked for on its own machine only; a file of another machine is left after a day.
+    """
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        match = _PART.fullmatch(name)
+        with suppress(FileNotFoundError):
+            if match is not None and _is_left(folder / name, match["machine"], int(match["pid"])):
+                (folder / name).unlink()
+
+
+@cache
+def this_machine() -> str:
+    """Return what tells this machine, since its start, from others: numbers of processes mean something on it."""
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
+    with suppress(OSError):  # of a container, which counts its processes by itself
+        facts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("".join(facts).encode()).hexdigest()[:8]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine runs."""
     try:
         os.kill(pid, 0)
     except OSError as error:  # PermissionError: it runs, but belongs to another user
         return not isinstance(error, ProcessLookupError)
     return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(handle)
+
+
+def _part_of(final: Path) -> Path:
+    """Return a path beside ``final`` for its half-written form."""
+    suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
+    mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
+    name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])
+    return final.with_name(name + mark)
+
+
+def _is_left(path: Path, machine: str, pid: int) -> bool:
+    if machine == this_machine():
+        return not is_running(pid)
+    return time.time() - path.lstat().st_mtime > _LEFT_S
+
+
+@contextmanager
+def _copied_to(device: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / f"part{device.suffix}"
+        part.touch()
+        yield part
+        with part.open("rb") as source, device.open("wb") as sink:
+            shutil.copyfileobj(source, sink)

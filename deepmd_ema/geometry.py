@@ -14,9 +14,15 @@ import numpy as np
 from vesin import NeighborList
 
 from deepmd_ema.arrays import Array, stable_argsort
+from deepmd_ema.errors import DataError
 
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 
+LARGEST_POSITION = 1e6  # angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
+_LARGEST_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for the same reason
+_FLAT_CELL = 1e-6  # volume over product of the lengths
+_MOST_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
+_MOST_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
 
 
@@ -71,7 +77,13 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
         coord: (N, 3), angstrom.
         box: (3, 3), rows are cell vectors, or None for an open system.
         rcut: cutoff radius, angstrom.
+
+    Raises:
+        DataError: if the search would overflow or not end (see ``frame_faults``).
     """
+    faults = frame_faults(coord[None], None if box is None else box[None], np.array([len(coord)]), rcut)
+    if faults:
+        raise DataError(faults[0])
     pairs, shift, distance = _search(coord, box, rcut, "PSd")
     i, j = pairs[:, 0], pairs[:, 1]
     order = np.argsort(distance)
@@ -80,6 +92,67 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
         order = np.lexsort((*shift.T, j, distance, i))
     return Pairs(i[order], j[order], shift[order])
+
+
+def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float) -> dict[int, str]:
+    """Return why pairs of some frames cannot be searched, by the number of the frame: none of sound data.
+
+    Args:
+        coord: (F, N, 3), angstrom; rows of atoms that do not exist are zero.
+        box: (F, 3, 3), or None for open systems.
+        num_atoms: (F,) atoms that exist.
+        rcut: cutoff radius, angstrom.
+    """
+    with np.errstate(all="ignore"):  # numbers that overflow here are faults
+        faults = _cell_faults(box, num_atoms, rcut) if box is not None else _extent_faults(coord)
+        far = np.abs(coord).max(axis=(1, 2), initial=0.0)
+    text = "a position of {:.3g} angstrom, expected less than {:g}. Is the file damaged?"
+    far_off = {k: text.format(far[k], LARGEST_POSITION) for k in np.flatnonzero(~(far <= LARGEST_POSITION)).tolist()}
+    return faults | far_off
+
+
+def _extent_faults(coord: Array) -> dict[int, str]:
+    extent = np.ptp(coord, axis=1).max(axis=1, initial=0.0) if coord.shape[1] else np.zeros(len(coord))
+    text = "the atoms of this open system are {:.3g} angstrom apart, expected less than {:g}. Is the file damaged?"
+    return {k: text.format(extent[k], _LARGEST_EXTENT) for k in np.flatnonzero(~(extent <= _LARGEST_EXTENT)).tolist()}
+
+
+def _cell_faults(box: Array, num_atoms: Array, rcut: float) -> dict[int, str]:
+    edges = np.linalg.norm(box, axis=2)
+    volume = np.abs(np.linalg.det(box))
+    areas = np.linalg.norm(np.cross(np.roll(box, -1, axis=1), np.roll(box, -2, axis=1)), axis=2)
+    heights = volume[:, None] / areas
+    images = (2 * np.ceil(rcut / heights) + 1).prod(axis=1)
+    neighbors = num_atoms * (4 / 3 * math.pi * rcut**3) / volume
+    sound = (volume > _FLAT_CELL * edges.prod(axis=1)) & (volume > 0)
+    sound &= (edges.max(axis=1) <= _LARGEST_EXTENT) & (images <= _MOST_IMAGES) & (neighbors <= _MOST_NEIGHBORS)
+    return {
+        k: _cell_fault(box[k], edges[k], volume[k], heights[k], images[k], neighbors[k], rcut)
+        for k in np.flatnonzero(~sound).tolist()
+    }
+
+
+def _cell_fault(
+    cell: Array, edges: Array, volume: float, heights: Array, images: float, neighbors: float, rcut: float
+) -> str:
+    shown = " ".join(f"{v:g}" for v in cell.ravel())
+    if not (volume > _FLAT_CELL * edges.prod() and volume > 0):
+        return f"the cell has no volume ({shown}). For open boundaries add an empty file nopbc to the system."
+    if not edges.max() <= _LARGEST_EXTENT:
+        return (
+            f"an edge of the cell is {edges.max():.3g} angstrom long ({shown}), expected at most {_LARGEST_EXTENT:g}."
+        )
+    if images > _MOST_IMAGES:
+        return (
+            f"the cell is {heights.min():.3g} angstrom thin ({shown}): {images:.2g} images of it lie within the cutoff "
+            f"of {rcut:g} angstrom, expected at most {_MOST_IMAGES:g}. Lengths are in angstrom; use a less skewed "
+            "cell of the same crystal, or a smaller cutoff."
+        )
+    return (
+        f"the cell of {volume:.3g} angstrom^3 ({shown}) is so small that an atom has {neighbors:.2g} neighbors within "
+        f"the cutoff of {rcut:g} angstrom, expected at most {_MOST_NEIGHBORS:g}. Lengths are in angstrom; are they "
+        "given in nm?"
+    )
 
 
 def neighbor_statistics(
@@ -158,6 +231,8 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
 def _search(
     coord: Array, box: Array | None, rcut: float, quantities: str, each_twice: bool = True
 ) -> tuple[Array, ...]:
+    if box is None:  # a cutoff far beyond an open system would be searched in steps of its size
+        rcut = min(rcut, 1.0 + float(np.linalg.norm(np.ptp(coord, axis=0)))) if len(coord) else rcut
     finder = NeighborList(cutoff=rcut, full_list=each_twice, sorted=each_twice, n_threads=1)
     found = finder.compute(
         points=np.ascontiguousarray(coord, np.float64),

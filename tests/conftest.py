@@ -10,7 +10,9 @@ import threading
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from helpers import write_system
+from helpers import SPACING, write_system
+
+from deepmd_ema.data.check.physics import COVALENT_RADII
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,21 @@ def _nothing_is_left_behind():
     assert not started, f"threads go on: {started}"
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized(), "a process group is open"
+
+
+@pytest.fixture(autouse=True)
+def _atoms_of_toy_data_touch(request):
+    """O and H of the toy data are as large as their lattice is wide; as real ones they would look given in bohr."""
+    own = dict(COVALENT_RADII)
+    if "real_radii" not in request.fixturenames:
+        COVALENT_RADII.update({"O": SPACING / 2, "H": SPACING / 2})
+    yield
+    COVALENT_RADII.update(own)
+
+
+@pytest.fixture
+def real_radii():
+    """Elements of this test have their own covalent radii."""
 
 
 @pytest.fixture(autouse=True)

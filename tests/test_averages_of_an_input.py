@@ -153,13 +153,13 @@ def best_of(folder, prefix):
     return sorted(p.name for p in folder.glob(f"{prefix}.ckpt-*"))
 
 
-def test_best_files_of_an_average_are_pruned_with_the_checkpoint_that_knows_of_them(start, tmp_path):
-    """Also those that an earlier run in this folder has left, as those of the live weights."""
-    (tmp_path / "run").mkdir()
+def test_best_files_of_an_average_are_pruned_with_the_checkpoint_that_knows_of_them(start):
+    """As those of the live weights: what no record names is gone after the next checkpoint."""
+    folder = start("run", 6)
     stale = ["best.ckpt-900.t-1.pt", "best_ema.ckpt-900.t-1.pt", "best_slow.ckpt-900.t-2.pt"]
     for name in stale:
-        (tmp_path / "run" / name).touch()
-    folder = start("run", 6)
+        (folder / name).touch()
+    start("run", 9, restart="model.ckpt.pt")
     for prefix in ("best", "best_ema", "best_slow"):
         assert len(best_of(folder, prefix)) == 1
     assert not any((folder / name).exists() for name in stale)
@@ -209,10 +209,3 @@ def test_files_and_snapshots_of_averages_that_a_restart_overtakes_go(start):
     entries = [ENTRIES[0], {**ENTRIES[1], "snapshot_freq": 8}]
     start("run", 8, {"training__averaging": entries, "training__save_freq": 8}, restart="model.ckpt-3.pt")
     assert [steps_of(folder, name) for name in series] == [[3, 8, 9, 12]] * 5
-
-
-def test_snapshots_of_an_earlier_run_go_when_this_one_passes_their_steps(start):
-    folder = start("run", 12)
-    entries = [ENTRIES[0], {**ENTRIES[1], "snapshot_freq": 5}]
-    start("run", 10, {"training__averaging": entries, "training__seed": 4})
-    assert steps_of(folder, "snapshots/model_p05.ckpt") == [5, 10, 12]

@@ -302,7 +302,7 @@ def test_wrong_data_are_told_with_file_and_frame_before_anything_is_trained(desk
         ({"sys_probs": [0.5, 0.5]}, "training.training_data.sys_probs: 2 numbers, expected one per system: 1."),
         ({"batch_size": [2, 3]}, "training.training_data.batch_size: a list of 2 numbers, expected one per system: 1."),
         ({"batch_size": "filter:3"}, "batch_size = filter:3: every system has more atoms. Use a larger number."),
-        ({"auto_prob": "prob_sys_size;0:3:1.0"}, '"0:3:1.0" does not fit 1 systems: expected 0 <= start < stop <= 1'),
+        ({"auto_prob": "prob_sys_size;0:3:1.0"}, '"0:3:1.0" does not fit 1 system: expected 0 <= start < stop <= 1'),
     ],
 )
 def test_options_that_do_not_fit_the_systems_are_told_with_the_problems_of_the_data(desk, data, phrase):

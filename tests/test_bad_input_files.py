@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import socket
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import torch
 from bad_inputs import GOOD, USER, Desk, sit_down, write_systems
 
 from deepmd_ema import checkpoint, cli
+from deepmd_ema.locks import locked
+from deepmd_ema.train.place import LOCK
 
 LAST = 4
 
@@ -199,7 +203,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays_usable(desk, monkeypat
                   "model.ckpt-4.pt is whole and still usable.")  # fmt: skip
     monkeypatch.setattr(torch, "save", save)
     assert Path("model.ckpt-4.pt").read_bytes() == kept
-    assert not list(Path().glob("*.part"))
+    assert not list(Path().glob("*.part*"))
     assert {checkpoint.load(p)["step"] for p in ("model.ckpt.pt", "model_ema.ckpt.pt", ".")} == {4}
     desk.train("--restart", "model.ckpt.pt").must_say(code=GOOD)
 
@@ -283,6 +287,156 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(clean
 
 def test_a_log_file_that_cannot_be_written_is_told(clean):
     clean.train("-l", "/proc/log").must_say("--log-path /proc/log: cannot be written (")
+
+
+def everything(folder="."):
+    return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file() and not p.is_symlink()}
+
+
+NOT_OVERWRITTEN = {
+    "the input": ["train", "input.json", "-o", "input.json"],
+    "a link to the input": ["train", "input.json", "-o", "link.json"],
+    "the input by the log": ["freeze", "-l", "input.json"],
+    "a checkpoint by the log": ["freeze", "-l", "model.ckpt-4.pt"],
+    "data by a picture": ["plot", "lcurve.out", "-o", "data/type.raw"],
+    "a learning curve by a picture": ["plot", "lcurve.out", "-o", "lcurve.out"],
+    "a checkpoint by a picture": ["test", "-m", "model.ckpt.pt", "--plot", "model.ckpt-4.pt"],
+    "data by details": ["test", "-m", "model.ckpt.pt", "-d", "details"],
+    "an input by a frozen model": ["freeze", "-o", "other.yaml"],
+    "an average by a bias": ["change-bias", "model.ckpt.pt", "-b", "-1", "-2", "-o", "model_ema.ckpt-4.pt"],
+    "text by a bias": ["change-bias", "model.ckpt.pt", "-b", "-1", "-2", "-o", "text.pt"],
+}
+
+
+@pytest.mark.parametrize("kind", NOT_OVERWRITTEN)
+def test_no_command_writes_over_a_checkpoint_an_input_or_data(desk, kind):
+    Path("link.json").symlink_to("input.json")
+    Path("other.yaml").write_text("model:\n  type_map: [O, H]\n")
+    Path("text.pt").write_text("my notes")
+    Path("details.e.out").write_text("my notes")
+    before = everything()
+    command, *words = NOT_OVERWRITTEN[kind]
+    told = desk.run(command, *words)
+    told.must_say(words[-1], "Choose another", code=USER)
+    assert everything() == before
+
+
+def test_rows_are_not_written_over_the_input_or_data(clean):
+    clean.write(training__disp_file="input.json")
+    before = everything()
+    clean.train().must_say("training.disp_file input.json: this is input.json, which the command reads")
+    clean.write(training__disp_file="data/type.raw")
+    clean.train().must_say("training.disp_file data/type.raw: a file is there that is not a table")
+    assert (Path("data") / "type.raw").read_bytes() == before["data/type.raw"]
+
+
+def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
+    before = everything()
+    with locked([Path.cwd() / LOCK]):
+        told = desk.train()
+        told.must_say("another run writes here", f"process {os.getpid()} on {socket.gethostname()}", "another folder")
+    assert everything() == before
+
+
+def test_two_runs_may_share_a_folder_of_checkpoints_but_no_file_in_it(clean):
+    away = Path.cwd().with_name(f"{Path.cwd().name}_away")
+    clean.write(training__save_ckpt=str(away / "one"))
+    clean.train().must_say(code=GOOD)
+    with locked([away / ".two.pt.lock"]):
+        clean.train("--restart", str(away / "one.pt")).must_say(code=GOOD)
+    with locked([away / ".one.pt.lock"]):
+        clean.train("--restart", str(away / "one.pt")).must_say(f"{away}: another run writes here")
+    assert not list(away.glob(".*.lock"))
+
+
+def test_a_forgotten_restart_loses_nothing_and_is_told_before_the_first_step(desk):
+    before = everything()
+    told = desk.train()
+    told.must_say("files of an earlier run, up to step 4, stand here: moved to earlier-1.", "use --restart", code=GOOD)
+    assert told.text.index("moved to earlier-1") < told.text.index("Batch       1")
+    ran = [name for name in before if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"]
+    assert len(ran) > 5
+    after = everything()
+    for name in ran:
+        assert after[f"earlier-1/{name}"] == before[name], name
+    for link in ("model.ckpt.pt", "model_ema.ckpt.pt", "checkpoint", "."):
+        assert checkpoint.load(Path("earlier-1") / link)["step"] == LAST
+    assert checkpoint.load("model.ckpt.pt")["step"] == 8
+    assert not Path(LOCK).exists()
+    desk.train().must_say("moved to earlier-2", code=GOOD)
+    assert checkpoint.load(Path("earlier-1") / ".")["step"] == LAST
+
+
+def test_a_restart_sets_nothing_aside(desk):
+    desk.train("--restart", "model.ckpt.pt").must_say(code=GOOD)
+    assert not list(Path().glob("earlier*"))
+
+
+def test_a_checkpoint_in_the_place_of_a_link_is_kept(desk):
+    """A folder that was copied without its links."""
+    Path("model.ckpt.pt").unlink()
+    shutil.copy("model.ckpt-4.pt", "model.ckpt.pt")
+    desk.train("--restart", "model.ckpt.pt").must_say("moved to earlier-1", code=GOOD)
+    assert checkpoint.load("earlier-1/model.ckpt.pt")["step"] == LAST
+
+
+BAD_PATHS = {
+    "a name that is too long": ({"training__training_data__systems": ["x" * 300]}, "File name too long"),
+    "a path that is too long": ({"training__disp_file": "x/" * 3000 + "lcurve.out"}, "File name too long"),
+    "a NUL in a system": ({"training__training_data__systems": ["a\0b"]}, "systems[0]: the text holds a NUL"),
+    "a NUL in a name": ({"training__save_ckpt": "a\0b"}, "training.save_ckpt: the text holds a NUL character"),
+    "a link to itself": ({"training__training_data__systems": ["self"]}, "self"),
+    "a link to itself below": (
+        {"training__training_data__systems": ["with_self"]},
+        "with_self/self: Too many levels of symbolic links",
+    ),
+    "a stat_file that is a link to itself": ({"training__stat_file": "self/x"}, "self"),
+    "1,200 folders in each other": ({"training__training_data__systems": ["deep"]}, "deep: no system in it"),
+    "1,200 folders and a pattern": (
+        {"training__training_data__systems": ["deep"], "training__training_data__rglob_patterns": ["*"]},
+        "deep",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PATHS)
+def test_a_path_that_the_system_refuses_is_one_message(clean, kind):
+    changes, phrase = BAD_PATHS[kind]
+    Path("self").symlink_to("self")
+    Path("with_self").mkdir()
+    Path("with_self/self").symlink_to("self")
+    if "1,200" in kind:
+        here = os.getcwd()
+        try:
+            for name in ("deep", *("d" * 1200)):
+                os.mkdir(name)
+                os.chdir(name)
+        finally:
+            os.chdir(here)
+    clean.write(**changes)
+    told = clean.train()
+    subprocess.run(["rm", "-rf", "deep"], check=True)  # Python would recurse too deeply
+    told.must_say(phrase)
+
+
+def test_a_log_that_cannot_be_written_any_more_is_told_once(clean):
+    Path("train.log").symlink_to("/dev/full")
+    told = clean.train("-l", "train.log")
+    told.must_say("cannot be written any more (No space left on device): goes on without it", code=GOOD)
+    assert told.text.count("/train.log") == 1
+    assert len(told.text.splitlines()) < 100
+
+
+def test_a_full_disk_at_the_rows_is_told_and_not_hidden_by_the_end(desk, monkeypatch):
+    Path("lcurve.out").unlink()
+    Path("lcurve.out").symlink_to("/dev/full")
+
+    def also_full(*_):
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr("deepmd_ema.train.display.Reporter.close", also_full)
+    told = desk.train("-v", "ERROR")
+    told.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
 
 
 # ---- after training

@@ -15,7 +15,7 @@ from helpers import assert_same, toy_frame, write_system
 from infer_models import write_run
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, WriteError
 from deepmd_ema.export import freeze
 from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 from deepmd_ema.infer.evaluate import measure
@@ -160,26 +160,36 @@ def test_this_folder_is_searched_when_nothing_is_named(run, data, tmp_path, monk
 
 @pytest.mark.parametrize(("name", "written"), [("model.ckpt-7.pt", "model.ckpt-7_updated.pt"),
                                                (".", "model.ckpt-7_updated.pt"),
+                                               ("model.ckpt.pt", "model.ckpt-7_updated.pt"),
+                                               ("--use-ema model.ckpt.pt", "model_ema.ckpt-7_updated.pt"),
                                                ("m.dp", "m_updated.dp"), ("m.yaml", "m_updated.yaml")])  # fmt: skip
 def test_by_default_the_file_stands_beside_the_model(run, tmp_path, name, written):
     shutil.copytree(run[0].parent, tmp_path / "run", symlinks=True)
     if name.startswith("m."):
         freeze(load_model(run[0]), tmp_path / "run" / name)
+    *options, name = name.split()
+    link = tmp_path / "run" / "model.ckpt.pt"
+    if not link.exists():
+        link.symlink_to("model.ckpt-7.pt")
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    assert change(tmp_path / "run" / name, "-b", -1, -2) == 0
+    assert change(tmp_path / "run" / name, "-b", -1, -2, *options) == 0
     after = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
     assert after.keys() - before.keys() == {written}
     assert {n: after[n] for n in before} == before
     assert bias_of(tmp_path / "run" / written) == [-1, -2]
 
 
-def test_a_file_may_replace_itself_if_asked_but_no_training_checkpoint(run, tmp_path, capsys):
+def test_no_file_replaces_itself(run, tmp_path, capsys):
     frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
-    assert change(frozen, "-b", -1, -2, "-o", frozen) == 0
-    assert bias_of(frozen) == [-1, -2]
     averaged = Path(shutil.copy(run[1], tmp_path))
-    assert change(averaged, "-b", -1, -2, "-o", averaged) == 0
-    assert bias_of(averaged) == [-1, -2]
+    assert change(averaged, "-b", -1, -2, "-o", tmp_path / "weights.pt") == 0
+    ours = "which the command reads"
+    files = (frozen, ours), (tmp_path / "weights.pt", ours), (averaged, "the average that the run has saved")
+    for file, said in files:
+        before = file.read_bytes()
+        assert change(file, "-b", -1, -2, "-o", file) == 2
+        assert said in capsys.readouterr().err
+        assert file.read_bytes() == before
     training = Path(shutil.copy(run[0], tmp_path))
     (tmp_path / "link.pt").symlink_to(training.name)
     before = training.read_bytes()
@@ -318,10 +328,11 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
-    with pytest.raises(CheckpointError, match=r"m.dp: cannot be written"):
-        write_changed(frozen, BiasRequest(values=[1, 2]), frozen)
-    assert frozen.read_bytes() == old
-    assert list(tmp_path.iterdir()) == [frozen]
+    target = Path(shutil.copy(frozen, tmp_path / "n.dp"))
+    with pytest.raises(WriteError, match=r"n.dp: cannot be written"):
+        write_changed(frozen, BiasRequest(values=[1, 2]), target)
+    assert target.read_bytes() == old
+    assert sorted(tmp_path.iterdir()) == [frozen, target]
 
 
 def test_a_changed_file_is_no_start_of_a_restart_but_of_a_new_run(run, tmp_path):

@@ -13,6 +13,7 @@ from helpers import config_parts, training_parts
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.files import this_machine
 
 
 def payload(step, kind="training", weights="live", value=0.0):
@@ -131,13 +132,21 @@ def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(arguments, kept):
 def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_ones_stay(here):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    left = ["model.ckpt-3.pt", "model.ckpt.pt", "checkpoint"]
-    for name in left:
-        (here / f"{name}.{dead.pid}.part").write_text("x")
-    (here / f"model.ckpt-3.pt.{os.getppid()}.part").write_text("x")
-    (here / f"other.{dead.pid}.part").write_text("x")
+    mine, token = this_machine(), "0123456789abcdef"
+    for name in ("model.ckpt-3.pt", "model.ckpt.pt", "checkpoint", "other"):
+        (here / f"{name}.{mine}-{dead.pid}-{token}.part").write_text("x")
+    (here / f"model.ckpt-2.pt.ffffffff-1-{token}.part.pt").write_text("x")
+    os.utime(here / f"model.ckpt-2.pt.ffffffff-1-{token}.part.pt", (1e9, 1e9))
+    # of a process that runs, of another machine where the number means another process, and of another program
+    stay = [
+        f"m.pt.{mine}-{os.getppid()}-{token}.part.pt",
+        f"m.pt.ffffffff-{dead.pid}-{token}.part",
+        f"x.{dead.pid}.part",
+    ]
+    for name in stay:
+        (here / name).write_text("x")
     save_together(4, [(CheckpointSeries("model.ckpt", start=0), payload(4))])
-    assert names(here, "*.part") == sorted([f"model.ckpt-3.pt.{os.getppid()}.part", f"other.{dead.pid}.part"])
+    assert names(here, "*.part*") == sorted(stay)
 
 
 def test_a_link_that_cannot_be_moved_says_that_the_file_is_whole(here):

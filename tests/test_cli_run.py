@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -82,3 +86,38 @@ def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):
     assert "wrote curves.png" in out
     assert "Force  RMSE        : " in out
     assert Potential(run).info.step == STEPS
+
+
+def shell(line, folder, **environ):
+    """Run ``dp-ema`` with the words and redirections of ``line`` in a shell."""
+    return subprocess.run(["sh", "-c", f'"$0" -m deepmd_ema {line}', sys.executable], cwd=folder, capture_output=True,
+                          timeout=100, env={**os.environ, **environ})  # fmt: skip
+
+
+def test_letters_that_the_terminal_lacks_do_not_cost_the_result(run, water_like_valid):
+    bare = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = shell(f"test -m model.ckpt.pt -s {water_like_valid}", run, **bare)
+    assert done.returncode == 0, done.stderr
+    assert b"meV/A" in done.stdout
+
+
+def test_a_full_disk_under_the_results_is_told(run, water_like_valid):
+    done = shell(f"test -m model.ckpt.pt -s {water_like_valid} > /dev/full", run)
+    assert done.returncode == 2
+    assert re.fullmatch(rb"dp-ema: .*No space left on device.*Make room on the disk.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+def test_a_run_goes_on_without_its_terminal(run, tmp_path, streams):
+    (tmp_path / "input.json").write_text((run / "input.json").read_text())
+    done = shell(f"train input.json --device cpu {streams}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert checkpoint.load(tmp_path / "model.ckpt.pt")["step"] == STEPS
+    for file in ("lcurve.out", "out.json"):  # nothing else was written into the files that took their numbers
+        assert (tmp_path / file).read_bytes() == (run / file).read_bytes()
+
+
+def test_an_error_without_a_terminal_has_its_exit_code(tmp_path):
+    assert shell("train nothing.json 2>/dev/full", tmp_path).returncode == 2
+    assert shell("train nothing.json 2>&-", tmp_path).returncode == 2

@@ -416,7 +416,7 @@ def test_an_average_longer_than_a_fifth_of_the_run_is_warned_about():
     config = config_from_dict(spoiled({"training.enable_ema": True}))
     (found,) = [w for w in config_warnings(config) if "ema_decay" in w]
     assert found == (
-        "training.ema_decay = 0.999: the average looks back 1000 steps, more than a fifth of the run of 2000, "
+        "training.ema_decay = 0.999: the average looks back 1,000 steps, more than a fifth of the run of 2,000, "
         "so it may lag behind the live weights. Try 0.995."
     )
     assert not any("ema_decay" in w for w in config_warnings(config_from_dict(GOOD)))
@@ -428,7 +428,7 @@ def test_an_average_longer_than_a_fifth_of_the_run_is_warned_about():
 @pytest.mark.parametrize(
     ("changes", "phrase"),
     [
-        ({}, "learning_rate.decay_steps = 5000: not less than the 2000 steps of the decay; 100 is used instead"),
+        ({}, "learning_rate.decay_steps = 5000: not less than the 2,000 steps of the decay; 100 is used instead"),
         ({"model.fitting_net.atom_ener": [1, 2]}, "model.fitting_net.atom_ener is given"),
         ({"training.validation_data.systems": "data"}, "data is training data too"),
     ],
@@ -442,7 +442,7 @@ def test_the_summary_says_what_the_input_asks_for():
     lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
     text = "\n".join(lines)
     for phrase in (
-        "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "0.001 to 1e-08", "Adam", "force 1000 to 1", "2000 steps",
+        "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "0.001 to 1e-08", "Adam", "force 1000 to 1", "2,000 steps",
         "EMA, decay 0.99, window 100 steps, warm-up", "(ema weights, best by E:MAE)",
     ):  # fmt: skip
         assert phrase in text

@@ -457,18 +457,18 @@ def warned(*entries, steps_per=None, **changes):
 
 def test_a_decay_that_looks_back_too_far_is_warned_about_by_its_entry():
     assert warned(SLOW, {"name": "b", "decay": 0.9999}) == [
-        "training.averaging[1].decay = 0.9999: the average looks back 10000 steps, more than a fifth of the run of "
-        "2000, so it may lag behind the live weights. Try 0.995."
+        "training.averaging[1].decay = 0.9999: the average looks back 10,000 steps, more than a fifth of the run of "
+        "2,000, so it may lag behind the live weights. Try 0.995."
     ]
     (short,) = lines_about(config_warnings(config_from_dict(bank(SLOW, training__enable_ema=True))), "ema_decay")
-    assert short.startswith("training.ema_decay = 0.999: the average looks back 1000 steps")
+    assert short.startswith("training.ema_decay = 0.999: the average looks back 1,000 steps")
 
 
 def test_a_half_life_is_measured_in_steps_before_it_is_warned_about():
     long = {"name": "b", "half_life": 300}  # a window of 433 steps
     assert warned(long) == [
         "training.averaging[0].half_life = 300 steps: the average looks back 433 steps, more than a fifth of the run "
-        "of 2000, so it may lag behind the live weights. Try 139."
+        "of 2,000, so it may lag behind the live weights. Try 139."
     ]
     assert warned({"name": "b", "half_life": 139}) == []
     epochs = {"name": "b", "half_life": 3, "half_life_unit": "epochs"}
@@ -495,29 +495,29 @@ def test_an_average_that_never_starts_is_warned_about():
     assert warned({**SLOW, "start_step": 1999}) == []
     (found,) = warned({**SLOW, "start_step": 2000})
     assert found == (
-        "training.averaging[0].start_step = 2000: the run ends at step 2000, so that nothing is averaged and slow is "
+        "training.averaging[0].start_step = 2000: the run ends at step 2,000, so that nothing is averaged and slow is "
         "the live weights. Choose an earlier start."
     )
     late = {**SLOW, "start_epoch": 5}
     assert warned(late) == []
     assert warned(late, steps_per={"epochs": 399.0}) == []
     (found,) = warned(late, steps_per={"epochs": 400.0})
-    assert found.startswith("training.averaging[0].start_epoch = 5: the run ends at step 2000")
+    assert found.startswith("training.averaging[0].start_epoch = 5: the run ends at step 2,000")
 
 
 def test_too_few_snapshots_are_warned_about_with_a_frequency_that_is_enough():
     two = [{**POWER, "snapshots": True, "snapshot_freq": 400}, {"type": "swa", "name": "flat", "snapshots": True}]
     (found,) = warned(*two)
     assert found == (
-        "training.averaging[1].snapshots: 2 snapshots in the run of 2000 steps (save_freq = 1000), too few for `dp-ema "
-        'posthoc`. Try "snapshot_freq": 250.'
+        "training.averaging[1].snapshots: 2 snapshots in the run of 2,000 steps (save_freq = 1000), too few for "
+        '`dp-ema posthoc`. Try "snapshot_freq": 250.'
     )
     two[1]["snapshot_freq"] = 250
     assert warned(*two) == []
     assert warned(*two, training__save_freq=0) == []
     two[1]["start_step"] = 1900
     (found,) = warned(*two)
-    assert "averaging[1].snapshots: 1 snapshot in the run of 2000 steps (snapshot_freq = 250)" in found
+    assert "averaging[1].snapshots: 1 snapshot in the run of 2,000 steps (snapshot_freq = 250)" in found
     assert found.endswith('Try "snapshot_freq": 12.')
 
 
@@ -568,7 +568,7 @@ def test_the_summary_has_a_line_for_each_average():
         training__enable_ema=True,
     )
     assert lines == [
-        "ema: EMA, decay 0.999, window 1000 steps, warm-up",
+        "ema: EMA, decay 0.999, window 1,000 steps, warm-up",
         "slow: EMA, decay 0.99, window 100 steps, from step 50, every 4 steps, in host memory, float32",
         "half: EMA, half-life 2.5 epochs, warm-up, from epoch 1.5",
         "p1: power, sigma_rel 0.05, snapshots with the checkpoints",
@@ -587,7 +587,7 @@ def test_the_summary_gives_lengths_in_steps_once_the_data_are_known():
 def test_the_summary_names_the_averages_that_are_validated():
     values = bank({**SLOW, "full_validation": True}, validating__full_validation=True)
     line = dict(config_summary(config_from_dict(values)))["validation"]
-    assert line.endswith("all data every 5000 steps (live and slow weights, best by E:MAE)")
+    assert line.endswith("all data every 5,000 steps (live and slow weights, best by E:MAE)")
 
 
 def test_the_manual_tells_of_averages_and_their_options():

@@ -89,6 +89,35 @@ def test_an_unknown_topic_of_the_manual_names_a_known_one():
         manual("xyz")
 
 
+@pytest.mark.parametrize(
+    "path", ["model", "learning_rate", "optimizer", "loss", "model.descriptor", "training.averaging"]
+)
+def test_the_type_of_a_section_is_in_the_manual(path):
+    """`dp-ema doc loss.type` said "no such option"."""
+    assert manual(f"{path}.type").startswith(f"{path}.type\n    one of ")
+
+
+@pytest.mark.parametrize(
+    ("topic", "suggested"),
+    [
+        ("train.ema", "training.enable_ema, training.ema_decay, training.ema_warmup"),
+        ("trainin.ema_decay", "training.ema_decay."),
+        ("model.descriptor.typ", "model.descriptor.type"),
+        ("rcut_smooth", "model.descriptor.rcut_smth"),
+        ("loss.start_pref", "loss.start_pref_"),
+    ],
+)
+def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
+    with pytest.raises(ConfigError, match=re.escape(f"doc {topic}: no such option. Try {suggested}")):
+        manual(topic)
+
+
+def test_a_type_that_is_read_but_not_a_choice_is_not_listed():
+    """ "Available: ener, ener_hess" was said while every option of the Hessian is refused."""
+    assert "section; type is ener; default" in manual("loss")
+    assert "ener_hess is read as well" in manual("loss.type")
+
+
 def test_an_option_is_found_by_its_name_or_alias_alone():
     assert manual("ema_decay").startswith("training.ema_decay\n")
     words = manual("ema").splitlines()

@@ -136,7 +136,7 @@ def test_a_filter_leaves_large_systems_out_and_says_so():
     sampler = Sampler(FRAMES, ATOMS, "filter:10", "prob_uniform")
     assert sampler.probabilities == pytest.approx((0.5, 0, 0.5))
     assert {sampler.batch(n)[0] for n in range(100)} == {0, 2}
-    assert sampler.warnings == ['batch_size = "filter:10": 1 of 3 systems have more than 10 atoms and are left out.']
+    assert sampler.warnings == ['batch_size = "filter:10": left out are 1 of 3 systems, of more than 10 atoms a frame.']
     with pytest.raises(DataError, match="every system has more atoms"):
         Sampler(FRAMES, ATOMS, "filter:2")
 

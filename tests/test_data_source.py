@@ -189,7 +189,7 @@ def test_frames_that_a_filter_leaves_out_are_never_drawn_and_told():
     sampler = Sampler([10], [np.array(SIZES)], "filter:9")
     drawn = [k for n in range(sampler.batches_per_epoch) for k in sampler.batch(n)[1]]
     assert sorted(drawn) == [k for k, size in enumerate(SIZES) if size <= 9]
-    assert sampler.warnings == ['batch_size = "filter:9": 3 frames have more than 9 atoms and are left out.']
+    assert sampler.warnings == ['batch_size = "filter:9": left out: 3 frames of more than 9 atoms.']
 
 
 @pytest.mark.parametrize("rule", [2, "auto", "auto:40", "max:30", "filter:12"])

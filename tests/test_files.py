@@ -1,12 +1,17 @@
 """Seeds, files that appear whole, and memory that stays."""
 
+import errno
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from deepmd_ema.files import atomic_write
+from deepmd_ema import files
+from deepmd_ema.errors import UserError, WriteError, os_error_message
+from deepmd_ema.files import CSV, JSON, PICTURE, append, atomic_write, link, move, refuse_to_lose
 from deepmd_ema.seeds import seed_for
 
 BLOCKS = """
@@ -52,3 +57,137 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
         write_half()
     assert file.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "real").write_text("old")
+    (tmp_path / "out.json").symlink_to("far/real")
+    (tmp_path / "new.json").symlink_to("far/not_yet")
+    for name in ("out.json", "new.json"):
+        with atomic_write(tmp_path / name) as part:
+            assert part.parent == tmp_path / "far"
+            part.write_text("new")
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_text() == "new"
+    assert sorted(p.name for p in (tmp_path / "far").iterdir()) == ["not_yet", "real"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_device_and_a_pipe_get_the_bytes_and_stay(tmp_path):
+    (tmp_path / "nothing").symlink_to("/dev/null")
+    with atomic_write(tmp_path / "nothing") as part:
+        part.write_text("gone")
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "full").symlink_to("/dev/full")
+    no_room = r"full: cannot be written \(No space left on device\). Make room"
+    with pytest.raises(WriteError, match=no_room), atomic_write(tmp_path / "full") as part:
+        part.write_text("too much")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_write(tmp_path / "pipe") as part:
+        part.write_text("through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+
+
+def test_a_name_that_is_too_long_or_a_folder_is_refused_before_the_work(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name, said in (("x" * 256, "File name too long"), ("folder", "Is a directory"), ("no/x", "No such file")):
+        with pytest.raises(WriteError, match=rf"{name}: cannot be written \({said}"), atomic_write(tmp_path / name):
+            pytest.fail("the work was begun")
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "x.json", "." + "y" * 200])
+def test_the_longest_names_can_be_written(tmp_path, name):
+    with atomic_write(tmp_path / name) as part:
+        part.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_nobody_can_lay_a_link_where_a_half_written_file_will_be(tmp_path, monkeypatch):
+    target = tmp_path / "victim"
+    target.write_text("mine")
+    parts = [files._part_of(tmp_path / "out.json") for _ in range(2)]
+    assert parts[0] != parts[1]
+    parts[0].symlink_to(target)
+    monkeypatch.setattr(files, "_part_of", lambda final: parts[0])
+    with pytest.raises(WriteError, match="File exists"), atomic_write(tmp_path / "out.json"):
+        pytest.fail("wrote through the link")
+    assert target.read_text() == "mine"
+
+
+def test_what_torch_and_hdf5_say_of_a_full_disk_is_told_in_the_words_of_the_system(tmp_path):
+    text = "Unable to flush file (file write failed: filename = 'x.part', errno = 28, error message = 'No space')"
+    with (
+        pytest.raises(
+            WriteError, match=r"^\S*x: cannot be written \(No space left on device\). Make room on the disk.$"
+        ),
+        atomic_write(tmp_path / "x"),
+    ):
+        raise RuntimeError(text)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_moves_and_rows_are_on_the_disk_before_the_run_goes_on(tmp_path, monkeypatch):
+    """After a power cut: the link beside save_ckpt, the rank of a best file and the rows of a log were lost."""
+    synced = []
+    fsync = os.fsync
+
+    def note(handle):
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "far").mkdir()
+    link(tmp_path / "far" / "newest", tmp_path / "a")
+    assert synced.pop() == str(tmp_path / "far")
+    move(tmp_path / "a", tmp_path / "b")
+    assert synced.pop() == str(tmp_path)
+    append(tmp_path / "rows", "1\n", anew=True)
+    assert synced.pop() == str(tmp_path / "rows")
+    assert synced == []
+
+
+def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
+    contents = {"model.pt": b"PK\3\4", "type.raw": b"0 1", "coord.npy": b"\x93NUMPY", "input.yaml": b"model: {}",
+                "lcurve.out": b"# step", "empty": b"", "old.png": b"\x89PNG\r\n"}  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for name in contents:
+        path = tmp_path / name
+        for kind, good in ((CSV, ["empty"]), (PICTURE, ["empty", "old.png"])):
+            if name in good:
+                refuse_to_lose(path, "--x", kind)
+            else:
+                with pytest.raises(UserError, match=rf"--x .*{name}: a file is there that is not {kind.name}"):
+                    refuse_to_lose(path, "--x", kind)
+    refuse_to_lose(tmp_path / "not_there", "--x", CSV)
+    refuse_to_lose("/dev/null", "--x", CSV)
+    (tmp_path / "input.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to("input.json")
+    refuse_to_lose(tmp_path / "link.json", "-o", JSON)
+    with pytest.raises(UserError, match=r"-o .*link.json: this is .*input.json, which the command reads"):
+        refuse_to_lose(tmp_path / "link.json", "-o", JSON, [None, tmp_path / "input.json"])
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENAMETOOLONG, "x: File name too long. A name has at most 255 bytes"),
+        (errno.EACCES, "x: Permission denied. Change its permissions"),
+        (errno.ELOOP, "x: Too many levels of symbolic links. A link leads back to itself"),
+        (errno.EMFILE, "x: Too many open files. Too many files are open: raise"),
+        (errno.EBUSY, "x: Device or resource busy."),
+    ],
+)
+def test_an_error_of_the_system_with_a_file_is_a_message(number, said):
+    assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(said)
+
+
+def test_an_error_of_the_system_without_a_file_is_a_message_where_the_user_can_act():
+    assert os_error_message(OSError(errno.ENOSPC, "")).startswith("No space left on device. Make room")
+    assert os_error_message(OSError(errno.ECHILD, "")) is None
+    long = os_error_message(OSError(errno.ENAMETOOLONG, "", "x" * 5000))
+    assert len(long) < 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import numpy as np
@@ -101,6 +102,48 @@ def test_parameters_may_be_changed(tmp_path, atoms):
     assert abs(atoms.get_potential_energy() - first) > 1e-6
     atoms.calc.set(fparam=[0.3])
     assert atoms.get_potential_energy() == first
+
+
+def test_parameters_are_taken_from_info(tmp_path, atoms):
+    """`atoms.info["fparam"]`, which DeePMD-kit's calculator reads, was ignored."""
+    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2)
+    aparam = np.linspace(0, 1, 2 * NATOMS).reshape(NATOMS, 2)
+    atoms.calc = DP(path, fparam=[0.3], aparam=aparam)
+    first = atoms.get_potential_energy()
+    atoms.calc = DP(atoms.calc.potential)
+    atoms.info |= {"fparam": [0.3], "aparam": aparam}
+    assert atoms.get_potential_energy() == first
+    atoms.info["fparam"] = [0.6]  # ASE does not look at `info` to see whether something has changed
+    assert abs(atoms.get_potential_energy() - first) > 1e-6
+    atoms.calc.set(fparam=[0.3])
+    assert atoms.get_potential_energy() == first
+
+
+def test_a_model_without_its_parameters_says_where_to_put_them(tmp_path, atoms, potential):
+    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1)
+    atoms.calc = DP(path)
+    with pytest.raises(
+        UserError, match=r'fparam: this model needs 1 number per frame. Set atoms.info\["fparam"\], or give'
+    ):
+        atoms.get_potential_energy()
+    atoms.calc = DP(potential)
+    atoms.info["fparam"] = [0.3]  # a file may carry it, and this model takes none
+    assert np.isfinite(atoms.get_potential_energy())
+
+
+def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog):
+    path, _ = write_run(tmp_path, model__descriptor__sel=[1, 24])
+    atoms.calc = DP(path, device="cpu")
+    atoms.get_potential_energy()
+    (text,) = [r.getMessage() for r in caplog.records]
+    assert re.match(r"an atom has up to \[\d+, \d+\] neighbors within 4 angstrom, and the model keeps \[1, 24\]", text)
+    atoms.positions[1] = atoms.positions[0] + [0.5, 0, 0]
+    atoms.get_potential_energy()
+    (_, text) = [r.getMessage() for r in caplog.records]
+    assert text.startswith("two atoms are 0.500 angstrom apart, and the nearest pair of the training data 0.900")
+    atoms.rattle(0.01, seed=1)
+    atoms.get_potential_energy()
+    assert len(caplog.records) == 2
 
 
 def test_a_parameter_that_ase_would_take_and_never_look_at_is_refused(potential):

@@ -129,7 +129,7 @@ def test_detail_files_hold_labels_beside_predictions(run, labelled, tmp_path):
 
 
 def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere/x.e.out: cannot be written: No such file or directory"):
+    with pytest.raises(UserError, match=r"nowhere/x.e.out: cannot be written \(No such file or directory\)"):
         measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")
 
 

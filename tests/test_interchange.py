@@ -15,7 +15,7 @@ import torch
 import yaml
 from toy_models import TRICLINIC, TYPES, evaluate, toy_atoms, toy_model
 
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, WriteError
 from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.model import DESCRIPTOR_TREES, config_from_tree, model_from_tree, model_tree
 from deepmd_ema.model.build import DESCRIPTORS
@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
-    with pytest.raises(CheckpointError, match=r"model.dp: cannot be written \(No space left on device\)"):
+    with pytest.raises(WriteError, match=r"model.dp: cannot be written \(No space left on device\)"):
         write_dp(path, model, config)
     assert path.read_bytes() == old
     assert list(tmp_path.iterdir()) == [path]

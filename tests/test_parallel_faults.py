@@ -47,7 +47,7 @@ def run(folder, *faults, environ=None):
 
 def assert_goes_on(folder, step):
     """The newest checkpoint is that of ``step``, nothing is half-written, and two ranks go on to the end."""
-    assert not list(folder.glob("*.part"))
+    assert not list(folder.glob("*.part*"))
     assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == step
     (folder / "said.txt").unlink()
     port = free_port()

@@ -162,7 +162,7 @@ def test_an_earlier_step_can_be_the_last(run, tmp_path, capsys):
     options = ["-o", str(tmp_path / "m.pt"), "--plot", str(tmp_path / "m.png"), "--table", str(tmp_path / "m.csv")]
     assert cli.main(["posthoc", str(run), "--step", "200", *options]) == 0
     said = capsys.readouterr().out
-    assert "20 snapshots after step 200 are left out" in said
+    assert "left out: 20 snapshots after step 200" in said
     assert "live, step 400" in said  # the checkpoint of step 200 is gone
     assert checkpoint.load(tmp_path / "m.pt")["step"] == 200
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.errors import UserError, WriteError, counted, every_steps
 from deepmd_ema.report.logs import open_board, set_up_logging
-from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.progress import IntervalTimes, Progress, duration
 from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
 
 TABLES = Path(__file__).parent / "golden" / "tables"
@@ -184,7 +184,7 @@ def test_other_columns_after_a_restart_get_a_header_of_their_own(here, caplog):
 
 def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypatch):
     (here / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
+    with pytest.raises(WriteError, match=r"file/lcurve.out: cannot be written \((Not a directory|File exists)\)"):
         write_lcurve(LcurveFile("file/lcurve.out", {"": NAMES}, {""}), LCURVE)
     file = LcurveFile("lcurve.out", {"": NAMES}, {""})
     write_lcurve(file, LCURVE, steps=(1,))
@@ -194,7 +194,7 @@ def test_a_table_that_cannot_be_written_is_reported_with_its_name(here, monkeypa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "open", lambda *arguments, **options: Full())
-    with pytest.raises(CheckpointError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
+    with pytest.raises(WriteError, match=r"lcurve.out: cannot be written \(No space left on device\)"):
         write_lcurve(file, LCURVE, steps=(4,))
 
 
@@ -236,6 +236,30 @@ def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog):
     assert lines[2].startswith(
         "Batch      50: total wall time = 0.50 s (20.0 steps/s; data 2 % | step 95 %), eta = 0:00:02 at 20"
     )
+
+
+def test_the_time_left_follows_from_the_whole_run(caplog):
+    """It was that of the last interval: 23, 7, 2 s were shown where 15, 13, 8 s were left."""
+    caplog.set_level(logging.INFO)
+    progress = Progress(100, interactive=False)
+    for step, seconds in ((1, 5.0), (11, 0.1), (21, 0.5), (31, 0.1)):  # the second interval validates
+        progress.show(step, 1e-3, {"rmse": 1.0}, None, seconds)
+    left = [r.getMessage().split("eta = ")[1].split(" at")[0] for r in caplog.records if "eta" in r.getMessage()]
+    assert left == ["0:08:15", "0:00:08", "0:00:23", "0:00:16"]
+    restarted = Progress(100, interactive=False)
+    restarted.start_at(90)
+    caplog.clear()
+    restarted.show(95, 1e-3, {"rmse": 1.0}, None, 2.0)
+    assert "eta = 0:00:10 at" in caplog.text
+
+
+def test_times_and_numbers_are_in_words():
+    assert [duration(s) for s in (0.04, 9.94, 10, 75, 3600, 3725, 90061)] == [
+        *("0.0 s", "9.9 s", "10 s", "1 min 15 s", "1 h", "1 h 2 min", "1 d 1 h")
+    ]
+    assert [counted(n, "frame") for n in (0, 1, 2000)] == ["0 frames", "1 frame", "2,000 frames"]
+    assert [counted(n, "batch", "batches") for n in (1, 2)] == ["1 batch", "2 batches"]
+    assert [every_steps(n) for n in (1, 5000)] == ["every step", "every 5,000 steps"]
 
 
 def test_live_and_averaged_errors_stand_one_above_the_other(caplog):

@@ -6,9 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from helpers import tiny_input
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.report.curves import LCURVE, VALIDATION, read_curve
+from deepmd_ema.report.curves import LCURVE, VALIDATION, curve_files, read_curve
 from deepmd_ema.report.plots import plot_curves, plot_parity
 
 LCURVE_TEXT = """\
@@ -109,6 +110,10 @@ def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
         (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
         (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
         (LCURVE_TEXT + "  200  oops\n", "line 5: could not convert"),
+        ("# step rmse_trn lr\nnan 1 1\n", "line 2: step nan, expected a whole number"),
+        ("# step rmse_trn lr\n1 1 1\ninf 1 1\n", "line 3: step inf, expected a whole number"),
+        ("# step rmse_trn lr\n-3 1 1\n", "line 2: step -3, expected a whole number"),
+        ("# step rmse_trn lr\n1.5 1 1\n", "line 2: step 1.5, expected a whole number"),
     ],
 )
 def test_a_file_that_is_no_curve_is_refused_with_its_line(tmp_path, text, message):
@@ -145,10 +150,81 @@ def test_a_curve_without_energies_and_forces_shows_the_loss(tmp_path):
 
 
 def test_a_picture_that_cannot_be_written_is_one_message(run, tmp_path):
-    with pytest.raises(UserError, match=r"x.png: the picture cannot be written"):
+    with pytest.raises(UserError, match=r"x.png: cannot be written \(No such file"):
         plot_curves([run / "val.log"], tmp_path / "missing" / "x.png")
     with pytest.raises(UserError, match=r"cannot be written.*not supported"):
         plot_curves([run / "val.log"], tmp_path / "x.docx")
+
+
+def test_a_picture_without_a_suffix_is_a_png_and_is_named(run, tmp_path):
+    """`-o va` wrote va.png and said "wrote va"."""
+    path = plot_curves([run / "val.log"], tmp_path / "va")
+    assert path == tmp_path / "va.png"
+    assert path.read_bytes()[:4] == PNG
+    assert not (tmp_path / "va").exists()
+
+
+def test_the_folder_of_a_run_is_drawn_with_all_its_curves(run, tmp_path):
+    assert [path.name for path in curve_files(run)] == ["lcurve.out", "val.log", "val_ema.log"]
+    config = tiny_input(["a"], ["b"], training__disp_file="rows.out", training__enable_ema=True)
+    (run / "out.json").write_text(json.dumps(config | {"validating": {"full_validation": True}}))
+    (run / "rows.out").write_text(LCURVE_TEXT)
+    assert [path.name for path in curve_files(run)] == ["rows.out", "val.log"]
+    assert plot_curves([run], tmp_path / "all.png").read_bytes()[:4] == PNG
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty: no lcurve.out or val.log in this folder. Give the folder of a run"):
+        plot_curves([tmp_path / "empty"], tmp_path / "x.png")
+
+
+def write_run_of(folder, averages=()):
+    folder.mkdir(parents=True)
+    (folder / "lcurve.out").write_text(LCURVE_TEXT)
+    for name in ("", *(f"_{a}" for a in averages)):
+        (folder / f"val{name}.log").write_text(VAL_TEXT.replace("best.ckpt", f"best{name}.ckpt"), encoding="utf-8")
+    return folder
+
+
+def draw_one(folder):
+    return lambda: plot_curves([write_run_of(folder / "run", ["ema"])], folder / "x.png")
+
+
+def draw_bank(folder):
+    averages = ["ema", "half_life_of_300_steps", "power_005", "power_010", "equal_weights_from_epoch_2"]
+    return lambda: plot_curves([write_run_of(folder / "run", averages)], folder / "x.png")
+
+
+def draw_three(folder):
+    runs = [write_run_of(folder / f"a_run_with_a_long_name_{n}" / "of_water", ["ema", "slow"]) for n in range(3)]
+    return lambda: plot_curves(runs, folder / "x.png")
+
+
+def draw_parity(folder):
+    label = np.random.default_rng(0).normal(size=400)
+    pairs = dict.fromkeys(
+        ("Energy", "Force", "Virial"), (10000.0 * label - 7000000.0, 10000.0 * label - 7000000.0 + 3, "eV/atom")
+    )
+    title = f"{'a_file_with_a_long_name' * 3}.pt: averaged weights (slow) of step 2,000,000: decay 0.9999; 4,000 frames"
+    return lambda: plot_parity(pairs, folder / "x.png", title)
+
+
+def draw_one_panel(folder):
+    label = np.random.default_rng(0).normal(size=400)
+    return lambda: plot_parity({"Energy": (label, label, "eV/atom")}, folder / "x.png", "model.ckpt.pt: a title " * 8)
+
+
+@pytest.mark.parametrize("draw", [draw_one, draw_bank, draw_three, draw_parity, draw_one_panel])
+def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch, draw):
+    figure = pytest.importorskip("matplotlib.figure")
+    seen, save = [], figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k)))
+    draw(tmp_path)()
+    (drawn,) = seen
+    box, (width, height) = drawn.get_tightbbox(), drawn.get_size_inches()
+    slack = 0.02  # inches
+    assert box.x0 > -slack
+    assert box.y0 > -slack
+    assert box.x1 < width + slack
+    assert box.y1 < height + slack
 
 
 @pytest.mark.parametrize("count", [1, 300, 30_000])

@@ -366,7 +366,7 @@ def _wait_for(condition, seconds=60):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("signal_sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signal_sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_like, signal_sent):
     config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
     (tmp_path / "input.json").write_text(json.dumps(config))
@@ -379,6 +379,23 @@ def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_l
     assert "Traceback" not in said
     state = load(tmp_path / "model.ckpt.pt")
     assert state["step"] > 1
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path, water_like):
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=100000)))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; a child inherits it
+    try:
+        process = _spawn(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    rows = tmp_path / "lcurve.out"
+    _wait_for(rows.exists)
+    process.send_signal(signal.SIGHUP)
+    number = len(rows.read_text().splitlines())
+    _wait_for(lambda: len(rows.read_text().splitlines()) > number + 3)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
 
 
 def test_a_killed_run_restarts_from_its_last_checkpoint(tmp_path, monkeypatch, water_like):

@@ -95,8 +95,8 @@ class AverageBank:
 
         The exchange is in place, tensor by tensor, and compiled modules see it. It needs extra memory for the largest
         tensor only; for all live weights (of this process, where the average is kept) if the average is held in
-        another precision or gathered. SIGINT and SIGTERM wait until an exchange is complete. Every rank must call this
-        when weights are sharded.
+        another precision or gathered. SIGINT, SIGTERM and SIGHUP wait until an exchange is complete. Every rank must
+        call this when weights are sharded.
         """
         if self._exchange is not None:
             raise RuntimeError(

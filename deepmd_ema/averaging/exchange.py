@@ -115,12 +115,12 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the body is done, then deliver them as they would have been."""
+    """Hold SIGINT, SIGTERM and SIGHUP back until the body is done, then deliver them as they would have been."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
     arrived: list[int] = []
-    held = {s: h for s in (signal.SIGINT, signal.SIGTERM) if callable(h := signal.getsignal(s))}
+    held = {s: h for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(h := signal.getsignal(s))}
     for s in held:
         signal.signal(s, lambda number, _frame: arrived.append(number))
     try:

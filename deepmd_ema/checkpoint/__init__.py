@@ -7,7 +7,6 @@ that a run keeps.
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import shutil
@@ -25,8 +24,8 @@ from deepmd_ema import __version__
 from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
 from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
-from deepmd_ema.errors import CheckpointError, first_few
-from deepmd_ema.files import atomic_write
+from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
+from deepmd_ema.files import atomic_write, writing
 from deepmd_ema.tensors import content_digest, cpu_copy
 from deepmd_ema.weights import LIVE
 
@@ -34,6 +33,13 @@ FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
 _DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
 
+# files that a run has written and no command can make again: what they are, and what would be lost
+_NOT_REPLACED = {
+    "training": ("the training checkpoint itself", "no restart could go on"),
+    "snapshot": ("a snapshot of the run", "`dp-ema posthoc` would leave it out"),
+    "average": ("the average that the run has saved", "it would be gone"),
+    "best": ("one of the best files of the run", "it would be gone"),
+}
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
 _LONGEST_NAME = 4096  # bytes of a path, on any system
@@ -56,12 +62,13 @@ def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = N
     """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as part, part.open("wb") as file:
-            content = cpu_copy(payload)
-            torch.save({**content, _DIGEST: content_digest(content)}, file)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(_cannot_write(path, error, fallback)) from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as part, part.open("wb") as file:
+                content = cpu_copy(payload)
+                torch.save({**content, _DIGEST: content_digest(content)}, file)
+    except WriteError as error:
+        raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def ensure_writable(folder: str | Path, option: str = "") -> None:
             probe.write(b"x")
     except OSError as error:
         place, asked = (f"{option}: ", f", or let {option} name one") if option else ("", "")
-        reason = "a file of that name is in the way" if folder.is_file() else _reason(error)
+        reason = "a file of that name is in the way" if folder.is_file() else reason_of(error)
         raise CheckpointError(
             f"{place}{folder.absolute()}: cannot write here ({reason}). Start the run in a folder that you may write "
             f"to{asked}."
@@ -175,25 +182,27 @@ def ensure_writable(folder: str | Path, option: str = "") -> None:
 
 
 def refuse_to_replace(path: str | Path, option: str) -> None:
-    """Check that a file of weights may be written to ``path``: not over what a restart or ``dp-ema posthoc`` needs.
+    """Check that a file of weights may be written to ``path``: not over what only a run can write.
 
     Args:
         path: the file; need not exist.
         option: what names it, for the message.
 
     Raises:
-        CheckpointError: if the name does not end in .pt, or a training checkpoint or a snapshot is there.
+        CheckpointError: if the name does not end in .pt, or a file of a run is there, or one that is no model file.
     """
     path = Path(path)
     if path.suffix.lower() != ".pt":
         raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
     try:
-        kind = load_facts(path)["kind"] if path.is_file() else ""
-    except CheckpointError:  # nothing that could be needed
-        return
-    what = {"training": "the training checkpoint itself", "snapshot": "a snapshot of the run"}.get(kind)
-    if what is not None:
-        loss = "no restart could go on" if kind == "training" else "`dp-ema posthoc` would leave it out"
+        kind = load_facts(path)["kind"] if path.is_file() and path.stat().st_size else ""
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{option} {path}: a file is there that dp-ema cannot read. Choose another {option}, or move the file away."
+        ) from error
+    found = _NOT_REPLACED.get(kind)
+    if found is not None:
+        what, loss = found
         raise CheckpointError(
             f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
         )
@@ -294,7 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: holds objects other than tensors and numbers; dp-ema did not write it."
         ) from error
     except PermissionError as error:
-        raise CheckpointError(f"{path}: cannot be read ({_reason(error)}).") from error
+        raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}).") from error
     except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
         raise _DamagedError(f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from error
     return _checked(path, payload)
@@ -385,7 +394,7 @@ def _follow(pointer: Path) -> Path:
         there = named.is_file()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{pointer}: not the path of a checkpoint, which a run writes there ({_reason(error)}). Give the "
+            f"{pointer}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
             f"checkpoint itself. {_nearby(pointer)}"
         ) from error
     if not there:
@@ -406,19 +415,14 @@ def _nearby(path: Path) -> str:
     return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
 
 
-def _cannot_write(path: Path, error: OSError | RuntimeError, fallback: Path | None) -> str:
-    cause = error if isinstance(error, OSError) else error.__context__  # torch.save may wrap it in a RuntimeError
+def _cannot_write(path: Path, cause: BaseException, fallback: Path | None) -> str:
     folder = next(f for f in path.absolute().parents if f.is_dir())
     free = shutil.disk_usage(folder).free / 2**20
     usable = f" {fallback} is whole and still usable." if fallback is not None else ""
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(cause):
         advice = (
             f"The disk is full ({free:.0f} MiB free in {folder}). Make room there, or set training.save_dir elsewhere."
         )
     else:
-        advice = f"Reason: {_reason(cause or error)} ({free:.0f} MiB free in {folder})."
+        advice = f"Reason: {reason_of(cause)} ({free:.0f} MiB free in {folder})."
     return f"{path}: the checkpoint could not be written. {advice}{usable}"
-
-
-def _reason(error: BaseException) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from deepmd_ema.config.outputs import suffix_of, suffixed
+from deepmd_ema.weights import LIVE
+
 _NUMBERED = re.compile(r"(.+)-(\d+)\.pt")
 
 
@@ -37,6 +40,19 @@ def series_and_step(file: str) -> tuple[str, int] | None:
     """Return what :func:`numbered_name` made a name of, or None."""
     match = _NUMBERED.fullmatch(file)
     return (match[1], int(match[2])) if match is not None else None
+
+
+def name_of_weights(file: str, weights: str, step: int | None) -> str:
+    """Return the name of ``file`` with the weights that are not its own and the step that it does not name yet."""
+    stem = Path(file).stem
+    found = series_and_step(file)
+    if found is not None:
+        stem = numbered_name(suffixed(found[0], suffix_of(weights)).name, found[1]).removesuffix(".pt")
+    elif weights != LIVE:
+        stem = f"{stem}{suffix_of(weights)}"
+    if step is not None and re.search(rf"-{step}(?!\d)", stem) is None:
+        stem = f"{stem}-{step}"
+    return f"{stem}.pt"
 
 
 def training_series(file: str, weights: str) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepmd_ema.checkpoint import names, save
 from deepmd_ema.config.outputs import POINTER, suffixed
-from deepmd_ema.errors import CheckpointError
-from deepmd_ema.files import atomic_write, sweep
+from deepmd_ema.errors import CheckpointError, WriteError, reason_of
+from deepmd_ema.files import atomic_write, link, move
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +62,10 @@ class CheckpointSeries:
 
     def update_links(self, step: int) -> None:
         """Move the link, then the pointer, to the file of ``step``."""
-        _replace_link(self.link, self.file(step))
+        link(self.link, self.file(step))
         if self._pointer is not None:
             with atomic_write(self._pointer) as part:
-                part.write_text(str(self.file(step)))
+                part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
 
     def rotate(self, step: int) -> None:
         """Remove what is not kept after ``step`` was written: overtaken files, and the oldest beyond ``keep``."""
@@ -88,13 +86,6 @@ class CheckpointSeries:
                 step,
                 ", ".join(self.file(s).name for s in newer),
             )
-
-    def sweep(self) -> None:
-        """Remove half-written files that a killed process has left."""
-        sweep(self.folder, names.numbered_pattern(self.name))
-        sweep(self.link.parent, re.escape(self.link.name))
-        if self._pointer is not None:
-            sweep(self._pointer.parent, re.escape(self._pointer.name))
 
 
 class BestFiles:
@@ -143,7 +134,6 @@ class BestFiles:
         """Remove every other file of this prefix, once there is a record: call it after a checkpoint was written."""
         if not self.records or not self.writes:
             return
-        sweep(self.folder, names.best_pattern(self.prefix))
         mine = {self.path(step).name for _, step in self.records}
         for files in self._on_disk().values():
             for file in files:
@@ -184,7 +174,7 @@ class BestFiles:
             wanted = self._file(step, rank)
             files = there.get(step, [])
             if wanted not in files and files:
-                os.replace(files[0], wanted)
+                move(files[0], wanted)
             for file in files:
                 if wanted in files and file != wanted:
                     file.unlink(missing_ok=True)
@@ -217,14 +207,13 @@ def save_together(
     before = [s for s in live.steps() if s < step]
     fallback = live.file(before[-1]) if before else None
     for series, payload in files:
-        series.sweep()
         save(series.file(step), payload, fallback)
     try:
         for series, _ in reversed(files):  # the live link and the pointer last: a restart follows them
             series.update_links(step)
-    except OSError as error:
+    except (OSError, WriteError) as error:
         raise CheckpointError(
-            f"{live.link}: the link to the newest checkpoint could not be moved ({error.strerror}). "
+            f"{live.link}: the link to the newest checkpoint could not be moved ({reason_of(error)}). "
             f"{live.file(step)} is whole and usable."
         ) from error
     for series, _ in files:  # only now: until the links moved, the older files were the ones to restart from
@@ -240,12 +229,3 @@ def keep_count(max_keep: int, ratio: float | None, num_steps: int, save_freq: in
         return max_keep
     written = math.ceil(num_steps / save_freq) if save_freq > 0 else 1
     return max(1, math.ceil(ratio * written))
-
-
-def _replace_link(link: Path, target: Path) -> None:
-    # a link cannot be changed in place: a new one is made beside it and takes its name
-    part = link.with_name(f"{link.name}.{os.getpid()}.part")
-    link.parent.mkdir(parents=True, exist_ok=True)
-    part.unlink(missing_ok=True)
-    part.symlink_to(os.path.relpath(target, link.parent))
-    os.replace(part, link)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, start_logging
+from deepmd_ema.cli.options import add_average, file_to_write, path, start_logging
 
 SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("-c", "--checkpoint", "--checkpoint-folder", metavar="CKPT", default=".",
+    parser.add_argument("-c", "--checkpoint", "--checkpoint-folder", metavar="CKPT", type=path, default=".",
                         help="checkpoint, or the folder of a run with its latest (default: this folder)")  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", help="frozen_model.dp")
+    parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
+                        help="frozen_model.dp")  # fmt: skip
     add_average(parser)
 
 

@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from deepmd_ema import __version__
 from deepmd_ema.cli import change_bias, check, doc, freeze, peer, plot, posthoc, show, test, train
+from deepmd_ema.cli.options import file_to_write
+from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
 from deepmd_ema.errors import (
     ConfigError,
@@ -20,7 +23,9 @@ from deepmd_ema.errors import (
     ReportedElsewhere,
     Terminated,
     UserError,
+    WriteError,
     did_you_mean,
+    os_error_message,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
 
 LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
 MOST_SHOWN = 25  # problems on one screen; `dp-ema check` shows all
+LESS_MEMORY = (
+    "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
+    "`dp-ema check` estimates what the largest batch takes."
+)
 EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
 
 # modules of optional extras, and how to get them
@@ -69,27 +78,33 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128 + n for signal n."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    prepare_streams()
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        settle_streams()
+
+
+def _run(words: list[str]) -> int:
     launch = Launch()
     try:
         args = _parse(words)
         args.launch = launch = find_launch()
         args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # the reader of the pipe has left: nothing more can be said, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush_results()
+    except BrokenPipeError:  # the reader of the pipe has left
         return EXIT_PIPE
     except (Exception, KeyboardInterrupt) as error:
         elsewhere = isinstance(error, ReportedElsewhere)
         code, message = _explain((error.__cause__ or error) if elsewhere else error, words, launch)
-        sys.stdout.flush()
+        with suppress(OSError, WriteError):
+            flush_results()
         if not elsewhere:
             if "--debug" in words:
                 import traceback
 
-                traceback.print_exception(error)
-            print(message, file=sys.stderr, flush=True)
+                say_error("".join(traceback.format_exception(error)).rstrip())
+            say_error(message)
             write_error_file(message)
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_initialized():
@@ -103,7 +118,8 @@ def build_parser() -> _Parser:
     common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common.add_argument("-v", "--log-level", type=_level, metavar="LEVEL", help="DEBUG, INFO (default), WARNING, ERROR")
-    common.add_argument("-l", "--log-path", metavar="FILE", help="write the log to a file as well")
+    common.add_argument("-l", "--log-path", metavar="FILE", type=file_to_write,
+                        help="write the log to a file as well")  # fmt: skip
     parser = _Parser(prog="dp-ema", description="Train Deep Potential models with averaged weights.",
                      parents=[common], allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
@@ -126,16 +142,32 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
         # the rank that has ended knows whose fault it is
         return EXIT_BUG if isinstance(error, RankLostError) else EXIT_USER, _one_screen(error, words, head)
     if isinstance(error, Terminated):
-        return 128 + signal.SIGTERM, f"{head}: {error}"
+        return 128 + error.signal_number, f"{head}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
+    if _is_of_memory(error):
+        return EXIT_USER, f"{head}: {_first_line(error)}. {LESS_MEMORY}"
+    told = os_error_message(error) if isinstance(error, OSError) else None
+    if told is not None:
+        return EXIT_USER, f"{head}: {told}"
     top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if top in INSTALL:
         return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}"
-    line = f"{head}: {type(error).__name__}: {(' '.join(str(error).split()) or 'no message')[:400]}"
+    line = f"{head}: {type(error).__name__}: {' '.join(str(error).split())[:400] or 'no message'}"
     if "--debug" in words:
         return EXIT_BUG, line
     return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused: that of torch on a CPU has no type of its own."""
+    torch_says = isinstance(error, RuntimeError) and re.search(r"out of memory|can't allocate memory", str(error))
+    return isinstance(error, MemoryError) or bool(torch_says)
+
+
+def _first_line(error: BaseException) -> str:
+    asked = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
+    return f"out of memory ({asked[0].lower()})" if asked else "out of memory"
 
 
 def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:

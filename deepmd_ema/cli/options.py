@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from pathlib import Path
 
-from deepmd_ema.errors import ConfigError, UserError
+from deepmd_ema.errors import ConfigError, UserError, show_text
 
 
 def add_input(parser: argparse.ArgumentParser) -> None:
     """Add the input of a training run."""
-    parser.add_argument("input", metavar="INPUT", help="input.json or input.yaml")
+    parser.add_argument("input", metavar="INPUT", type=path, help="input.json or input.yaml")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +32,36 @@ def add_systems(
 ) -> argparse._MutuallyExclusiveGroup:
     """Add ``-s`` and, where wanted, ``-f`` and ``--valid-data``: the systems that are evaluated; return their group."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("-s", "--system", metavar="SYSTEM", nargs="+", action="extend",
+    group.add_argument("-s", "--system", metavar="SYSTEM", type=path, nargs="+", action="extend",
                        help=f"systems, or folders searched for them (default: {default})")  # fmt: skip
     if datafile:
-        group.add_argument("-f", "--datafile", metavar="FILE", help="file with the path of one system per line")
+        group.add_argument(
+            "-f", "--datafile", metavar="FILE", type=path, help="file with the path of one system per line"
+        )
     if valid_data:
-        group.add_argument("--valid-data", metavar="INPUT", help="the validation systems of an input.json")
+        group.add_argument("--valid-data", metavar="INPUT", type=path, help="the validation systems of an input.json")
     return group
+
+
+def num_frames(text: str) -> int:
+    """Return a number of frames that is given on the command line, 0 for all of them."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of frames, 0 for all")
+    return int(text)
+
+
+def path(text: str) -> str:
+    """Return a path that is given on the command line, which an unset variable of a shell makes empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a path, and this is empty")
+    return text
+
+
+def file_to_write(text: str) -> str:
+    """Return the name of a file that is given on the command line, which an unset variable of a shell makes empty."""
+    if Path(text).name.strip() in ("", "..") or text.endswith(os.sep):
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected the name of a file")
+    return text
 
 
 def start_logging(args: argparse.Namespace) -> None:
@@ -57,7 +82,7 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
     if given.get("datafile") is not None:
         file = args.datafile
         try:
-            lines = Path(file).read_text().splitlines()
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}. Expected one system per line.") from error
         named = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.options import file_to_write, path
+
 SUMMARY = "learning curves as a picture"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("files", metavar="FILE", nargs="+", help="lcurve.out, val.log, val_ema.log, ...")
-    parser.add_argument("-o", "--output", metavar="PNG", default="curves.png", help="curves.png")
+    parser.add_argument("files", metavar="FILE", type=path, nargs="+",
+                        help="lcurve.out, val.log, val_ema.log, ..., or folders of runs")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="PNG", default="curves.png", type=file_to_write,
+                        help="curves.png")  # fmt: skip
     parser.add_argument("--log-steps", action="store_true", help="a logarithmic axis of steps")
 
 

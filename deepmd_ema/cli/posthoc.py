@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_device, add_systems, chosen_systems, start_logging
+from deepmd_ema.cli.options import add_device, add_systems, chosen_systems, file_to_write, path, start_logging
 
 SUMMARY = "the average of any length, from the snapshots of a run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder in which the run was started")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=path, help="the folder in which the run was started")
     parser.add_argument("--sigma-rel", metavar="S", nargs="+", action="extend",
                         help="lengths: 0.05, several, or a range: 0.02:0.2, 0.02:0.2:9 (9 lengths)")  # fmt: skip
     parser.add_argument("--step", metavar="N", type=int,
@@ -20,9 +20,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="what best means: E:RMSE, F:RMSE, V:RMSE, S:RMSE, ...:MAE, or overall, the mean RMSE of "
                         "E, F and V as a part of that of the live weights (overall)")  # fmt: skip
     add_systems(parser, "validation data of the run", datafile=False)
-    parser.add_argument("-o", "--output", metavar="FILE", help="model of the best length (RUN_DIR/model_posthoc.pt)")
-    parser.add_argument("--plot", metavar="PNG", help="errors over the length (RUN_DIR/posthoc.png)")
-    parser.add_argument("--table", metavar="CSV", help="all numbers (RUN_DIR/posthoc.csv)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=file_to_write,
+                        help="model of the best length (RUN_DIR/model_posthoc.pt)")  # fmt: skip
+    parser.add_argument(
+        "--plot", metavar="PNG", type=file_to_write, help="errors over the length (RUN_DIR/posthoc.png)"
+    )
+    parser.add_argument("--table", metavar="CSV", type=file_to_write, help="all numbers (RUN_DIR/posthoc.csv)")
     add_device(parser)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.options import path
+
 SUMMARY = "what is in a checkpoint or a frozen file"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("file", metavar="FILE", help="a .pt checkpoint or a frozen .dp or .yaml")
+    parser.add_argument("file", metavar="FILE", type=path, help="a .pt checkpoint or a frozen .dp or .yaml")
     parser.add_argument("--config", action="store_true", help="print the whole config as JSON, and nothing else")
 
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, add_device, add_systems, chosen_systems, start_logging
+from deepmd_ema.cli.options import (
+    add_average,
+    add_device,
+    add_systems,
+    chosen_systems,
+    file_to_write,
+    num_frames,
+    path,
+    start_logging,
+)
 
 SUMMARY = "errors of a model on labelled frames"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("-m", "--model", metavar="MODEL", default="frozen_model.dp",
+    parser.add_argument("-m", "--model", metavar="MODEL", type=path, default="frozen_model.dp",
                         help="a .pt checkpoint or a frozen .dp or .yaml (frozen_model.dp)")  # fmt: skip
     add_systems(parser)
-    parser.add_argument("-n", "--numb-test", metavar="N", type=int, default=0,
+    parser.add_argument("-n", "--numb-test", metavar="N", type=num_frames, default=0,
                         help="frames of each system, from its first (0: all)")  # fmt: skip
-    parser.add_argument("-d", "--detail-file", metavar="PREFIX",
+    parser.add_argument("-d", "--detail-file", metavar="PREFIX", type=file_to_write,
                         help="write PREFIX.e.out, .f.out, .v.out, ... per frame")  # fmt: skip
     parser.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
-    parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", help="parity plots (parity.png)")
+    parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", type=file_to_write,
+                        help="parity plots (parity.png)")  # fmt: skip
     add_average(parser)
     add_device(parser)
 
@@ -27,8 +37,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the errors and write the files asked for."""
     start_logging(args)
-    from deepmd_ema.infer.evaluate import measure
+    from deepmd_ema.infer.evaluate import measure, refuse_details
 
+    if args.detail_file is not None:
+        refuse_details(args.detail_file)
+    if args.plot is not None:
+        from deepmd_ema.report.plots import picture_file
+
+        picture_file(args.plot, "--plot")
     systems, patterns = chosen_systems(args, ["."])
     report = measure(
         args.model,

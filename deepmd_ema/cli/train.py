@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from deepmd_ema.cli.options import add_device, add_input, start_logging
-from deepmd_ema.dist.launch import raise_on_sigterm
+from deepmd_ema.cli.options import add_device, add_input, file_to_write, path, start_logging
+from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere
 
 SUMMARY = "train a model"
@@ -16,10 +16,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("-r", "--restart", metavar="CKPT", help="continue exactly where a checkpoint stands")
-    start.add_argument("-i", "--init-model", metavar="FILE",
+    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
+    start.add_argument("-i", "--init-model", metavar="FILE", type=path,
                        help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="FILE", default="out.json", help="normalized input (out.json)")
+    parser.add_argument("-o", "--output", metavar="FILE", default="out.json", type=file_to_write,
+                        help="normalized input (out.json)")  # fmt: skip
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
     parser.add_argument("--allow-config-change", action="store_true",
                         help="restart although the input differs from that of the checkpoint")  # fmt: skip
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with raise_on_sigterm(args.launch):
+    with raise_on_end(args.launch):
         try:
             from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Iterator
 from functools import cache, partial
@@ -16,6 +17,7 @@ from deepmd_ema.config.schema.run import RunConfig
 if TYPE_CHECKING:
     from dargs import Argument
 
+_NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
 LARGEST_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 
 
@@ -64,7 +66,7 @@ def is_right_value(option: Option, value: Any) -> bool:
     """Whether a value of the right type is one that the option takes: the ``extra_check`` of its argument.
 
     Beside the check of the declaration this refuses what dargs, like Python, would take for a number: true and false,
-    infinity and nan, and whole numbers that do not fit 64 bits.
+    infinity and nan, whole numbers that do not fit 64 bits; and texts that no file can have as its name.
     """
     if value is None:
         return True
@@ -82,9 +84,11 @@ def has_stray_bool(option: Option, value: Any) -> bool:
 
 
 def is_bounded(leaf: Any) -> bool:
-    """Whether a leaf is no number, or a finite one, with at most 18 digits if it is whole."""
+    """Whether a leaf is a finite number, with at most 18 digits if it is whole, or a text that can name a file."""
     if isinstance(leaf, float):
         return math.isfinite(leaf)
+    if isinstance(leaf, str):
+        return _NO_NAME.search(leaf) is None
     return not isinstance(leaf, int) or abs(leaf) < LARGEST_INTEGER
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
-from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, type_names, wants
+from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.peer import UNAVAILABLE_TYPES, is_replaced, is_unavailable_text, unavailable_key
 from deepmd_ema.config.schema.run import RunConfig
@@ -102,7 +102,7 @@ class _Validator:
         kind = option.section_of(value)
         if kind is not None:
             return self.section(kind, option.sections, value, path)
-        known, name = type_names(option.sections), value.get("type")
+        known, name = listed_types(option.sections), value.get("type")
         if "type" not in value:
             text = f": required, but missing. Expected one of {', '.join(known)}."
         elif name in UNAVAILABLE_TYPES.get(dotted(path), ()):
@@ -120,6 +120,8 @@ def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
     if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
         return _bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")
+    if any(isinstance(v, str) and not is_bounded(v) for v in leaves(value)):
+        return _bad_value(value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has")
     if has_stray_bool(option, value):
         return _wrong_type(option, value)
     try:

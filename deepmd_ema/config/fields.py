@@ -142,6 +142,11 @@ def type_names(sections: Iterable[Any]) -> list[str]:
     return [s.type for s in chosen] + [a for s in chosen for a in getattr(s, "aliases", ())]
 
 
+def listed_types(sections: Iterable[Any]) -> list[str]:
+    """Return the values of ``type`` to choose from; those that are read for another program's sake are not listed."""
+    return [section.type for section in sections]
+
+
 def wants(option: Option) -> str:
     """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
     if option.many:

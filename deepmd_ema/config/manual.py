@@ -7,16 +7,17 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
-from deepmd_ema.config.fields import Option, input_options, options, plain, type_names, wants
+from deepmd_ema.config.fields import Option, input_options, listed_types, options, plain, type_names, wants
 from deepmd_ema.config.messages import close_names, show
 from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
-_WIDTH, _INDENT = 100, "    "
+_WIDTH, _INDENT, _MOST_LIKE = 100, "    ", 6
 _INTRO = """\
 Options of dp-ema: one JSON or YAML file with the sections model, learning_rate, optimizer, loss, training and
 validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What
@@ -37,7 +38,12 @@ class Entry:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of the option."""
-        return () if self.option is None else self.option.keys
+        return ("type",) * self.path.endswith(".type") if self.option is None else self.option.keys
+
+    @property
+    def plain_path(self) -> str:
+        """The path as an input has it."""
+        return _without_types(self.path)
 
 
 def manual(topic: str | None = None) -> str:
@@ -50,19 +56,27 @@ def manual(topic: str | None = None) -> str:
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     if not topic:
         return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
-    last = topic.split(".")[-1]
     meanings: list[Callable[[Entry], bool]] = [
         lambda entry: _is_under(entry.path, topic),
-        lambda entry: last in entry.keys,
+        lambda entry: topic in entry.keys,
         lambda entry: any(topic in key.split("_") for key in entry.keys),  # `ema` finds ema_decay, enable_ema, ...
     ]
     for is_meant in meanings:
         chosen = [_entry_text(entry) for entry in entries if is_meant(entry)]
         if chosen:
             return "\n\n".join(chosen)
-    names = list(dict.fromkeys(key for entry in entries for key in entry.keys))
-    close = close_names(last, names) or ["model", "training", "or no name at all"]
-    raise ConfigError(f"doc {topic}: no such option. Try {', '.join(close)}.")
+    raise ConfigError(f"doc {topic}: no such option. Try {', '.join(_like(topic, entries))}.")
+
+
+def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
+    """Return paths of options that look like a topic that is none: by their last name, one word of it, or in all."""
+    paths = {key: entry.plain_path for entry in entries for key in entry.keys}
+    last = topic.split(".")[-1]
+    same = [entry.plain_path for entry in entries if last in entry.keys]
+    words = [path for key, path in paths.items() if last in key.split("_")]
+    close = [paths[key] for key in close_names(last, list(paths))]
+    found = same or words or get_close_matches(topic, [e.plain_path for e in entries], 3, cutoff=0.75) or close
+    return list(dict.fromkeys(found))[:_MOST_LIKE] or ["model", "training", "or no name at all"]
 
 
 def json_schema_text() -> str:
@@ -86,6 +100,8 @@ def _entries(section: type, path: str) -> Iterator[Entry]:
     for o in input_options(section):
         here = f"{path}.{o.name}" if path else o.name
         yield Entry(here, o, o.doc)
+        if o.by_type:
+            yield Entry(f"{here}.type", None, _type_words(o))
         if len(o.sections) == 1:
             yield from _entries(o.sections[0], here)
         elif o.sections:
@@ -103,6 +119,14 @@ def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
         yield from (Entry(f"{there}.{o.name}", o, o.doc) for o in options(s) if o not in shared)
 
 
+def _type_words(option: Option) -> str:
+    """Return what the key ``type`` of a section may be."""
+    others = [name for name in type_names(option.sections) if name not in listed_types(option.sections)]
+    read = f" DeePMD-kit's {', '.join(others)} is read as well." if others else ""
+    default = f"; {option.default_type} if not given" if option.default_type else "; required"
+    return f"one of {', '.join(listed_types(option.sections))}{default}.{read}"
+
+
 def _entry_text(entry: Entry) -> str:
     o, texts = entry.option, [entry.doc]
     if o is not None:
@@ -115,7 +139,7 @@ def _entry_text(entry: Entry) -> str:
 
 def _kind_words(option: Option) -> str:
     if option.by_type:
-        names = " or ".join(type_names(option.sections))
+        names = " or ".join(listed_types(option.sections))
         if not option.many:
             return f"section; type is {names}"
         default = f" ({option.default_type} if not given)" if option.default_type else ""
@@ -133,9 +157,12 @@ def _class_doc(section: type) -> str:
     return " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
 
 
+def _without_types(path: str) -> str:
+    return re.sub(r"\[[^]]*\]", "", path)
+
+
 def _is_under(path: str, topic: str) -> bool:
-    without_types = re.sub(r"\[[^]]*\]", "", path)
-    return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (path, without_types))
+    return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (path, _without_types(path)))
 
 
 # ---- JSON Schema

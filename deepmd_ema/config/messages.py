@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from deepmd_ema import __version__
+
 Place = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""
 
-NOT_AVAILABLE = "known to DeePMD-kit, not available in dp-ema 0.1"
+NOT_AVAILABLE = f"known to DeePMD-kit, not available in dp-ema {__version__}"
 
 
 @dataclass(frozen=True)

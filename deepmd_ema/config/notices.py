@@ -11,6 +11,7 @@ from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
 from deepmd_ema.config.schema.optim import ExpScheduleConfig
+from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
@@ -75,16 +76,19 @@ def config_summary(
     for task in config.tasks.values():
         of = f"{task.name}: " if task.name else ""
         rows += [(name, f"{of}{text}") for name, text in [*task.model.summary(), ("loss", task.loss.summary())]]
-    length = f"{training.numb_steps} steps" if training.numb_steps else f"{training.numb_epoch:g} epochs"
+    num_steps = training.numb_steps or num_steps
+    length = counted(num_steps, "step") if num_steps else f"{training.numb_epoch:g} epochs"
     if steps_per is not None:
-        batches = steps_per["epochs"]
-        length = f"{num_steps:,} steps = {num_steps / batches:.1f} epochs of {batches:,.0f} batches"
+        batches = round(steps_per["epochs"])
+        length = (
+            f"{counted(num_steps, 'step')} = {num_steps / batches:.1f} epochs of {counted(batches, 'batch', 'batches')}"
+        )
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     return [
         *rows,
-        ("learning rate", config.learning_rate.summary()),
+        ("learning rate", config.learning_rate.summary(num_steps)),
         ("optimizer", config.optimizer.type + (f", weight decay {decay:g}" if decay else "")),
         ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
         *(averages or [("average", "none")]),
@@ -178,10 +182,9 @@ def _value_at(config: RunConfig, path: str) -> Any:
 
 def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]:
     lr = config.learning_rate
-    steps = num_steps - lr.num_warmup_steps(num_steps)
-    if isinstance(lr, ExpScheduleConfig) and lr.decay_rate is None and lr.decay_steps >= steps:
-        used = 100 if steps // 10 > 100 else steps // 100 + 1
-        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} steps of the decay"
+    if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
+        steps = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
+        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} of the decay"
         yield f"{found}; {used} is used instead, as DeePMD-kit does."
 
 
@@ -204,9 +207,9 @@ def _long_window(
     else:
         return
     if window > longest:
-        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back {window:.0f}"
-        why = f"more than a fifth of the run of {num_steps}, so it may lag behind the live weights"
-        yield f"{found} steps, {why}. Try {better:.3g}."
+        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back"
+        why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
+        yield f"{found} {window:,.0f} steps, {why}. Try {better:.3g}."
 
 
 def _late_or_few(
@@ -219,13 +222,13 @@ def _late_or_few(
     often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
     every = config.training.save_freq if average.snapshot_freq is None else average.snapshot_freq
     if start >= num_steps:
-        why = f"the run ends at step {num_steps}, so that nothing is averaged and {average.name} is the live weights"
+        why = f"the run ends at step {num_steps:,}, so that nothing is averaged and {average.name} is the live weights"
         yield f"{path}.{late} = {getattr(average, late):g}: {why}. Choose an earlier start."
     elif average.snapshots:
         files = math.ceil((num_steps - start) / every)  # the last step is stored in any case
         if files < _FEWEST_SNAPSHOTS:
             better = max(1, int(num_steps - start) // (2 * _FEWEST_SNAPSHOTS))
-            found = f"{files} snapshot{'s' * (files != 1)} in the run of {num_steps} steps ({often} = {every})"
+            found = f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')} ({often} = {every})"
             yield f'{path}.snapshots: {found}, too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
 
 
@@ -251,10 +254,12 @@ def _validation_words(config: RunConfig) -> str:
     t, v = config.training, config.validating
     if t.validation_data is None:
         return "none (training.validation_data is missing)"
-    which = config.fully_validated
-    shown = f"{t.validation_data.numb_btch} batch{'es' * (t.validation_data.numb_btch > 1)} every {t.disp_freq} steps"
-    if not which or v.full_val_start == 1:
+    validated = config.fully_validated
+    batches = counted(t.validation_data.numb_btch, "batch", "batches")
+    shown = f"{batches} {every_steps(t.disp_freq)}"
+    if not validated or v.full_val_start == 1:
         return shown
-    *others, last = which
+    *others, last = validated
     weights = f"{', '.join(others)} and {last}" if others else last
-    return f"{shown}; all data every {v.validation_freq} steps ({weights} weights, best by {v.validation_metric})"
+    which = f"{weights} weights, best by {v.validation_metric}"
+    return f"{shown}; all data {every_steps(v.validation_freq)} ({which})"

@@ -106,6 +106,11 @@ class Outputs:
         """Folder of the best files."""
         return Path(self._config.validating.save_best_dir or Path(self._config.training.save_ckpt).parent)
 
+    @property
+    def has_best(self) -> bool:
+        """Whether the run keeps best files."""
+        return bool(self._config.fully_validated and self._config.validating.save_best)
+
     def best_prefix(self, weights: str, task: str) -> str:
         """Return how the names of the best files of some weights begin."""
         return f"{BEST}{suffix_of(weights, task)}"
@@ -134,9 +139,9 @@ class Outputs:
                 yield Output("validating.full_val_file", content, log, has_rows=True)
 
     def _folders(self) -> Iterator[Output]:
-        training, validating = self._config.training, self._config.validating
+        training = self._config.training
         yield Output("training.save_dir", "checkpoints", self.checkpoint_folder, is_folder=True)
-        if self._config.fully_validated and validating.save_best:
+        if self.has_best:
             yield Output("validating.save_best_dir", "best files", self.best_folder, is_folder=True)
         if training.stat_file_mode != "read":
             for path in filter(None, map(self.stat_file, self._config.tasks)):

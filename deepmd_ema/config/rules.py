@@ -96,7 +96,7 @@ def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str
         option = "training.zero_stage"
         text = (
             f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
-            "torchrun --nproc_per_node=2 -m deepmd_ema train input.json"
+            "torchrun --nproc_per_node=2 -m deepmd_ema train " + run.source.name
         )
     else:
         return []

@@ -40,7 +40,18 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
     if not isinstance(values, dict):
         expected = "an object {...} with the sections model, learning_rate, loss and training"
         raise ConfigError(f"{path}:1: expected {expected}, found {_kind(values)}.")
+    _refuse_nul(values, marks)
     return values, marks.lines
+
+
+def _refuse_nul(values: Any, marks: Marks, place: Place = ()) -> None:
+    """Raise a ``ConfigError`` if a text holds a NUL, which no name of a file can."""
+    if isinstance(values, str) and "\0" in values:
+        line = marks.lines.get(place, 1)
+        raise ConfigError(f"{marks.source}:{line}: {dotted(place)}: the text holds a NUL character. Remove it.")
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        _refuse_nul(value, marks, (*place, key))
 
 
 class Marks:

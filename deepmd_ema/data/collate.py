@@ -13,6 +13,7 @@ import torch
 from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.source import Frame, FrameSource
+from deepmd_ema.errors import DataError, collect_problems
 from deepmd_ema.geometry import Pairs, find_pairs
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
@@ -39,6 +40,7 @@ class PairedFrame:
         image: (N, K) place of the neighbor's image in ``table``, small integers.
         table: (S, 3) cartesian shifts of the images, angstrom.
         reverse: (N, M) int32 slots ``row * K + k`` whose neighbor is the row; ``N * K`` is none.
+        most: per section the most neighbors inside the cutoff that an atom has; those beyond ``sel`` are not here.
     """
 
     frame: Frame
@@ -50,6 +52,7 @@ class PairedFrame:
     image: Array
     table: Array
     reverse: Array
+    most: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -68,14 +71,21 @@ def pair_frame(
         layout: how the model wants its neighbors.
         pairs: neighbors of the frame; searched when not given.
         round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
+
+    Raises:
+        DataError: if the pairs of the frame cannot be searched.
     """
     if pairs is None:
-        pairs = find_pairs(frame.coord, frame.box, layout.rcut)
+        problems: list[str] = []
+        with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
+            pairs = find_pairs(frame.coord, frame.box, layout.rcut)
+        if pairs is None:
+            raise DataError(problems)
     natoms = frame.num_atoms
     order = stable_argsort(frame.atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)
     row_of_atom[order] = np.arange(natoms)
-    row, column, place, shift, slots = _place_pairs(frame.atom_type, pairs, row_of_atom, layout, round_to)
+    row, column, place, shift, slots, most = _place_pairs(frame.atom_type, pairs, row_of_atom, layout, round_to)
     table, image_of_pair = _images(shift, frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
@@ -93,6 +103,7 @@ def pair_frame(
         image=image.reshape(natoms, total),
         table=table,
         reverse=_reverse_slots(flat, column, natoms, total, round_to),
+        most=most,
     )
 
 
@@ -177,8 +188,8 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
 
 def _place_pairs(
     atom_type: Array, pairs: Pairs, row_of_atom: Array, layout: NeighborLayout, round_to: int
-) -> tuple[Array, Array, Array, Array, tuple[int, ...]]:
-    """Return row, neighbor's row, slot and shift of the pairs that are kept, and slots per section."""
+) -> tuple[Array, Array, Array, Array, tuple[int, ...], tuple[int, ...]]:
+    """Return row, neighbor's row, slot and shift of the pairs that are kept, slots and most neighbors per section."""
     sections = layout.num_types if layout.by_type else 1
     natoms = len(atom_type)
     section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
@@ -186,6 +197,7 @@ def _place_pairs(
     sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
     key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
     rank, counts = rank_in_group(key, natoms * sections)
+    most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
     keep = rank < np.array(layout.sel)[section[sorter]]
     if layout.excluded_pairs:
         excluded = np.zeros((layout.num_types, layout.num_types), bool)
@@ -199,7 +211,7 @@ def _place_pairs(
     slots = tuple(min(sel, -(-int(n) // round_to) * round_to) for n, sel in zip(used, layout.sel))
     start = np.cumsum(slots) - slots
     place = rank + start[section[sorter]]
-    return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots
+    return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, most
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:

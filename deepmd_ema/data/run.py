@@ -9,13 +9,14 @@ from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, UserError, collect_problems
+from deepmd_ema.errors import DataError, UserError, collect_problems, counted
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
+_MOST_NUMBERS = 12  # of neighbors in one line
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -71,12 +72,14 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
         return []
     steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
     epochs = steps / sampler.batches_per_epoch
-    lines = [f"Length: {steps:,} steps = {epochs:.1f} epochs of {sampler.batches_per_epoch:,} batches"]
+    batches = counted(sampler.batches_per_epoch, "batch", "batches")
+    lines = [f"Length: {counted(steps, 'step')} = {epochs:.1f} epochs of {batches}"]
     if report.neighbors is not None:
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
-        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {neighbors}"
+        numbers = str(neighbors) if len(neighbors) <= _MOST_NUMBERS else f"of {sum(neighbors)} neighbors together"
+        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
         lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})")
     return lines

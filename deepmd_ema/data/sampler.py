@@ -14,7 +14,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.config.schema.texts import BatchSizeRule, SystemProbability
-from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.errors import ConfigError, DataError, counted
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
 Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many
@@ -248,11 +248,13 @@ def _sizes_by_rule(rule: str, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...],
     warnings = []
     if left_out:
         warnings.append(
-            f'batch_size = "{rule}": {left_out} of {len(sizes)} systems have more than {atoms} atoms and are left out.'
+            f'batch_size = "{rule}": left out are {left_out} of {counted(len(sizes), "system")}, of more than '
+            f"{counted(atoms, 'atom')} a frame."
         )
     frames = sum(np.size(n) - k.size for n, k in zip(natoms, kept) if k.size)
     if frames:
-        warnings.append(f'batch_size = "{rule}": {frames} frames have more than {atoms} atoms and are left out.')
+        left = f"{counted(frames, 'frame')} of more than {counted(atoms, 'atom')}"
+        warnings.append(f'batch_size = "{rule}": left out: {left}.')
     return sizes, warnings
 
 
@@ -275,8 +277,9 @@ def _block_weights(batches: Sequence[int], rule: SystemProbability) -> list[Frac
     weights = [Fraction(0)] * len(batches)
     for start, stop, weight in rule.blocks:
         if stop > len(batches):
+            systems = counted(len(batches), "system")
             raise ConfigError(
-                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {len(batches)} systems: expected '
+                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {systems}: expected '
                 f"0 <= start < stop <= {len(batches)} and a weight from 0."
             )
         inside = batches[start:stop]

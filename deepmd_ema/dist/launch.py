@@ -8,16 +8,25 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from deepmd_ema.errors import Terminated, UserError
+from deepmd_ema.errors import Terminated, UserError, show_text
 
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+PORT, LAST_PORT = "MASTER_PORT", 65535
+ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a launcher or a batch system, and of a terminal that is closed
+
+
+def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals of ``numbers`` that a run reacts to: not SIGHUP where ``nohup`` has it ignored."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @dataclass(frozen=True)
@@ -59,39 +68,51 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     else:
         return Launch()
     found = {name: environ.get(name, default) for name, default in zip(names, ("0", "1", "0"))}
-    wrong = [f"{name} = {value!r}: expected a whole number." for name, value in found.items() if not value.isdecimal()]
-    if wrong:
+    if wrong := _not_numbers({**found, PORT: environ.get(PORT, "1")}):
         raise UserError(wrong)
     rank, size, local_rank = map(int, found.values())
+    if size == 0:
+        raise UserError(f"{names[1]} = 0: expected the number of processes, 1 or more. Use torchrun.")
     if size > 1 and names[0] not in environ:
         raise UserError(f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun.")
     if rank >= size:
         raise UserError(f"{names[0]} = {rank}: expected 0 to {size - 1}, because {names[1]} = {size}.")
     # SLURM writes 4(x2),3 for two machines with 4 tasks and one with 3: the first number will do
-    together = re.match(r"[1-9][0-9]*", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
+    together = re.match(r"[1-9][0-9]{0,8}", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
     return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
 
 
+def _not_numbers(values: Mapping[str, str]) -> list[str]:
+    """Return a message for each value that is no whole number, or one that nothing can count to."""
+    # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
+    wrong = {name: value for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)}
+    found = [f"{name} = {show_text(value)}: expected a whole number." for name, value in wrong.items()]
+    if PORT not in wrong and not 1 <= int(values[PORT]) <= LAST_PORT:
+        found.append(f"{PORT} = {values[PORT]}: expected the number of a port, 1 to {LAST_PORT}.")
+    return found
+
+
 @contextlib.contextmanager
-def raise_on_sigterm(launch: Launch) -> Iterator[None]:
-    """Let SIGTERM raise :class:`Terminated` in the body, where there are other ranks; only Python's main thread can.
+def raise_on_end(launch: Launch) -> Iterator[None]:
+    """Let ``END_SIGNALS`` raise :class:`Terminated` in the body, where there are other ranks, in the main thread.
 
     torchrun sends it to the ranks that are left when one has ended. By default they would end without a message.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise Terminated(signal_number=number)
 
     if launch.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handle)
+    before = {number: signal.signal(number, handle) for number in handled(END_SIGNALS)}
     try:
         yield
     finally:
-        # an error keeps what the rendezvous has set: a rank that reports one ignores SIGTERM until it has ended
-        if signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            # an error keeps what the rendezvous has set: a rank that reports one ignores them until it has ended
+            if signal.getsignal(number) is handle:
+                signal.signal(number, handler)
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:

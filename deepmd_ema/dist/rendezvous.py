@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from deepmd_ema.dist.launch import ADDRESS, Launch
+from deepmd_ema.dist.launch import ADDRESS, END_SIGNALS, Launch
 from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
@@ -118,7 +118,7 @@ class Rendezvous:
         if isinstance(error, Terminated):
             # sent by a user to all ranks, or by a launcher to those that are left
             silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
-            return Terminated(f"{error}.{silent}")
+            return Terminated(f"{error}.{silent}", error.signal_number)
         return RankLostError(
             f"{places} ended without a message or does not answer: killed by hand, by the system for want of memory, "
             "or its machine is gone. Checkpoints on the disk are whole."
@@ -158,7 +158,8 @@ def join_ranks(launch: Launch) -> Iterator[dist.Store]:
         yield rendezvous.store
     except (Exception, KeyboardInterrupt) as error:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that ends the others would cut the report off
+            for number in END_SIGNALS:  # a launcher that ends the others would cut the report off
+                signal.signal(number, signal.SIG_IGN)
         report = rendezvous.report_of(error)
         if report is error:
             raise

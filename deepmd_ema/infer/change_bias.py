@@ -11,14 +11,17 @@ import numpy as np
 import torch
 
 from deepmd_ema import checkpoint, interchange
+from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, first_few
+from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
 from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.weights import LIVE
 
 Array: TypeAlias = np.ndarray
 
@@ -126,7 +129,8 @@ def write_changed(
     Args:
         model: a checkpoint of any kind, the folder of a run, or a ``.dp`` or ``.yaml`` file.
         request: what the bias shall be.
-        output: the file to write; ``<stem>_updated<suffix>`` beside the model if not given.
+        output: the file to write; if not given ``<stem>_updated<suffix>`` beside the model, where the stem of a
+            checkpoint names weights and step.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
@@ -185,16 +189,29 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     frozen = source.suffix.lower() in FROZEN_SUFFIXES
     if frozen and source.suffix.lower() not in WRITTEN_SUFFIXES:
         raise UserError(f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of.")
-    path = source.with_name(f"{source.stem}_updated{source.suffix}") if output is None else Path(output)
+    path = _default_target(loaded) if output is None else Path(output)
     known = WRITTEN_SUFFIXES if frozen else (".pt",)
     if path.suffix.lower() not in known:
         more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
         raise UserError(f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}")
     if not path.parent.is_dir():
         raise CheckpointError(f"-o {path}: the folder {path.parent} is not there. Make it, or choose another -o.")
-    if not frozen:
+    if frozen:
+        refuse_to_lose(path, "-o", MODEL_FILE, [source])
+    else:
         checkpoint.refuse_to_replace(path, "-o")
+        refuse_inputs(path, "-o", [source])
     return path
+
+
+def _default_target(loaded: LoadedModel) -> Path:
+    """Return ``<stem>_updated<suffix>`` beside the model; the name of a checkpoint says whose weights of which step."""
+    info, source = loaded.info, loaded.info.path
+    if source.suffix.lower() in FROZEN_SUFFIXES:
+        return source.with_name(f"{source.stem}_updated{source.suffix}")
+    real = source.resolve()  # a link to the newest file does not name the step
+    name = name_of_weights(real.name, info.weights if info.kind == "training" else LIVE, info.step)
+    return source.with_name(f"{Path(name).stem}_updated{real.suffix}")
 
 
 def _given(values: Sequence[float], type_map: Sequence[str]) -> Array:

@@ -20,7 +20,8 @@ from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
@@ -96,8 +97,7 @@ class ErrorReport:
             labels, predictions = map(np.concatenate, zip(*pairs))
             return labels, predictions
 
-        systems = len(self.by_system)
-        count = f"{len(self.frames)} frames of {systems} system{'s' * (systems > 1)}"
+        count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
         return plot_parity(
             {
                 "Energy": (*pair(ENERGY, True), "eV/atom"),
@@ -174,6 +174,16 @@ def measure(
     return report
 
 
+def refuse_details(prefix: str | Path) -> None:
+    """Check that :meth:`ErrorReport.write_details` would write over nothing but its own files.
+
+    Raises:
+        UserError: if a file of another kind is there.
+    """
+    for name in QUANTITIES:
+        refuse_to_lose(f"{prefix}.{name}.out", "-d", TABLE)
+
+
 def open_labelled(
     systems: Sequence[str | Path],
     config: ModelConfig,
@@ -192,7 +202,8 @@ def open_labelled(
         DataError: with every problem of the data at once.
     """
     opened = open_systems([str(path) for path in systems], ReadSpec.of_model(config, labels), rglob_patterns)
-    problems = [text for s in opened for text in scan_system(s, len(config.type_map)).problems]
+    num_types, rcut = len(config.type_map), config.descriptor.cutoff
+    problems = [text for s in opened for text in scan_system(s, num_types, rcut).problems]
     if problems:
         raise DataError(problems)
     return opened
@@ -243,10 +254,7 @@ def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quanti
         if label.name in frame.label:
             known = (frame.label[label.name] / scale).reshape(-1, len(axes))
         blocks.setdefault(frame.source[0], []).append(np.hstack([known, predicted]))
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            for system, rows in blocks.items():
-                np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}.") from error
+    with atomic_write(path, "Choose another -d.") as part, part.open("w", encoding="utf-8", errors="replace") as file:
+        for system, rows in blocks.items():
+            np.savetxt(file, np.vstack(rows), header=f"{system}{unit}: {columns}")
     return path

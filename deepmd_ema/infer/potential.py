@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,18 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from deepmd_ema.data.collate import collate
+from deepmd_ema.batch import Batch
+from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+
+logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
+_ROUNDING = 1e-6  # of a distance that was found twice
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 
 
@@ -53,11 +58,22 @@ class Potential:
         self._device = select_device(device)
         self._model = loaded.model.to(self._device).eval()
         self._layout = self._model.layout
+        self._warned: set[str] = set()
 
     @property
     def type_map(self) -> tuple[str, ...]:
         """Names of the elements; a type is a place in it."""
         return tuple(self._model.type_map)
+
+    @property
+    def num_conditions(self) -> dict[str, int]:
+        """How many numbers ``fparam`` has for a frame, and ``aparam`` for an atom; 0 if the model takes none."""
+        return {FPARAM: self.config.fitting_net.numb_fparam, APARAM: self.config.fitting_net.numb_aparam}
+
+    @property
+    def default_fparam(self) -> Sequence[float] | None:
+        """Frame parameters of frames that are evaluated without."""
+        return self.config.fitting_net.default_fparam
 
     @property
     def rcut(self) -> float:
@@ -95,11 +111,35 @@ class Potential:
         )  # fmt: skip
 
     def _predict(self, frames: Sequence[Frame]) -> dict[str, NDArray[np.float64]]:
-        batch = collate(frames, self._layout).to(self._device)
+        paired = [pair_frame(frame, self._layout) for frame in frames]
+        batch = collate(paired, self._layout)
+        self._warn_once(paired, batch)
+        batch = batch.to(self._device)
         found = self._model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
+
+    def _warn_once(self, frames: Sequence[PairedFrame], batch: Batch) -> None:
+        """Log what the model was not made for: neighbors that it drops, and atoms nearer than it was trained on."""
+        most, kept = np.max([frame.most for frame in frames], axis=0), np.array(self._layout.sel)
+        if "neighbors" not in self._warned and (most > kept).any():
+            self._warned.add("neighbors")
+            logger.warning(
+                "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): the farthest are "
+                "dropped, which makes the energy jump. Train with a larger sel. This is said once.",
+                most.tolist(), self.rcut, kept.tolist(),
+            )  # fmt: skip
+        trained = self.info.min_nbor_dist or 0.0
+        if "distance" not in self._warned and 0 < trained < self.rcut and batch.vector.numel():
+            nearest = float(torch.linalg.vector_norm(batch.vector, dim=-1).min())
+            if nearest < trained * (1 - _ROUNDING):
+                self._warned.add("distance")
+                logger.warning(
+                    "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: what the model "
+                    "says of such frames is a guess. This is said once.",
+                    nearest, trained,
+                )  # fmt: skip
 
     def _frames(self, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
         kinds = self._type_numbers(types)

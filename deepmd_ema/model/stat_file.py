@@ -125,9 +125,10 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
     import h5py
 
     with atomic_write(path) as part:
-        if path.exists():
+        there = path.exists()
+        if there:
             shutil.copyfile(path, part)
-        with h5py.File(part, "a") as file:
+        with h5py.File(part, "r+" if there else "w") as file:
             for name, value in items.items():
                 if name in file:
                     del file[name]

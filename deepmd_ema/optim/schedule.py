@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, counted
 
 Schedule: TypeAlias = Callable[[int], float]
 """The learning rate of the update that follows after this many updates."""
@@ -27,8 +27,8 @@ def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdSchedul
     start, warmup = config.start_lr, config.num_warmup_steps(num_steps)
     if warmup and warmup >= num_steps:
         raise ConfigError(
-            f"learning_rate.warmup_steps = {warmup}: the run has only {num_steps} steps. Make the warm-up shorter or "
-            "training.numb_steps larger."
+            f"learning_rate.warmup_steps = {warmup}: the run has only {counted(num_steps, 'step')}. Make the warm-up "
+            "shorter or training.numb_steps larger."
         )
     decay = DECAYS[config.type](config, max(1, num_steps - warmup), num_steps)
     first = config.warmup_start_factor * start
@@ -39,12 +39,9 @@ def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdSchedul
     return rate
 
 
-def _exp(config: ExpScheduleConfig, length: int, _: int) -> Schedule:
-    start, stop, every, rate = config.start_lr, config.end_lr, config.decay_steps, config.decay_rate
+def _exp(config: ExpScheduleConfig, length: int, num_steps: int) -> Schedule:
+    start, stop, every, rate = config.start_lr, config.end_lr, config.used_decay_steps(num_steps), config.decay_rate
     if rate is None:
-        if every >= length:
-            # one decay per run would be none: the peer's rule for short runs
-            every = 100 if length // 10 > 100 else length // 100 + 1
         rate = math.exp(math.log(max(stop, LEAST_STOP_LR) / start) / (length / every))
     smooth, factor = config.smooth, rate
     return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)

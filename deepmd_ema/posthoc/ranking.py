@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import counted
 from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
@@ -105,9 +105,9 @@ class PosthocReport:
         ends = self.resolvable
         widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
         lines = [
-            f"{run.folder}: step {run.step:,}, {len(run.snapshots)} snapshots of {profiles}",
+            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
             f"solve: condition {found.condition:.2g}{dropped}; resolvable sigma_rel: {widths}",
-            f"errors on {self.num_frames} frames of {self.num_systems} system{'s' * (self.num_systems > 1)}",
+            f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
             *render(self.table()),
             "* the best of its column",
@@ -160,18 +160,16 @@ class PosthocReport:
         columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
         columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen"]
         path = Path(path)
-        try:
-            with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                for k, (row, score) in enumerate(zip(self.rows, self.scores())):
-                    values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
-                    made = row.combination
-                    solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
-                    writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score,
-                                     *solved, int(k == self.best)])  # fmt: skip
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}. Choose another --table.") from error
+        advice = "Choose another --table."
+        with atomic_write(path, advice) as part, part.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            for k, (row, score) in enumerate(zip(self.rows, self.scores())):
+                values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
+                made = row.combination
+                solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
+                writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
+                                 int(k == self.best)])  # fmt: skip
         return path
 
     def plot(self, path: str | Path) -> Path:

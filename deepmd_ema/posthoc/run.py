@@ -22,6 +22,7 @@ from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
+from deepmd_ema.files import CSV, PICTURE, refuse_to_lose
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import METRICS, Errors, evaluate
@@ -88,6 +89,8 @@ def run_posthoc(
         if path.is_dir():
             raise UserError(f"{option} {path}: a folder. Give the name of a file.")
     checkpoint.refuse_to_replace(output, "-o")
+    refuse_to_lose(table, "--table", CSV)
+    refuse_to_lose(plot, "--plot", PICTURE)
     for note in run.notes:
         say(note)
     found, resolvable = find_asked(run, asked)

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import numbered_name, series_and_step
 from deepmd_ema.config.outputs import SNAPSHOTS
-from deepmd_ema.errors import CheckpointError, collect_problems, first_few
+from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
 from deepmd_ema.posthoc.combination import Combination, Track
 from deepmd_ema.tensors import check_weights
 
@@ -93,7 +93,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     step = _choose_step(found, step, place)
     kept = [(k, facts) for k, facts in found if k.step <= step]
     later = len(found) - len(kept)
-    notes += [f"{later} snapshots after step {step} are left out"] if later else []
+    notes += [f"left out: {counted(later, 'snapshot')} after step {step:,}"] if later else []
     if len(kept) < 2:
         raise CheckpointError(
             f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other widths. Keep "
@@ -190,8 +190,9 @@ def _choose_step(found: Sequence[tuple[Snapshot, Any]], step: int | None, place:
     if step not in steps:
         near = sorted(steps, key=lambda s: abs(s - step))[:5]
         raise CheckpointError(
-            f"--step {step}: no snapshot of this step in {place}. There are {len(steps)} steps, {steps[0]} to "
-            f"{steps[-1]}; the nearest: {', '.join(map(str, sorted(near)))}."
+            f"--step {step}: no snapshot of this step in {place}. There are snapshots of "
+            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: "
+            f"{', '.join(map(str, sorted(near)))}."
         )
     return step
 

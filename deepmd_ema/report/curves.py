@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmd_ema.config.outputs import weights_of_rows
+from deepmd_ema.config import load_config
+from deepmd_ema.config.outputs import Outputs, weights_of_rows
 from deepmd_ema.errors import UserError
 from deepmd_ema.report.tables import BEST_LINE
 from deepmd_ema.weights import LIVE
 
 LCURVE, VALIDATION = "lcurve", "validation"
+LARGEST_STEP = 10**18
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,26 @@ class Curve:
     steps: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
     best_steps: Sequence[int] = field(default=())
+
+
+def curve_files(path: str | Path) -> list[Path]:
+    """Return the files of rows in the folder of a run, those of the live weights first; a file is itself one.
+
+    Raises:
+        UserError: if the folder has none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return [folder]
+    with suppress(UserError):  # no normalized input there, or one of another program
+        outputs = Outputs(load_config(folder / "out.json"))
+        if found := [file for o in outputs if o.has_rows and (file := folder / o.path).is_file()]:
+            return found
+    patterns = ("lcurve.out", "lcurve_*.out", "val.log", "val_*.log")
+    found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+    if not found:
+        raise UserError(f"{path}: no lcurve.out or val.log in this folder. Give the folder of a run, or its files.")
+    return found
 
 
 def read_curve(path: str | Path) -> Curve:
@@ -63,9 +85,10 @@ def read_curve(path: str | Path) -> Curve:
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
             values = _row(line, len(header), path, number)
-            if rows and values[0] <= last:
-                rows = {step: row for step, row in rows.items() if step < values[0]}
-            last = int(values[0])
+            step_now = _step(values[0], path, number)
+            if rows and step_now <= last:
+                rows = {step: row for step, row in rows.items() if step < step_now}
+            last = step_now
             rows[last] = values[1:]
     if not rows:
         raise UserError(f"{path}: has a header but no rows yet.")
@@ -88,6 +111,12 @@ def _weights(path: Path, lines: Sequence[str]) -> str:
     with suppress(OSError, ValueError, AttributeError):  # no input there, or one of another program
         return weights_of_rows(path, json.loads(path.with_name("out.json").read_text(encoding="utf-8")))
     return weights_of_rows(path, {})
+
+
+def _step(value: float, path: Path, number: int) -> int:
+    if not (0 <= value < LARGEST_STEP and value == int(value)):
+        raise UserError(f"{path}, line {number}: step {value:g}, expected a whole number.")
+    return int(value)
 
 
 def _row(line: str, columns: int, path: Path, number: int) -> list[float]:

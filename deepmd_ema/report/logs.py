@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import UserError, reason_of
+from deepmd_ema.files import LOG, refuse_to_lose, writing
 
 
 class _TerminalHandler(logging.Handler):
@@ -17,10 +19,22 @@ class _TerminalHandler(logging.Handler):
         """Write one message."""
         from tqdm import tqdm
 
-        try:
+        with suppress(OSError, ValueError):  # the terminal is gone or full: there is nobody to tell
             tqdm.write(self.format(record), file=sys.stderr)
-        except (OSError, ValueError):
-            self.handleError(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """Appends to the file of ``--log-path``; when that fails it says so once, and the run goes on without the file."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
+        """Leave the file alone from now on."""
+        error = sys.exc_info()[1]
+        logger = logging.getLogger("deepmd_ema")
+        logger.removeHandler(self)
+        with suppress(OSError):  # what it could not write is tried again at the end
+            self.close()
+        reason = reason_of(error) if error is not None else "no reason given"
+        logger.warning("--log-path %s: cannot be written any more (%s): goes on without it", self.baseFilename, reason)
 
 
 class _Formatter(logging.Formatter):
@@ -50,11 +64,10 @@ def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None
         handler.close()
     handlers: list[logging.Handler] = [_TerminalHandler()]
     if log_file is not None and is_main:
-        try:
+        refuse_to_lose(log_file, "--log-path", LOG)
+        with writing(f"--log-path {log_file}"):
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"--log-path {log_file}: cannot be written ({error.strerror}).") from error
+            handlers.append(_FileHandler(log_file, encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(_Formatter())
         logger.addHandler(handler)

@@ -13,8 +13,9 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
+from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curve
+from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
 from deepmd_ema.weights import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
@@ -25,11 +26,13 @@ OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, 
 LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
 MOST_DOTS = 20_000  # beyond it a density says more than dots
+MOST_MARKED = 2  # averages whose rows are marked by dots; more lines would hide each other
 KEPT = "kept as best"
-NORMAL, SMALL = 10.0, 8.5  # points; legends and the errors below a panel are small
+NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
+PANEL = (3.7, 2.9)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
 INK = "#28323c"
 STYLE = {
-    "font.size": NORMAL, "axes.titlesize": 11.0, "axes.labelsize": NORMAL, "legend.fontsize": SMALL,
+    "font.size": NORMAL, "axes.titlesize": NORMAL, "axes.labelsize": NORMAL, "legend.fontsize": SMALL,
     "legend.handlelength": 2.8,
     "axes.edgecolor": "#8a949e", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.grid": True, "axes.grid.which": "major", "grid.color": "#e3e7eb", "grid.linewidth": 0.7,
@@ -46,8 +49,9 @@ class CurveStyle:
         color: of the whole validation set.
         batches: colors of training and validation batches.
         line: dashes, which tell weights apart where colors tell runs apart.
-        run: what a label begins with.
+        run: name of the run, where there are several.
         weights: whose errors these are, in words.
+        marker: of each row; none where they would hide dashes, or other lines.
     """
 
     color: str
@@ -55,10 +59,11 @@ class CurveStyle:
     line: str
     run: str
     weights: str
+    marker: str = ""
 
     def label(self, frames: str) -> str:
         """Return the entry of the legend for errors on ``frames``."""
-        return f"{self.run}{frames}, {self.weights}"
+        return f"{frames}, {self.weights}"
 
 
 @dataclass(frozen=True)
@@ -97,21 +102,22 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     Live and averaged weights have their own colors; with files of several runs each run has one.
 
     Args:
-        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's.
+        files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's; or folders of runs.
         output: picture to write; the suffix says which format.
         log_steps: a logarithmic axis of steps.
 
     Raises:
         UserError: if a file is not one of these, or the picture cannot be written.
     """
-    curves = [read_curve(path) for path in files]
+    output = picture_file(output)
+    curves = [read_curve(file) for path in files for file in curve_files(path)]
     styles = _styles(curves)
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = [c for c in curves if "lr" in c.columns]
     several = len({c.path.parent for c in curves}) > 1
     with _picture(output, len(panels) + bool(rates)) as (figure, axes):
         for axis, panel in zip(axes, panels):
-            for curve in curves:
+            for curve in _readable(curves, panel) if several else curves:
                 _draw(axis, curve, panel, styles)
             axis.set(title=panel.title, ylabel=f"{panel.title.split()[-1]} ({panel.unit})")
         for curve in rates:
@@ -126,8 +132,24 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
             _fit_values(axis)
             if log_steps:
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
-        _legend(figure, axes)
-    return Path(output)
+        _legend(figure, axes, keys=_keys(curves, styles) if several else {})
+    return output
+
+
+def _readable(curves: Sequence[Curve], panel: Panel) -> list[Curve]:
+    """Return what one panel shows of several runs: errors on single batches only of runs without better ones."""
+    validated = {c.path.parent for c in curves if c.kind == VALIDATION and _has(c, panel)}
+    return [c for c in curves if c.kind == VALIDATION or c.path.parent not in validated]
+
+
+def _keys(curves: Sequence[Curve], styles: Mapping[Path, CurveStyle]) -> dict[str, Any]:
+    """Return the entries of the legend of several runs: the color of each run, the dashes of each set of weights."""
+    from matplotlib.lines import Line2D
+
+    chosen = [styles[c.path] for c in curves]
+    runs = {s.run: Line2D([], [], color=s.color, lw=2.0) for s in chosen}
+    weights = {s.weights: Line2D([], [], color=INK, lw=2.0, ls=s.line) for s in chosen}
+    return runs | (weights if len(weights) > 1 else {})
 
 
 def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Path, title: str) -> Path:
@@ -141,6 +163,7 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     Raises:
         UserError: if there is nothing to draw, or the picture cannot be written.
     """
+    output = picture_file(output, "--plot")
     shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
     if not shown:
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
@@ -149,7 +172,7 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
             _draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
             _draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
-    return Path(output)
+    return output
 
 
 def plot_sigma_rels(
@@ -173,6 +196,7 @@ def plot_sigma_rels(
     Raises:
         UserError: if the picture cannot be written.
     """
+    output = picture_file(output, "--plot")
     panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
@@ -186,7 +210,7 @@ def plot_sigma_rels(
             axis.set_xscale("log")
             _plain_numbers(axis.xaxis, (1, 2, 5))
         _legend(figure, axes, "lower")
-    return Path(output)
+    return output
 
 
 def _draw_others(
@@ -232,8 +256,7 @@ def _draw_errors(axis: Any, error: Array, unit: str) -> None:
     axis.hist(np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85)
     axis.axvline(0, color=INK, lw=0.9)
     axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
-    axis.set_title(f"MAE {mae:.4g}   RMSE {rmse:.4g}   mean {mean:+.3g} {unit}", fontsize=SMALL,
-                   fontweight="normal")  # fmt: skip
+    axis.set_title(f"MAE {mae:.4g}, RMSE {rmse:.4g}\nmean {mean:+.3g} {unit}", fontsize=SMALL, fontweight="normal")
     axis.spines["left"].set_visible(False)
     axis.grid(False)
 
@@ -243,18 +266,40 @@ def _draw(axis: Any, curve: Curve, panel: Panel, styles: Mapping[Path, CurveStyl
     if curve.kind == VALIDATION:
         if _has(curve, panel):
             values = curve.columns[panel.full]
-            axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker="o", ms=3.2, zorder=4,
-                      label=style.label("validation set"))  # fmt: skip
+            axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker=style.marker, ms=3.2,
+                      zorder=4, label=style.label("validation set"))  # fmt: skip
             kept = np.isin(curve.steps, list(curve.best_steps)[-1:])
             axis.plot(curve.steps[kept], values[kept], "*", color=style.color, ms=13, mec="white", mew=0.8, zorder=5,
                       label=KEPT if kept.any() else None)  # fmt: skip
         return
-    for name, values in _batch_columns(curve, panel):
+    columns = _batch_columns(curve, panel)
+    if style.run:
+        _draw_trend(axis, curve, panel, style, columns)
+        return
+    for name, values in columns:
         train = name.startswith(f"{panel.batch}_trn")
         task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
         label = style.label(("training batch" if train else "validation batches") + (f" of {task}" if task else ""))
         axis.plot(curve.steps, panel.factor * values, color=style.batches[not train], lw=0.9, ls=style.line,
                   alpha=0.45 if train else 0.8, zorder=TRAIN_LEVEL + (not train), label=label)  # fmt: skip
+
+
+def _draw_trend(axis: Any, curve: Curve, panel: Panel, style: CurveStyle, columns: list[tuple[str, Array]]) -> None:
+    """Draw what single batches tell of one of several runs: faint lines, and their running mean."""
+    validation = [column for column in columns if column[0].startswith(f"{panel.batch}_val")]
+    for _, values in validation or columns:
+        shown = panel.factor * values
+        axis.plot(curve.steps, shown, color=style.color, lw=0.7, alpha=0.2, zorder=TRAIN_LEVEL)
+        axis.plot(curve.steps, _running_mean(shown), color=style.color, lw=2.0, ls=style.line, zorder=4)
+
+
+def _running_mean(values: Array) -> Array:
+    """Return the geometric mean over a twentieth of the rows around each; rows without a number are left out."""
+    known = np.isfinite(values) & (values > 0)
+    window = np.ones(max(1, len(values) // 20))
+    sums = np.convolve(np.log(np.where(known, values, 1.0)), window, mode="same")
+    numbers = np.convolve(known.astype(float), window, mode="same")
+    return np.where(numbers > 0, np.exp(sums / np.maximum(numbers, 1)), np.nan)
 
 
 def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
@@ -264,7 +309,7 @@ def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
     titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
     # the average called ema comes first, so that it has its color whatever stands beside it
     weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
-    averages = (AVERAGE_COLOR, *OTHER_COLORS)
+    averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MOST_MARKED else ""
     styles = {}
     for curve in curves:
         own, live = curve.path.parent, curve.weights == LIVE
@@ -272,12 +317,12 @@ def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
         words = "live weights" if live else curve.weights
         if len(folders) > 1:
             color = RUN_COLORS[folders.index(own) % len(RUN_COLORS)]
-            style = CurveStyle(color, (color, color), LINES[place % len(LINES)], f"{titles[own]}: ", words)
+            style = CurveStyle(color, (color, color), LINES[place % len(LINES)], titles[own], words)
         elif live:
-            style = CurveStyle(LIVE_COLOR, (TRAIN_COLOR, LIVE_BATCHES), "-", "", words)
+            style = CurveStyle(LIVE_COLOR, (TRAIN_COLOR, LIVE_BATCHES), "-", "", words, marker)
         else:
             color = averages[(place - 1) % len(averages)]
-            style = CurveStyle(color, (color, color), "-", "", words)
+            style = CurveStyle(color, (color, color), "-", "", words, marker)
         styles[curve.path] = style
     return styles
 
@@ -296,9 +341,21 @@ def _has(curve: Curve, panel: Panel) -> bool:
     return bool(_batch_columns(curve, panel))
 
 
+def picture_file(output: str | Path, option: str = "-o") -> Path:
+    """Return the file of a picture, a PNG where no suffix says another format.
+
+    Raises:
+        UserError: if a file is there that is no picture.
+    """
+    file = Path(output)
+    file = file if file.suffix else file.with_name(f"{file.name}.png")
+    refuse_to_lose(file, option, PICTURE)
+    return file
+
+
 @contextmanager
 def _picture(
-    output: str | Path, panels: int, title: str = "", heights: Sequence[float] | None = None
+    output: Path, panels: int, title: str = "", heights: Sequence[float] | None = None
 ) -> Iterator[tuple[Any, list[Any]]]:
     """Yield a figure that belongs to no window, and its axes row by row; it is written after the block."""
     import matplotlib as mpl
@@ -306,19 +363,21 @@ def _picture(
 
     rows = len(heights) if heights is not None else 1 if panels < 4 else 2
     columns = -(-panels // rows)
-    size = (4.2 * columns, 3.3 * rows + 0.4 if heights is None else 1.35 * sum(heights))
+    width, height = PANEL[0] * columns, PANEL[1] * rows + 0.4 if heights is None else 1.3 * sum(heights)
+    # over all panels, in as many lines as their width asks for
+    lines = textwrap.wrap(title, int(72 * width / (0.55 * NORMAL)))
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(width, height + len(lines) * 1.3 * NORMAL / 72), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
         for axis in axes[panels:]:
             axis.set_axis_off()
-        if title:  # over all panels, in as many lines as their width asks for
-            letters = int(72 * figure.get_figwidth() / (0.53 * NORMAL))
-            figure.suptitle("\n".join(textwrap.wrap(title, letters)), x=0.01, ha="left", fontsize=NORMAL)
+        if lines:
+            figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=NORMAL)
         yield figure, axes[:panels]
         try:
-            figure.savefig(output)
-        except (OSError, ValueError) as error:
+            with atomic_write(output) as part:
+                figure.savefig(part)
+        except ValueError as error:
             raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
 
 
@@ -347,26 +406,37 @@ def _plain_numbers(axis: Any, parts: Sequence[float]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _legend(figure: Any, axes: Sequence[Any], side: str = "upper") -> None:
-    """Put one legend into a free place of the grid, or beside all panels: a line means the same in each."""
+def _legend(figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping[str, Any] | None = None) -> None:
+    """Put one legend into a free place of the grid, or beside all panels: a line means the same in each.
+
+    Args:
+        figure: of the panels.
+        axes: the panels.
+        side: where it stands beside them.
+        keys: its entries, where they are not one for each kind of line.
+    """
     from matplotlib.lines import Line2D
 
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
+    if keys:
+        entries = {**keys, **{label: handle for label, handle in entries.items() if label == KEPT}}
     if not entries:
         return
     if KEPT in entries:  # there is one of each color
         entries[KEPT] = Line2D([], [], color=INK, ls="", marker="*", ms=11)
     # what matters most first, and of equals in the order of the files
-    labels = sorted(entries, key=lambda label: (label == KEPT, -entries[label].get_linewidth()))
+    labels = list(entries)
+    if not keys:
+        labels.sort(key=lambda label: (label == KEPT, -entries[label].get_linewidth()))
     handles = [entries[label] for label in labels]
     free = [axis for axis in figure.axes if axis not in axes]
-    if free and len(labels) < 9:
-        free[0].legend(handles, labels, loc="center left", fontsize=10, labelspacing=0.9)
+    # a letter is about half as wide as the type is high; a wider legend would be cut at the edges of the figure
+    width = 0.53 * SMALL * max(map(len, labels)) + 60  # points, with handle and space
+    if free and len(labels) < 9 and width < 72 * PANEL[0]:
+        free[0].legend(handles, labels, loc="center left", labelspacing=0.9)
     else:
-        # a letter is about half as wide as the type is high; a wider legend would be cut at the edges of the figure
-        width = 0.5 * SMALL * max(map(len, labels)) + 55  # points, with handle and space
         columns = max(1, min(len(entries), int(72 * figure.get_figwidth() / width)))
         figure.legend(handles, labels, loc=f"outside {side} center", ncols=columns)

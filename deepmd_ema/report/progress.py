@@ -33,6 +33,8 @@ class Progress:
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
         self._step = self._shown = 0
+        # the first interval, in which things are prepared, counts only until there is another
+        self._begun, self._counted_steps, self._counted_seconds = False, 0, 0.0
 
     def start_at(self, step: int) -> None:
         """Count from ``step``, at a restart."""
@@ -43,7 +45,12 @@ class Progress:
         if self._interactive:
             if self._bar is None:
                 self._bar = tqdm(
-                    total=self._num_steps, initial=self._step, unit="step", dynamic_ncols=True, file=sys.stderr
+                    total=self._num_steps,
+                    initial=self._step,
+                    unit="step",
+                    dynamic_ncols=True,
+                    smoothing=0,
+                    file=sys.stderr,
                 )
             self._bar.update(step - self._step)
         self._step = step
@@ -58,10 +65,10 @@ class Progress:
         split: str = "",
     ) -> None:
         """Log the errors of a displayed step, the time of its interval, and when the run will end."""
-        logger.info("Batch %7d: trn: %s, lr = %8.2e", step, _join(training), lr)
+        logger.info("Batch %7d: trn: %s, lr = %8.2e", step, values_in_words(training), lr)
         if validation:
-            logger.info("Batch %7d: val: %s", step, _join(validation))
-        left = seconds_per_step * (self._num_steps - step)
+            logger.info("Batch %7d: val: %s", step, values_in_words(validation))
+        left = self._mean_seconds(step, seconds_per_step) * (self._num_steps - step)
         rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
         logger.info(
             "Batch %7d: total wall time = %.2f s (%.1f steps/s%s%s), eta = %s at %s",
@@ -78,21 +85,28 @@ class Progress:
             loss = training.get("rmse", next(iter(training.values()), float("nan")))
             self._bar.set_postfix_str(f"rmse {loss:.2e}, lr {lr:.1e}", refresh=False)
 
+    def _mean_seconds(self, step: int, seconds_per_step: float) -> float:
+        """Return the mean duration of a step of the run, which ends an interval of steps that took this long each.
+
+        One interval says little of those that follow: it may hold a validation and a checkpoint, or none.
+        """
+        steps = step - self._shown
+        if self._begun:
+            self._counted_steps += steps
+            self._counted_seconds += steps * seconds_per_step
+        self._begun = True
+        return self._counted_seconds / self._counted_steps if self._counted_steps else seconds_per_step
+
     def show_average(self, step: int, name: str, errors: Mapping[str, float]) -> None:
         """Log the displayed errors of an average on the same batches."""
-        logger.info("Batch %7d: %s: %s", step, name, _join(errors))
+        logger.info("Batch %7d: %s: %s", step, name, values_in_words(errors))
 
     def show_validation(self, step: int, results: Mapping[str, HasMetrics]) -> None:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
         width = max(map(len, results))
         for weights, errors in results.items():
-            parts = []
-            for quantity in "EFSV":
-                mae, rmse = errors.metric(f"{quantity}:MAE"), errors.metric(f"{quantity}:RMSE")
-                if mae == mae:  # not nan: some frame has the label
-                    number, _, unit = show_metric(quantity, mae).partition(" ")
-                    parts.append(f"{quantity} {number} / {show_metric(quantity, rmse).partition(' ')[0]} {unit}")
-            logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, ", ".join(parts))
+            words = errors_in_words(errors)
+            logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
 
     def close(self) -> None:
         """Leave the bar as it stands and end its line."""
@@ -137,5 +151,28 @@ class IntervalTimes:
         return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())
 
 
-def _join(values: Mapping[str, float]) -> str:
+def errors_in_words(errors: HasMetrics) -> str:
+    """Return MAE and RMSE of every quantity that some frame has a label of."""
+    parts = []
+    for quantity in "EFSV":
+        mae, rmse = errors.metric(f"{quantity}:MAE"), errors.metric(f"{quantity}:RMSE")
+        if mae == mae:  # not nan: some frame has the label
+            number, _, unit = show_metric(quantity, mae).partition(" ")
+            parts.append(f"{quantity} {number} / {show_metric(quantity, rmse).partition(' ')[0]} {unit}")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the two largest of its units: ``4 min 7 s``."""
+    parts: list[str] = []
+    rest = round(seconds)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, rest = divmod(rest, length)
+        if number or (unit == "s" and not parts):
+            parts.append(f"{number} {unit}")
+    return " ".join(parts[:2]) if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def values_in_words(values: Mapping[str, float]) -> str:
+    """Return the errors of a displayed step, in the units of lcurve.out."""
     return ", ".join(f"{name} = {values[name]:8.2e}" for name in sorted(values))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from deepmd_ema.config.outputs import BEST
-from deepmd_ema.errors import CheckpointError
-from deepmd_ema.files import atomic_write
+from deepmd_ema.files import append, atomic_write
 from deepmd_ema.labels import METRICS
 
 ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
@@ -57,27 +55,13 @@ class _Table:
         else:
             logger.warning("%s: the columns have changed, a second header follows the old rows", self._path)
             text = "".join(line for line in lines if _is_kept(line, step)) + self._header
-        with self._writing(), atomic_write(self._path) as part:
+        with atomic_write(self._path, "The last checkpoint is usable.") as part:
             part.write_text(text, encoding="utf-8")
         self._begun = True
 
     def _add(self, line: str) -> None:
-        with self._writing():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a" if self._begun else "w", encoding="utf-8") as file:
-                file.write(line if self._begun else self._header + line)
+        append(self._path, line if self._begun else self._header + line, anew=not self._begun)
         self._begun = True
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn a failure to write into a message that names the file."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: cannot be written ({error.strerror}). Make room on the disk, or start the run in a "
-                "folder that you may write to. The last checkpoint is usable."
-            ) from error
 
 
 class LcurveFile(_Table):

@@ -9,7 +9,7 @@ from deepmd_ema.averaging import AverageBank
 from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.averaging import AverageConfig
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, counted, every_steps
 
 Hook = Callable[[int, float], bool]
 
@@ -56,7 +56,7 @@ def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: in
         if every:
             files = max(0, num_steps // every - profile.start_step // every) + (num_steps % every > 0)
             total += files * num_bytes
-            yield f"{profile.name} every {every:,} steps: {files:,} files of {num_bytes / 1e6:.2f} MB"
+            yield f"{profile.name} {every_steps(every)}: {counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
     if total:
         yield f"{total / 1e6:,.2f} MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
 

@@ -17,6 +17,8 @@ from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import config_summary
 from deepmd_ema.dist.world import World
+from deepmd_ema.errors import counted
+from deepmd_ema.files import writing
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.progress import IntervalTimes, Progress
@@ -59,7 +61,7 @@ def start_table(
         frozen = sum(p.numel() for p in made.model.parameters()) - trained
         words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
         frames = sum(system.num_frames for system in made.train)
-        pairs.append(("training", f"{words}, {frames:,} frames of {len(made.train)} systems"))
+        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
     # a kept copy has its trained parameters in float32, everything else as it is
@@ -67,6 +69,7 @@ def start_table(
     state = prepared.models.state_dict()
     num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
+    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return facts(f"{program}, on {device} ({name})", pairs)
 
@@ -107,6 +110,9 @@ class Reporter:
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._sums: dict[str, dict[str, Tensor]] = {task.name: {} for task in self.tasks}
         self._count: dict[str, int] = {task.name: 0 for task in self.tasks}
+        # for the end of the run: the last full validation
+        self.validated_step = 0
+        self.validated: Mapping[str, Errors] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` has a row."""
@@ -123,9 +129,7 @@ class Reporter:
             self._count[task.name] += 1
         if self.board is not None and (step == 1 or step % self.board_every == 0):
             prefix = f"{task.name or 'Default'}/"
-            self.board.add_scalar(f"{prefix}lr", outcome.learning_rate, step)
-            for name, value in outcome.values.items():
-                self.board.add_scalar(prefix + name, float(value), step)
+            self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
 
     def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
@@ -160,11 +164,16 @@ class Reporter:
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
+        self.validated_step, self.validated = step, results
         self.progress.show_validation(step, results)
         if self.board is not None:
             for weights, errors in results.items():
-                for name, value in errors.summary().items():
-                    self.board.add_scalar(f"validation/{weights}/{name}", value, step)
+                self._add_points(f"validation/{weights}/", errors.summary(), step)
+
+    def _add_points(self, prefix: str, values: Mapping[str, float | Tensor], step: int) -> None:
+        with writing("training.tensorboard_log_dir"):
+            for name, value in values.items():
+                self.board.add_scalar(prefix + name, float(value), step)
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return what a row shows of the training batches of a task; nothing if it has had no step."""
@@ -196,7 +205,8 @@ class Reporter:
         """Close the bar and the board."""
         self.progress.close()
         if self.board is not None:
-            self.board.close()
+            with writing("training.tensorboard_log_dir"):
+                self.board.close()
 
     def _mean_values(self, batches: Mapping[str, Sequence[Batch]], rate: float) -> dict[str, dict[str, float]]:
         """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""

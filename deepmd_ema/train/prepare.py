@@ -19,6 +19,7 @@ from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
+from deepmd_ema.files import writing
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
@@ -156,13 +157,9 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
             )
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
-        try:
+        advice = "Remove what stands there, name another place, or leave the option out."
+        with writing(f"training.stat_file: {path}", advice):
             write_stat_file(path, task.config.model, task.model.descriptor, found)
-        except OSError as error:
-            raise DataError(
-                f"training.stat_file: {path}: cannot be written ({error.strerror or error}). Remove what stands there, "
-                "name another place, or leave the option out."
-            ) from error
     return found
 
 

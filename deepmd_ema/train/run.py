@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from deepmd_ema import checkpoint
-from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config, to_dict
-from deepmd_ema.config.outputs import Output, Outputs
+from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
-from deepmd_ema.errors import CheckpointError, ConfigError, UserError, collect_problems
-from deepmd_ema.files import atomic_write
+from deepmd_ema.errors import ConfigError
+from deepmd_ema.report.table import Table, render
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
+from deepmd_ema.train.ending import end_table
+from deepmd_ema.train.place import check_place, lock_place, write_config
 from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.start import find_start
 from deepmd_ema.train.trainer import Callback, Trainer
@@ -56,8 +56,9 @@ def run_training(
     Raises:
         UserError: for every mistake in the input, the data or the files.
     """
+    began = time.monotonic()
     launch = find_launch() if launch is None else launch
-    with open_world(device, launch) as world:
+    with open_world(device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
             config = load_config(input_file)
             if problems := launch_problems(config, world.size, launch.launched):
@@ -65,54 +66,29 @@ def run_training(
             start = find_start(restart, init_model)
             config = start.adopt_from_checkpoint(config)
             start.check_resumable(config, allow_config_change)
-        seed = world.broadcast_from_rank0(partial(_seed, config, output))
+        seed = world.broadcast_from_rank0(partial(_seed, config, output, (input_file, restart, init_model), held))
         config = replace(config, training=replace(config.training, seed=seed))
         for line in (*config.notes, *ignored_options(config)):
             logger.warning("%s", line)
         prepared = prepare(config, start, world, skip_neighbor_stat)
-        world.broadcast_from_rank0(partial(_write_config, output, prepared.config))
+        world.broadcast_from_rank0(partial(write_config, prepared.config, output, is_new=start.step == 0))
         make = partial(assemble, prepared, start, world, should_update, input_file, callback)
-        logger.info("trained model: %s", _train(make, world))
+        tell_end = partial(end_table, config=prepared.config, input_file=input_file)
+        logger.info("%s", "\n".join(render(_train(make, world, tell_end, began), "  ")))
 
 
-def _train(make: Callable[[], Trainer], world: World) -> Path:
-    """Train and return the link to the newest checkpoint."""
+def _train(make: Callable[[], Trainer], world: World, tell_end: Callable[..., Table], began: float) -> Table:
+    """Train and return what is said at the end."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
+    first = trainer.step
     trainer.run()
-    return trainer.saver.link
+    return tell_end(trainer, steps=trainer.step - first, seconds=time.monotonic() - began)
 
 
-def _seed(config: RunConfig, output: str) -> int:
-    """Return the seed of the run, once the folders that it writes to are made and can be written.
-
-    Raises:
-        CheckpointError: naming every place that cannot be written, before the first step.
-    """
-    outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
-    problems = [
-        f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
-        "name."
-        for o in outputs
-        if not o.is_folder and o.path.is_dir()
-    ]
-    checked: set[Path] = set()
-    for o in outputs:
-        folder = o.path if o.is_folder else o.path.parent
-        if folder not in checked:
-            checked.add(folder)
-            with collect_problems(problems):
-                checkpoint.ensure_writable(folder, o.option)
-    if problems:
-        raise CheckpointError(problems)
+def _seed(config: RunConfig, output: str, inputs: Sequence[str | None], held: ExitStack) -> int:
+    """Return the seed of the run, once its places are checked and held until ``held`` is closed."""
+    check_place(config, output, inputs)
+    held.enter_context(lock_place(config))
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
-
-
-def _write_config(output: str, config: RunConfig) -> None:
-    """Write the config as the run uses it."""
-    try:
-        with atomic_write(output) as part:
-            part.write_text(json.dumps(to_dict(config), indent=4) + "\n")
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror}). Make room, or choose another -o.") from error

@@ -129,7 +129,6 @@ class Saver:
             content = self.builder.snapshot(kept.name, step)
             with self.world.all_ranks_ok():
                 if self.world.is_main and content["average"]["updates"]:
-                    kept.series.sweep()
                     checkpoint.save(kept.series.file(step), content)
                     kept.series.rotate(step)
 

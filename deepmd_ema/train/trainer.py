@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -15,8 +15,9 @@ from typing import Any
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
+from deepmd_ema.dist.launch import END_SIGNALS, handled
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import Interrupted
+from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.bias import Biases
@@ -33,7 +34,7 @@ SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
-    """Holds SIGTERM and Ctrl-C until the loop asks for them after a step; a second Ctrl-C ends at once."""
+    """Holds SIGTERM, SIGHUP and Ctrl-C until the loop asks for them after a step; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -42,7 +43,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self.request) for s in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {s: signal.signal(s, self.request) for s in handled((*END_SIGNALS, signal.SIGINT))}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -127,17 +128,25 @@ class Trainer:
         """Train from the current step to ``num_steps``.
 
         Raises:
-            Interrupted: after SIGTERM or Ctrl-C, with the current step saved.
+            Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
         with self.stop:
             try:
                 self.callback.on_start(self)
                 self._loop()
-            finally:
-                self.reporter.close()
-                self.tasks.close()
+            except BaseException:
+                with suppress(OSError, UserError):  # the first error is the one to tell
+                    self._close()
+                raise
+            self._close()
         self.callback.on_end(self)
+
+    def _close(self) -> None:
+        try:
+            self.reporter.close()
+        finally:
+            self.tasks.close()
 
     def _loop(self) -> None:
         try:
@@ -216,7 +225,7 @@ class Trainer:
                 biases = self.refit()
             logger.info("saved %s", ", ".join(self._write(biases)))
             if self.bank is not None:
-                logger.info("averages of step %d: %s", self.step, averages_in_words(self.bank))
+                logger.info("averages of step %s: %s", f"{self.step:,}", averages_in_words(self.bank))
 
     def _write(self, biases: Biases | None = None) -> list[str]:
         with self.times.of("checkpoint"):
@@ -231,7 +240,7 @@ class Trainer:
             self._save()
         assert self.stop.signal is not None
         raise Interrupted(
-            f"stopped by {self.stop.signal.name} after step {self.step} of {self.num_steps}; everything is saved. "
+            f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
             f"Go on with: dp-ema train --restart {self.saver.link} {self.input_file}"
             + (", launched as before" if self.world.size > 1 else ""),
             self.stop.signal,

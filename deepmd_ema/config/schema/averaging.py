@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, fraction, not_negative, not_negative_int, option, positive_int
+from deepmd_ema.errors import every_steps
 from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, POSTHOC, WIDEST_SIGMA_REL
 
 _LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
@@ -128,9 +129,9 @@ class _Average:
             step = f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})" if "epochs" in steps_per else ""
             yield f"from epoch {self.start_epoch:g}{step}"
         if self.start_step:
-            yield f"from step {self.start_step}"
+            yield f"from step {self.start_step:,}"
         if self.update_every > 1:
-            yield f"every {self.update_every} steps"
+            yield every_steps(self.update_every)
         said = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
                 "rank_range": "a range of it on each process", "average": "with averaged buffers"}  # fmt: skip
         yield from (said[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in said)
@@ -152,7 +153,7 @@ class _Stored(_Average):
     def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
         yield from super()._more_words(steps_per)
         if self.snapshots:
-            yield "snapshots " + (f"every {self.snapshot_freq} steps" if self.snapshot_freq else "with the checkpoints")
+            yield "snapshots " + (every_steps(self.snapshot_freq) if self.snapshot_freq else "with the checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ class EmaAverageConfig(_Average):
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
         (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
         if name == "decay":
-            return f"EMA, decay {value:g}, window {1 / (1 - value):.0f} steps{warmup}"
+            return f"EMA, decay {value:g}, window {1 / (1 - value):,.0f} steps{warmup}"
         steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
         return f"EMA, half-life {value:g} {unit}{steps}{warmup}"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig
 from deepmd_ema.config.schema.texts import ActivationName
@@ -26,15 +26,15 @@ class EnerFittingConfig:
     type: ClassVar[str] = "ener"
 
     numb_fparam: int = option(
-        0, check=not_negative_int, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
+        0, check=shared.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
     )
-    numb_aparam: int = option(0, check=not_negative_int, doc="Number of parameters per atom (`aparam.npy`).")
+    numb_aparam: int = option(0, check=shared.num_parameters, doc="Number of parameters per atom (`aparam.npy`).")
     default_fparam: list[float] | None = option(
         None, doc="Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
     )
     dim_case_embd: int = option(
         0,
-        check=Check(lambda v: v == 0, "0: case embeddings are known to DeePMD-kit, not available in dp-ema 0.1"),
+        check=Check(lambda v: v == 0, f"0: case embeddings are {NOT_AVAILABLE}"),
         doc="Number of cases of a multi-task model; 0 here.",
     )
     neuron: list[int] = option(
@@ -66,7 +66,7 @@ class EnerFittingConfig:
     )
     use_aparam_as_mask: bool = option(
         False,
-        check=Check(lambda v: not v, "false: true is known to DeePMD-kit, not available in dp-ema 0.1"),
+        check=Check(lambda v: not v, f"false: true is {NOT_AVAILABLE}"),
         doc="Whether atom parameters mark real atoms instead of entering the network. Only false here.",
     )
 

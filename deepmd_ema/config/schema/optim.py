@@ -15,6 +15,7 @@ from deepmd_ema.config.fields import (
     positive_int,
     redefined,
 )
+from deepmd_ema.errors import counted, every_steps
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
 
 DEFAULT_STOP_LR = 5e-8
@@ -54,14 +55,14 @@ class _Schedule:
         """Return the length of the warm-up of a run of ``num_steps`` steps."""
         return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
 
-    def summary(self) -> str:
-        """Return type and main options in words."""
-        words = f"{self.type}, {self.start_lr:g} to {self.end_lr:g}{self._shape_words()}"
+    def summary(self, num_steps: int = 0) -> str:
+        """Return type and main options in words; ``num_steps`` is the length of the run, 0 while it is not known."""
+        words = f"{self.type}, {self.start_lr:g} to {self.end_lr:g}{self._shape_words(num_steps)}"
         if self.warmup_steps:
-            return f"{words}, warm-up {self.warmup_steps} steps"
+            return f"{words}, warm-up {counted(self.warmup_steps, 'step')}"
         return f"{words}, warm-up {100 * self.warmup_ratio:g} %" if self.warmup_ratio else words
 
-    def _shape_words(self) -> str:
+    def _shape_words(self, num_steps: int) -> str:
         return ""
 
 
@@ -77,9 +78,20 @@ class ExpScheduleConfig(_Schedule):
     )
     smooth: bool = option(False, doc="Whether to decay at each step instead of at every `decay_steps`.")
 
-    def _shape_words(self) -> str:
+    def used_decay_steps(self, num_steps: int) -> int:
+        """Return the steps between two decays of a run of ``num_steps`` steps.
+
+        ``decay_steps``; where no ``decay_rate`` is given and one decay would be as long as the run, DeePMD-kit's rule.
+        """
+        steps = max(1, num_steps - self.num_warmup_steps(num_steps))
+        if self.decay_rate is not None or self.decay_steps < steps:
+            return self.decay_steps
+        return 100 if steps // 10 > 100 else steps // 100 + 1
+
+    def _shape_words(self, num_steps: int) -> str:
         rate = "" if self.decay_rate is None else f" by {self.decay_rate:g}"
-        return f", every {'step' if self.smooth else f'{self.decay_steps} steps'}{rate}"
+        used = self.used_decay_steps(num_steps) if num_steps else self.decay_steps
+        return f", {every_steps(1 if self.smooth else used)}{rate}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +112,7 @@ class WsdScheduleConfig(_Schedule):
         "inverse_linear", choices=("inverse_linear", "cosine", "linear"), doc="How the rate goes down."
     )
 
-    def _shape_words(self) -> str:
+    def _shape_words(self, num_steps: int) -> str:
         return f", {self.decay_type} over the last {100 * self.decay_phase_ratio:g} %"
 
 

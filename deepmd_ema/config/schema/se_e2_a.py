@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, option, positive_int
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.texts import ActivationName
@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
+_LARGEST_RATIO = 100  # of `sel: auto` to the neighbors found
 SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
 
 
 def _is_sel(value: Any) -> bool:
     if isinstance(value, str):
         found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-        return found is not None and (found[1] is None or float(found[1]) >= 1)
-    return len(value) > 0 and min(value) >= 0 and sum(value) > 0
+        return found is not None and (found[1] is None or 1 <= float(found[1]) <= _LARGEST_RATIO)
+    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.LARGEST_SIZE
 
 
-_sel = Check(_is_sel, 'a list with one whole number per element of type_map, e.g. [46, 92], or "auto" or "auto:1.2"')
+_sel = Check(
+    _is_sel,
+    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.LARGEST_SIZE:,} together, "
+    f'or "auto" or "auto:1.2", the number from 1 to {_LARGEST_RATIO}',
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class SeE2AConfig:
         doc="Most neighbors kept of each element, the nearest first. `auto` counts the neighbors in the training data "
         "and takes 1.1 times the largest number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
     )
-    rcut: float = option(6.0, unit="angstrom", check=positive, doc="Cutoff radius.")
+    rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
     rcut_smth: float = option(
         0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
     )

@@ -9,7 +9,13 @@ from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.texts import ActivationName, is_readable
 
-layer_widths = Check(lambda v: len(v) > 0 and all(n > 0 for n in v), "a list of at least one whole number > 0")
+LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
+layer_widths = Check(
+    lambda v: len(v) > 0 and all(0 < n <= LARGEST_SIZE for n in v),
+    f"a list of at least one whole number > 0, none above {LARGEST_SIZE:,}",
+)
+num_parameters = Check(lambda v: 0 <= v <= LARGEST_SIZE, f"a whole number from 0 to {LARGEST_SIZE:,}")
+cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )

@@ -21,8 +21,17 @@ def _is_probs(value: list[float]) -> bool:
     return len(value) > 0 and sum(given) <= 1 + 1e-8 and (len(given) < len(value) or sum(given) > 1 - 1e-8)
 
 
+def _is_pattern(value: str) -> bool:
+    parts = value.split("/")
+    return bool(value.strip("./ ")) and parts[0] != "" and all(part == "**" or "**" not in part for part in parts)
+
+
 _systems = Check(
     lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
+)
+_patterns = Check(
+    lambda v: all(map(_is_pattern, v)),
+    'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
 )
 _batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
 _auto_prob = Check(
@@ -44,7 +53,9 @@ class _Data:
         "`file.h5#/group`. Paths are relative to the working directory.",
     )
     rglob_patterns: list[str] | None = option(
-        None, doc="Patterns that folders of systems must match when parent folders are searched."
+        None,
+        check=_patterns,
+        doc="Patterns that folders of systems must match when parent folders are searched.",
     )
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.scan import SystemScan
 
 OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal distribution never gets there
 OUTLIER_ENERGY = 0.02  # eV/atom; a smaller residual is no outlier, however narrow the distribution
-NET_FORCE = 0.1  # eV/angstrom, and also the least fraction of the frame's RMS force
+NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
 LARGE_FORCE_RMS = 15.0  # eV/angstrom, far beyond liquids at 3000 K, usual for kcal/mol/angstrom
 _MOST_NAMED = 3
-_FEWEST_PAIRS = 8  # of neighboring frames, to judge units
 _FEWEST_FRAMES = 10  # to judge outliers
-_HARTREE, _BOHR, _KCAL = 27.211386, 0.52917721, 0.0433641  # eV, angstrom, eV
-# ratio of energy difference to work of the forces when a file has other units than eV and eV/angstrom
-_UNIT_RATIOS = {
-    -1.0: "the forces have the wrong sign (gradients instead of forces)",
-    1 / _HARTREE: "the energies look like Hartree",
-    1 / _KCAL: "the energies look like kcal/mol",
-    _HARTREE / _BOHR: "the forces look like Hartree/bohr",
-    1 / _BOHR: "energies and forces look like Hartree and Hartree/bohr",
-    _KCAL: "the forces look like kcal/mol/angstrom",
-    96.485: "the energies look like kJ/mol",
-    1 / 96.485: "the forces look like kJ/mol/angstrom",
-    964.85: "the forces look like kJ/mol/nm with energies in kJ/mol and lengths in angstrom",
-}
 
 
 def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
@@ -83,62 +68,42 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     ]
 
 
-def unit_warnings(scans: Sequence[SystemScan]) -> list[str]:
-    """Return warnings about energies and forces that do not belong together, or forces that are very large.
-
-    Between two frames close to each other the energy changes by the work of the forces; another ratio shows other
-    units.
-    """
-    warnings = []
-    for scan in scans:
-        text = _unit_ratio(np.array(scan.work).reshape(-1, 2))
-        if text:
-            warnings.append(f"{scan.system.name}: {text}. Expected eV and eV/angstrom.")
+def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
+    """Return a warning about forces that are very large, unless it is one of the systems ``told`` already."""
     rms = [(float(np.nanmedian(s.force_rms)), s) for s in scans if np.isfinite(s.force_rms).any()]
-    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS]
-    if large:
-        value, scan = max(large, key=lambda pair: pair[0])
-        warnings.append(
-            f"{scan.system.name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
-            "eV/angstrom; are they in kcal/mol/angstrom?"
-        )
-    return warnings
+    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS and s.system.name not in told]
+    if not large:
+        return []
+    value, scan = max(large, key=lambda pair: pair[0])
+    return [
+        f"{scan.system.name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
+        "eV/angstrom; are they in kcal/mol/angstrom?"
+    ]
 
 
 def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:
-    """Return a warning if the forces of some frames do not add up to zero."""
-    total, worst, place = 0, 0.0, ""
+    """Return a warning if the forces of some frames do not add up to zero.
+
+    Errors of N forces that have nothing to do with each other add up to sqrt(N) times one of them, so the sum is judged
+    by that.
+    """
+    total, known, worst, place = 0, 0, 0.0, ""
     for scan in scans:
-        known = np.nan_to_num(scan.net_force)
-        off = (known > NET_FORCE) & (known > NET_FORCE * np.nan_to_num(scan.force_rms))
-        total += int(off.sum())
-        if off.any() and known[off].max() > worst:
-            frame = int(np.where(off, known, 0).argmax())
-            worst, place = float(known[frame]), f"{scan.system.name} frame {frame}"
+        net, rms = np.nan_to_num(scan.net_force), np.nan_to_num(scan.force_rms)
+        each = net / np.sqrt(np.maximum(scan.type_counts.sum(axis=1), 1))
+        off = (net > NET_FORCE) & (each > NET_FORCE * rms)
+        total, known = total + int(off.sum()), known + int(np.isfinite(scan.net_force).sum())
+        if off.any() and each[off].max() > worst:
+            frame = int(np.where(off, each, 0).argmax())
+            worst = float(each[frame])
+            place = f"{net[frame]:.3g} eV/angstrom in {scan.system.name} frame {frame}, RMS force {rms[frame]:.3g}"
     if not total:
         return []
     frames = "1 frame" if total == 1 else f"{total:,} frames"
     return [
-        f"the forces of {frames} do not add up to zero (worst: {worst:.3g} eV/angstrom in {place}): no "
+        f"the forces of {frames} of {known:,} do not add up to zero (worst: {place}): no "
         "model can learn this part. Without an outer field it points to unconverged forces."
     ]
-
-
-def _unit_ratio(pairs: Array) -> str:
-    """Return which units the ratio of energy differences to works points to; empty if it is 1 or not significant."""
-    if len(pairs) < _FEWEST_PAIRS:
-        return ""
-    rise, work = pairs[:, 0], pairs[:, 1]
-    scale = float(np.sqrt((rise**2).sum() * (work**2).sum()))
-    if scale == 0 or abs(float((rise * work).sum())) < 0.97 * scale:
-        return ""
-    ratio = float((rise * work).sum() / (work**2).sum())
-    for expected, meaning in _UNIT_RATIOS.items():
-        if 0.9 < ratio / expected < 1.1:
-            return f"{meaning}: between close frames the energy changes by {ratio:.3g} times the work of the forces"
-    if not 0.67 < ratio < 1.5:
-        return f"between close frames the energy changes by {ratio:.3g} times the work of the forces"
-    return ""
 
 
 def _places(scans: Sequence[SystemScan]) -> list[tuple[str, bytes]]:

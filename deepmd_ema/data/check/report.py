@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.check.heuristics import duplicate_warnings, energy_outliers, net_force_warnings, unit_warnings
+from deepmd_ema.data.check.heuristics import (
+    duplicate_warnings,
+    energy_outliers,
+    large_force_warnings,
+    net_force_warnings,
+)
 from deepmd_ema.data.check.scan import SystemScan, scan_system
+from deepmd_ema.data.check.units import UnitReport, judge_units
 from deepmd_ema.data.source import BOX, COORD, FrameSource
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
-from deepmd_ema.labels import ENERGY, LABELS, VIRIAL
+from deepmd_ema.labels import APARAM, ENERGY, FPARAM, LABELS, VIRIAL
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
 _MOST_ROWS = 20  # systems in the table
+_MOST_ELEMENTS = 12  # elements, or pairs of them, in one line
 
 
 @dataclass
@@ -40,6 +47,7 @@ class DataReport:
         neighbors: statistics over the usable frames, or over a sample of them.
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
+        units: what is known about units and signs; None of data with problems.
     """
 
     type_map: tuple[str, ...]
@@ -51,6 +59,7 @@ class DataReport:
     neighbors: NeighborStatistics | None = None
     num_searched: int = 0
     closest: str = ""
+    units: UnitReport | None = None
 
     def raise_problems(self) -> None:
         """Raise DataError with all problems, if there are any."""
@@ -62,24 +71,22 @@ class DataReport:
         out = _table("Training data", self.training, self.type_map)
         if self.validation:
             out += _table("Validation data", self.validation, self.type_map)
+        out += self.units.lines() if self.units is not None else []
         if self.neighbors is None:
             return out
         names, nearest = self.type_map, self.neighbors.nearest
-        pairs = [
-            f"{names[a]}-{names[b]} {nearest[a, b]:.3f}"
-            for a in range(len(names))
-            for b in range(a, len(names))
-            if math.isfinite(nearest[a, b])
-        ]
-        most = [f"{n} {name}" for n, name in zip(self.neighbors.max_neighbors, names)]
+        found = [(a, b) for a in range(len(names)) for b in range(a, len(names)) if math.isfinite(nearest[a, b])]
+        if len(found) > _MOST_ELEMENTS:  # the shortest of them
+            found.sort(key=lambda pair: nearest[pair])
+        pairs = [f"{names[a]}-{names[b]} {nearest[a, b]:.3f}" for a, b in found]
+        most = _largest(self.neighbors.max_neighbors, names, "{n} {name}")
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in self.training + self.validation)
         seen = f" (in {self.num_searched:,} frames, evenly taken)" if self.num_searched < usable else ""
-        most.append(f"{self.neighbors.max_total} together")
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
             *out,
-            f"Nearest pairs{seen}: {', '.join(pairs) or 'none within the cutoff'} angstrom{where}",
-            f"Most neighbors within {self.rcut:g} angstrom{seen}: {', '.join(most)}",
+            f"Nearest pairs in angstrom{seen}: {first_few(pairs, _MOST_ELEMENTS) or 'none within the cutoff'}{where}",
+            f"Most neighbors within {self.rcut:g} angstrom{seen}: {most}, {self.neighbors.max_total} together",
         ]
 
 
@@ -104,8 +111,8 @@ def check_systems(
         max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
     """
     report = DataReport(tuple(type_map), descriptor.cutoff)
-    report.training = [scan_system(s, len(type_map)) for s in training]
-    report.validation = [scan_system(s, len(type_map)) for s in validation]
+    report.training = [scan_system(s, len(type_map), descriptor.cutoff) for s in training]
+    report.validation = [scan_system(s, len(type_map), descriptor.cutoff) for s in validation]
     every = report.training + report.validation
     report.problems += [problem for scan in every for problem in scan.problems]
     # without frames whose geometry is invalid
@@ -119,14 +126,17 @@ def check_systems(
             k, index = chosen[int(report.neighbors.frame_min.argmin())]
             report.closest = f"{every[k].system.name} frame {index}"
         report.problems += _too_close(every, chosen, report.neighbors, min_distance, type_map)
-        report.warnings += _too_few_neighbors(descriptor, report.neighbors)
+        report.warnings += _too_few_neighbors(descriptor, report.neighbors, type_map)
     report.problems += _no_labels(report.training, labels)
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
     report.warnings += _element_warnings(report, type_map)
     report.warnings += duplicate_warnings(report.training, report.validation)
     report.warnings += energy_outliers(report.training, report.validation)
-    report.warnings += unit_warnings(every)
+    if not report.problems:  # numbers that are no energies would make it blind
+        report.units = judge_units(every, type_map)
+        report.warnings += report.units.warnings
+    report.warnings += large_force_warnings(every, report.units.suspicious if report.units is not None else [])
     report.warnings += net_force_warnings(every)
     return report
 
@@ -173,13 +183,19 @@ def _too_close(
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
-def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics) -> list[str]:
+def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics, type_map: Sequence[str]) -> list[str]:
     kept, option = descriptor.neighbors, descriptor.neighbors_option
     if kept is None:
         return []
     needed = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
     if all(n <= most for n, most in zip(needed, kept)):
         return []
+    if len(kept) > _MOST_ELEMENTS:
+        short = [f"{type_map[k]} {n} (kept: {most})" for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
+        return [
+            f"{option} is too small: within {descriptor.cutoff:g} angstrom an atom has up to {first_few(short)} "
+            f"neighbors, and the farthest are dropped, which makes the energy jump. Use {option} auto."
+        ]
     enough = [max(n, most) for n, most in zip(needed, kept)]
     return [
         f"{option} = {list(kept)} is too small: an atom has up to {needed} neighbors within {descriptor.cutoff:g} "
@@ -224,10 +240,10 @@ def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
     warnings = []
     unseen = [name for name, n in zip(type_map, trained) if not n]
     if unseen:
-        warnings.append(f"type_map has {', '.join(unseen)}, but no training frame does: their networks stay untrained.")
+        warnings.append(f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained.")
     only_validated = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
     if only_validated:
-        warnings.append(f"validation frames have {', '.join(only_validated)}, but no training frame does.")
+        warnings.append(f"validation frames have {first_few(only_validated)}, but no training frame does.")
     return warnings
 
 
@@ -238,19 +254,21 @@ def _count_elements(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Arr
 def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
     frames = sum(s.system.num_frames for s in scans)
     counts = _count_elements(scans, type_map)
-    elements = ", ".join(f"{name} {n:,}" for name, n in zip(type_map, counts))
-    plural = "system" if len(scans) == 1 else "systems"
-    out = [f"{title}: {len(scans)} {plural}, {frames:,} frames, {int(counts.sum()):,} atoms ({elements})"]
+    elements = _largest(counts, type_map, "{name} {n:,}")
+    total = f"{counted(frames, 'frame')}, {counted(int(counts.sum()), 'atom')}"
+    out = [f"{title}: {counted(len(scans), 'system')}, {total} ({elements})"]
     width = max((len(s.system.name) for s in scans[:_MOST_ROWS]), default=0)
     for scan in scans[:_MOST_ROWS]:
         system = scan.system
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
-        labels = [
+        labels = list(scan.conditions)
+        labels += [
             label if have == system.num_frames else f"{label} ({have:,} frames)"
             for label, have in scan.label_frames.items()
         ]
+        labels += [f"{name} ({numbers})" for name, (_, _, numbers) in scan.conditions.items()]
         out.append(
             f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
             f"{', '.join(labels) or 'no labels'}"
@@ -267,4 +285,17 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
             where = f"largest: {labelled[worst].system.name} frame {magnitudes[worst].argmax()}"
             unit = label.unit + "/atom" * label.extensive
             out.append(f"  {name:<6} {low.min():.6g} to {high.max():.6g} {unit}{rms} ({where})")
+    for name in (FPARAM, APARAM):
+        given = [scan.conditions[name] for scan in scans if name in scan.conditions]
+        if given:
+            low, high = min(one[0] for one in given), max(one[1] for one in given)
+            out.append(f"  {name:<6} {low:.6g} to {high:.6g}, any unit ({len(given)} of {len(scans)} systems)")
     return out
+
+
+def _largest(numbers: Sequence[int] | Array, names: Sequence[str], form: str) -> str:
+    """Return numbers with their elements, of many elements the largest ones."""
+    pairs = list(zip(numbers, names))
+    if len(pairs) > _MOST_ELEMENTS:
+        pairs.sort(key=lambda pair: -int(pair[0]))
+    return first_few([form.format(n=int(n), name=name) for n, name in pairs], _MOST_ELEMENTS)

@@ -11,12 +11,13 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
-from deepmd_ema.labels import ENERGY, FORCE, LABELS
+from deepmd_ema.geometry import frame_faults
+from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 
 # file and kind of fault to the frames that have it, reported in one message about the first
 Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
 
-_FLAT_CELL = 1e-6  # volume over product of the lengths
+_LARGEST = 1e30  # of any number; its square still fits
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
 
 
@@ -38,6 +39,7 @@ class SystemScan:
         ranges: of the labels that metrics show, extensive ones per atom, (F, 4): smallest and largest finite value, sum
             of their squares, their number.
         label_frames: number of frames that have each label.
+        conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
         open_frames: number of frames without a cell.
         digests: one per frame, equal for equal types, positions and cells.
         work: pairs of frames close to each other: energy difference and work of the forces between them, eV.
@@ -51,18 +53,25 @@ class SystemScan:
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
         self.ranges: dict[str, Array] = {}
         self.label_frames: dict[str, int] = {}
+        self.conditions: dict[str, tuple[float, float, int]] = {}
         self.open_frames = 0
         self.digests: list[bytes] = []
         self.work: list[tuple[float, float]] = []
 
 
-def scan_system(system: FrameSource, num_types: int) -> SystemScan:
-    """Read all numbers of ``system`` once and return what the checks need of them."""
+def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
+    """Read all numbers of ``system`` once and return what the checks need of them.
+
+    Args:
+        system: the source.
+        num_types: number of elements of the model.
+        rcut: cutoff radius of the model, angstrom: whether neighbors of a frame can be searched depends on it.
+    """
     scan = SystemScan(system, num_types)
     faults: Faults = {}
     with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
-            _find_faults(scan, chunk, faults)
+            _find_faults(scan, chunk, rcut, faults)
             _describe(scan, chunk)
     for found in faults.values():
         place, fault = found[0]
@@ -71,8 +80,8 @@ def scan_system(system: FrameSource, num_types: int) -> SystemScan:
     return scan
 
 
-def _find_faults(scan: SystemScan, chunk: Chunk, faults: Faults) -> None:
-    """Add the frames of ``chunk`` that hold numbers which are not finite, or cells without a volume."""
+def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) -> None:
+    """Add the frames of ``chunk`` that hold numbers which are not finite, or positions and cells of no atoms."""
     exists = (chunk.types >= 0)[:, :, None]
 
     def add(row: int, array: str, kind: str, fault: str) -> None:
@@ -82,7 +91,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, faults: Faults) -> None:
             scan.bad_frames.add(chunk.first + row)
 
     for name, array in chunk.arrays.items():
-        bad = ~np.isfinite(array)
+        bad = ~(np.abs(array) <= _LARGEST)
         if not bad.any():
             continue
         if array.ndim == 3:
@@ -90,19 +99,17 @@ def _find_faults(scan: SystemScan, chunk: Chunk, faults: Faults) -> None:
         for k in np.flatnonzero(bad.reshape(chunk.num_frames, -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
             atom = f" at atom {first[0]}" if array.ndim == 3 else ""
-            value = f"{array[k][first]}{atom}"
+            value = f"{array[k][first]:g}{atom}"
             add(k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again.")
-    if BOX in chunk.arrays:
-        cells = chunk.arrays[BOX].reshape(-1, 3, 3)
-        lengths = np.linalg.norm(cells, axis=2).prod(axis=1)
-        for k in np.flatnonzero(np.abs(np.linalg.det(cells)) <= _FLAT_CELL * lengths).tolist():
-            cell = " ".join(f"{v:g}" for v in chunk.arrays[BOX][k])
-            advice = "For open boundaries add an empty file nopbc to the system."
-            add(k, BOX, "volume", f"the cell has no volume ({cell}). {advice}")
+    box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
+    coord = np.where(exists, chunk.arrays[COORD], 0.0)
+    for k, fault in frame_faults(coord, box, exists.sum(axis=(1, 2)), rcut).items():
+        if chunk.first + k not in scan.bad_frames:  # else it is told already
+            add(k, COORD if "position" in fault or box is None else BOX, "geometry", fault)
 
 
 def _describe(scan: SystemScan, chunk: Chunk) -> None:
-    """Add counts, ranges, forces and digests of the frames of ``chunk``."""
+    """Add counts, ranges, forces and digests of the frames of ``chunk``, whose faults are known."""
     types, arrays, first = chunk.types, chunk.arrays, chunk.first
     here = slice(first, first + chunk.num_frames)
     exists = types >= 0
@@ -123,6 +130,11 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
             low, high, known = (values if finite.all() else np.where(finite, values, one) for one in fillers)
             ranges = scan.ranges.setdefault(name, np.full((len(scan.energy), 4), (math.inf, -math.inf, 0, 0)))
             ranges[here] = np.stack([low.min(1), high.max(1), (known**2).sum(1), finite.sum(1)], axis=1)
+    for name in (FPARAM, APARAM):
+        if name in arrays:
+            low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
+            values = arrays[name]
+            scan.conditions[name] = min(low, values.min()), max(high, values.max()), values.shape[-1]
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
-from deepmd_ema.data.formats.npy import NpyStore
+from deepmd_ema.data.formats.npy import NpyStore, is_there
 from deepmd_ema.data.formats.system import open_system
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems
@@ -101,22 +101,35 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
 
 def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
     if patterns:
-        return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
-    return sorted(_below(root, set()))
+        absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
+        if absolute:
+            raise DataError(f"{root}: rglob_patterns has {absolute[0]!r}, expected names below it, e.g. '*/water*'.")
+        try:
+            return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
+        except RecursionError:
+            raise DataError(f"{root}: its folders are nested too deeply to search. Name one further down.") from None
+    return sorted(_below(root))
 
 
-def _below(folder: Path, seen: set[str]) -> Iterator[Path]:
-    real = os.path.realpath(folder)
-    if real in seen:  # a link to a folder above would never end
-        return
-    seen.add(real)
-    with os.scandir(folder) as entries:
-        names = sorted((e.name, e.is_dir()) for e in entries)
-    if ("type.raw", False) in names:
-        yield folder
-    for name, is_folder in names:
-        if is_folder and not name.startswith("set."):
-            yield from _below(folder / name, seen)
+def _below(root: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        found = os.stat(folder)
+        place = found.st_dev, found.st_ino
+        if place in seen:  # a link to a folder above would never end
+            continue
+        seen.add(place)
+        with os.scandir(folder) as entries:
+            names = {e.name: e.is_dir() for e in entries}
+        if names.get("type.raw") is False:
+            yield folder
+        for name, is_folder in sorted(names.items()):
+            if is_folder and not name.startswith("set."):
+                waiting.append(folder / name)
+            elif not is_folder and not name.startswith("."):  # hidden ones are locks of editors
+                is_there(folder / name)  # a link that leads nowhere may have been a system
 
 
 def _similar(path: Path) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.system import StoredArray
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, first_few
 
+_MOST_REASON = 200  # letters of HDF5's own words
 _SUFFIXES = (".h5", ".hdf5", ".hdf")
 
 
@@ -23,31 +27,59 @@ class Hdf5Store:
     name: str
 
     def set_names(self) -> list[str]:
-        """Return the names of the set.* groups, sorted."""
-        # of groups only: a dataset has no keys
-        return sorted(k for k in self.group if k.startswith("set.") and hasattr(self.group[k], "keys"))
+        """Return the names of the set.* groups, sorted; DataError if one is a link to what does not exist."""
+        with _readable(self.name):
+            names = sorted(name for name in self.group if name.startswith("set."))
+        return [name for name in names if hasattr(self._item(name), "keys")]  # a dataset has no keys
 
     def has(self, file: str) -> bool:
-        """Whether there is a dataset or group ``file``."""
-        return file in self.group
+        """Whether there is a dataset or group ``file``; DataError if it is a link to what does not exist."""
+        return self._item(file) is not None
 
     def words(self, file: str) -> list[str] | None:
         """Return the entries of a dataset as words, None if there is no such dataset."""
-        if file not in self.group:
+        dataset = self._dataset(file)
+        if dataset is None:
             return None
-        values = np.atleast_1d(self.group[file][()]).ravel().tolist()
-        return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
+        with _readable(f"{self.name}/{file}"):
+            values = np.atleast_1d(dataset[()]).ravel().tolist()
+            return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
 
     def array(self, file: str) -> StoredArray | None:
         """Return the dataset ``file``, None if there is no such dataset."""
-        if file not in self.group:
+        dataset, name = self._dataset(file), f"{self.name}/{file}"
+        if dataset is None:
             return None
-        dataset, name = self.group[file], f"{self.name}/{file}"
-        if not hasattr(dataset, "shape"):
+        with _readable(name):
+            if dataset.dtype.kind not in "fiu":
+                raise DataError(f"{name}: holds {dataset.dtype}, expected float64, float32 or integers.")
+            return Hdf5Array(dataset, name, tuple(dataset.shape))
+
+    def _item(self, file: str) -> Any:
+        """Return a group or dataset, None if there is none."""
+        with _readable(f"{self.name}/{file}"):
+            if file in self.group:
+                return self.group[file]
+            folder, _, last = file.rpartition("/")
+            parent = self.group.get(folder) if folder else self.group
+            if hasattr(parent, "keys") and parent.id.links.exists(last.encode()):
+                raise DataError(
+                    f"{self.name}/{file}: is a link to what does not exist. Restore its target, or remove the link."
+                )
+        return None
+
+    def _dataset(self, file: str) -> Any:
+        """Return a dataset that holds data, None if there is none."""
+        item, name = self._item(file), f"{self.name}/{file}"
+        if item is None:
+            return None
+        if not hasattr(item, "shape"):
             raise DataError(f"{name}: is a group, expected a dataset.")
-        if dataset.dtype.kind not in "fiu":
-            raise DataError(f"{name}: holds {dataset.dtype}, expected float64, float32 or integers.")
-        return Hdf5Array(dataset, name, tuple(dataset.shape))
+        with _readable(name):
+            size = None if item.shape is None else math.prod(item.shape)
+            if size is None or (size and not item.id.get_storage_size() and not item.is_virtual and not item.external):
+                raise DataError(f"{name}: has shape {item.shape} and holds no data. Was the file written completely?")
+        return item
 
 
 @dataclass(frozen=True)
@@ -60,10 +92,8 @@ class Hdf5Array:
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        try:
+        with _readable(self.name):
             return np.asarray(self.dataset[start:stop]).reshape(stop - start, -1)
-        except OSError as error:
-            raise DataError(f"{self.name}: cannot be read: {error}") from error
 
 
 def is_hdf5(path: Path) -> bool:
@@ -79,15 +109,25 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     """
     import h5py
 
-    try:
+    with _readable(str(file), "it is truncated or not an HDF5 file"):
         root = h5py.File(file, "r")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read as HDF5: it is truncated or not an HDF5 file ({error}).") from error
     top = "/" + group.strip("/")
-    if top not in root or not isinstance(root[top], h5py.Group):
-        known = ", ".join(sorted(root)) or "none"
-        raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
-    found = {"": root[top]}  # name below the group to group
-    root[top].visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Group) else None)
-    systems = sorted((name, group) for name, group in found.items() if "type.raw" in group)
+    with _readable(f"{file}#{top}"):
+        if top not in root or not isinstance(root[top], h5py.Group):
+            known = first_few(sorted(root)) or "none"
+            raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
+        found = {"": root[top]}  # name below the group to group
+        root[top].visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Group) else None)
+        # a link that leads nowhere counts: it is told when it is read
+        systems = sorted((name, group) for name, group in found.items() if group.id.links.exists(b"type.raw"))
     return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]
+
+
+@contextmanager
+def _readable(name: str, advice: str = "the file is damaged, or a link in it leads nowhere") -> Iterator[None]:
+    """Raise DataError for every failure to read ``name``, whichever exception h5py has for it."""
+    try:
+        yield
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        reason = " ".join(str(error.args[0] if error.args else error).split())
+        raise DataError(f"{name}: cannot be read as HDF5: {advice} ({reason[:_MOST_REASON]}).") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,8 @@ from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 TYPES = "real_atom_types"
+_MOST_DIGITS = 9  # of a type
+_MOST_SHOWN = 40  # letters of a word in a message
 
 
 class StoredArray(Protocol):
@@ -170,7 +173,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         DataError: with all problems of its files.
     """
     file_types = _read_types(store)
-    names = store.words("type_map.raw")
+    names = _read_type_map(store)
     set_names = store.set_names()
     if not set_names:
         raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
@@ -206,10 +209,23 @@ def _read_types(store: ArrayStore) -> Array:
     words = store.words("type.raw") or []
     if not words:
         raise DataError(f"{store.name}/type.raw: is empty. Expected one integer per atom.")
-    bad = [w for w in words if not w.isdigit()]
+    # isdigit alone takes superscript digits, which are no numbers
+    bad = [w for w in words if not (w.isascii() and w.isdigit() and len(w) <= _MOST_DIGITS)]
     if bad:
-        raise DataError(f"{store.name}/type.raw: {bad[0]!r} is not a type. Expected one integer from 0 per atom.")
+        shown = bad[0] if len(bad[0]) <= _MOST_SHOWN else bad[0][:_MOST_SHOWN] + "..."
+        raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
     return np.array(words, np.int64)
+
+
+def _read_type_map(store: ArrayStore) -> list[str] | None:
+    names = store.words("type_map.raw")
+    twice = sorted(name for name, count in Counter(names or []).items() if count > 1)
+    if twice:
+        raise DataError(
+            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
+            "either. Expected each element once; merge their numbers in type.raw."
+        )
+    return names
 
 
 def _open_set(
@@ -228,7 +244,9 @@ def _open_set(
                 problems.append(f"{store.name}/{name}/{one.files[0]}.npy: missing. {one.required}")
     with collect_problems(problems):
         copies = store.array(f"{name}/numb_copy.npy")
-        if copies is not None and copies.shape and (copies.read(0, copies.shape[0]) != 1).any():
+        # of one number per frame; other shapes cannot be copies
+        counted = copies is not None and copies.shape and math.prod(copies.shape[1:]) == 1
+        if copies is not None and (not counted or (copies.read(0, copies.shape[0]) != 1).any()):
             problems.append(
                 f"{copies.name}: numb_copy is not supported. Remove the file and write such frames repeatedly."
             )
@@ -311,9 +329,11 @@ def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
     for part in sets:
         array = part.arrays[TYPES]
         types = array.read(0, part.num_frames)
-        used |= set(np.unique(types).astype(np.int64).tolist())
-        if types.min() < -1 or (types != np.floor(types)).any():
-            problems.append(f"{array.name}: has {types.min()}. Expected types from 0, and -1 for virtual atoms.")
+        is_type = (types >= -1) & (types < 10**_MOST_DIGITS) & (types == np.floor(types))
+        used |= set(np.unique(types[is_type]).astype(np.int64).tolist())
+        if not is_type.all():
+            found = types[~is_type][0]
+            problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")
         empty = np.flatnonzero((types < 0).all(axis=1))
         if len(empty):
             problems.append(f"{array.name}: frame {empty[0]} has only virtual atoms (type -1).")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from itertools import accumulate
@@ -26,21 +25,23 @@ _DEEPEST = 1000  # levels of a YAML text; the reader in C recurses, and a model 
 _MOST_COMPRESSED = 1100  # deflate does not do better
 
 
-def write_tree(path: Path, tree: Tree) -> None:
+def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = None) -> None:
     """Write ``tree`` with its digest to a ``.yaml`` or an HDF5 file; it appears whole or not at all.
 
+    Args:
+        path: the file; its suffix says which format.
+        tree: what it will hold.
+        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+
     Raises:
-        CheckpointError: if the file cannot be written.
+        WriteError: if the file cannot be written.
     """
     write = _write_yaml if _is_yaml(path) else _write_hdf5
     tree = {**tree, _DIGEST: _digest(tree)}
-    try:
-        with atomic_write(path) as part:
-            write(part, tree)
-    except OSError as error:
-        # the text of HDF5 is long and names the temporary file, which the user does not know
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise CheckpointError(f"{path}: cannot be written ({reason}). Choose another -o, or make room.") from error
+    with atomic_write(path, "Choose another -o, or make room.") as part:
+        write(part, tree)
+        if check is not None:
+            check(part)
 
 
 def read_tree(path: Path) -> Tree:

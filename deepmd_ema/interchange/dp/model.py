@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ def write_dp(
     config: ModelConfig | Mapping[str, Any],
     min_nbor_dist: float | None = None,
     extra: Mapping[str, Any] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model in DeePMD-kit's format; the file appears whole or not at all.
 
@@ -44,9 +45,10 @@ def write_dp(
         config: the section ``model``.
         min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
         extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
+        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
 
     Raises:
-        CheckpointError: if the file cannot be written.
+        WriteError: if the file cannot be written.
     """
     path = Path(path)
     section = model_config_from_dict(config) if isinstance(config, Mapping) else config
@@ -61,7 +63,7 @@ def write_dp(
     }
     if distance is not None:
         tree[VARIABLES] = {"min_nbor_dist": np.array(distance, dtype=np.float64)}
-    write_tree(path, _with_facts(tree, extra or {}))
+    write_tree(path, _with_facts(tree, extra or {}), check)
 
 
 def rewrite_bias(

@@ -1,0 +1,70 @@
+"""The standard streams of the command: there, able to take any letter, and no reason to lose a run when they fail."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+import unicodedata
+from contextlib import suppress
+from typing import TextIO
+
+from deepmd_ema.errors import WriteError
+
+
+def prepare_streams() -> None:
+    """Open what the caller has closed, and let letters that an encoding lacks be shown by similar ones."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free one, which a file of the run would get
+        pass
+    os.close(number)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+    codecs.register_error("dp-ema", _similar)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="dp-ema")
+
+
+def flush_results() -> None:
+    """Write out what was printed.
+
+    Raises:
+        WriteError: if standard output takes no more.
+        BrokenPipeError: if its reader has left.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise WriteError("standard output", error, "The results are incomplete.") from error
+
+
+def settle_streams() -> None:
+    """Let nothing more be said on a stream that fails: Python would try again at its end, and change the exit code."""
+    _settle(sys.stdout)
+    _settle(sys.stderr)
+
+
+def say_error(text: str) -> None:
+    """Write ``text`` to standard error, if anybody is there to read it."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """Return plain letters for those that an encoding lacks: A for the angstrom sign."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    plain = [unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?" for letter in text]
+    return "".join(plain), error.end
+
+
+def _settle(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

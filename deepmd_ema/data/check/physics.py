@@ -1,0 +1,308 @@
+"""What frames say about their own units: a pair potential fitted to the forces, bond stiffness, bond lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import DataError
+from deepmd_ema.geometry import find_pairs
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+
+BOHR = 0.52917721  # angstrom
+_COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0
+_REACH = 2.7  # sums of covalent radii, how far the pair potential reaches
+_NUM_GAUSSIANS = 12
+_NUM_BINS = 54  # of distances up to the reach
+_MOST_UNKNOWNS = 250  # of the fit; with more pairs of elements they share one function of the scaled distance
+_RIDGE = 1e-4  # of the mean of the diagonal
+_NEIGHBOR = 1.15  # a neighbor is nearest if it is at most this much farther than the nearest one
+_CLEAR = 4.0  # Student's t of a correlation; unrelated numbers reach it once in 10,000 times
+_FEWEST_BONDS = 60
+_FEWEST_FREE = 8  # frames beyond those that the composition explains
+_SEARCHED = 15.0  # angstrom, farthest that pairs are searched
+_LONG_BONDS = 1.4  # sums of covalent radii; nine of ten atoms of any bonded matter have a nearer neighbor
+NO_BONDS = 2.6
+_NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}
+# pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
+_RADII = """
+H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 111 P 107 S 105 Cl 102 Ar 106 K
+203 Ca 176 Sc 170 Ti 160 V 153 Cr 139 Mn 139 Fe 132 Co 126 Ni 124 Cu 132 Zn 122 Ga 122 Ge 120 As 119 Se 120 Br
+120 Kr 116 Rb 220 Sr 195 Y 190 Zr 175 Nb 164 Mo 154 Tc 147 Ru 146 Rh 142 Pd 139 Ag 145 Cd 144 In 142 Sn 139 Sb
+139 Te 138 I 139 Xe 140 Cs 244 Ba 215 La 207 Ce 204 Pr 203 Nd 201 Pm 199 Sm 198 Eu 198 Gd 196 Tb 194 Dy 192 Ho
+192 Er 189 Tm 190 Yb 187 Lu 187 Hf 175 Ta 170 W 162 Re 151 Os 144 Ir 141 Pt 136 Au 136 Hg 132 Tl 145 Pb 146 Bi
+148 Po 140 At 150 Rn 150 Fr 260 Ra 221 Ac 215 Th 206 Pa 200 U 196 Np 190 Pu 187 Am 180 Cm 169
+"""
+COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
+
+
+class Ratio(NamedTuple):
+    """How much two quantities that should be equal differ: their ratio, with the sign of their correlation."""
+
+    value: float
+    correlation: float
+    num_free: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the correlation is far from that of unrelated numbers."""
+        free = max(self.num_free, 1)
+        size = min(abs(self.correlation), 1 - 1e-12)
+        return size > 0.5 and size * math.sqrt(free / (1 - size**2)) > _CLEAR
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What some frames say about their units; None where they say nothing.
+
+    Attributes:
+        num_frames: how many were looked at.
+        bond: the nearest neighbor of an atom in sums of covalent radii (of ten atoms nine have it farther).
+        stiffness: by how much the force along a bond falls with its length, in units of e^2 / r^3: 0.5 to 15 for
+            covalent, ionic and metallic bonds in eV and angstrom.
+        energy: energies over those of the pair potential that the forces give.
+        virial: virials, without their trace, over those of that pair potential.
+        volume: mean volume of the cells, angstrom^3.
+    """
+
+    num_frames: int
+    bond: float | None = None
+    stiffness: float | None = None
+    energy: Ratio | None = None
+    virial: Ratio | None = None
+    volume: float | None = None
+
+    @property
+    def in_bohr(self) -> bool:
+        """Whether lengths look like bohr."""
+        return self.bond is not None and _LONG_BONDS < self.bond < NO_BONDS
+
+
+def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
+    """Return what frames with forces, all with or all without a cell, say about their units.
+
+    A pair potential is fitted to the forces alone. Whatever matter it is, it then gives differences of energies between
+    frames of one composition, and virials, to within tens of percent: enough to see a unit or a sign.
+    """
+    types = np.unique(np.concatenate([frame.atom_type for frame in frames]))
+    radii = np.array([COVALENT_RADII.get(name, math.nan) for name in type_map])
+    noble = np.array([name in _NOBLE for name in type_map])
+    known = not np.isnan(radii[types]).any()
+    # of other names than those of elements: all alike
+    used = radii if known else np.full(len(type_map), 0.5)
+    stretch = _stretch(frames[0], used, known)
+    searched = [(frame, bonds) for frame in frames if (bonds := _search(frame, used, stretch)) is not None]
+    if not searched:
+        return Evidence(len(frames))
+    fit = _Fit(types, len(type_map))
+    for frame, bonds in searched:
+        fit.add(frame, bonds)
+    weights, looked = fit.weights(), [frame for frame, _ in searched]
+    boxes = [frame.box for frame in looked if frame.box is not None]
+    free = _Free(searched, fit)
+    return Evidence(
+        len(looked),
+        _bond_length(searched, noble) if known else None,
+        _stiffness(searched, noble),
+        _energy_ratio(looked, free, np.array(fit.energies) @ weights),
+        _virial_ratio(looked, free, np.array(fit.virials) @ weights) if boxes else None,
+        float(np.mean([abs(np.linalg.det(box)) for box in boxes])) if boxes else None,
+    )
+
+
+class _Bonds(NamedTuple):
+    """Pairs of a frame; each occurs twice."""
+
+    i: Array
+    j: Array
+    unit: Array  # (P, 3) direction from i to j
+    distance: Array  # angstrom
+    scaled: Array  # in sums of covalent radii
+    nearest: Array  # (N,) least scaled distance of each atom
+
+
+def _search(frame: Frame, radii: Array, stretch: float) -> _Bonds | None:
+    """Return the pairs within reach, None if they cannot be searched; ``stretch`` is an angstrom in the file's unit."""
+    own = radii[frame.atom_type]
+    try:
+        pairs = find_pairs(frame.coord, frame.box, min(2 * float(own.max()) * _REACH * stretch, _SEARCHED))
+    except DataError:
+        return None
+    vector = pairs.vector(frame.coord, frame.box)
+    distance = np.linalg.norm(vector, axis=1)
+    if not len(distance) or distance.min() <= 0:
+        return None
+    scaled = distance / (own[pairs.i] + own[pairs.j])
+    nearest = np.full(frame.num_atoms, np.inf)
+    np.minimum.at(nearest, pairs.i, scaled)
+    near = scaled < _REACH * stretch
+    i, j = pairs.i[near], pairs.j[near]
+    return _Bonds(i, j, vector[near] / distance[near, None], distance[near], scaled[near] / stretch, nearest)
+
+
+def _stretch(frame: Frame, radii: Array, known: bool) -> float:
+    """Return the unit of length that makes bonds about as long as the sum of their radii: 1, or that of a bohr."""
+    found = _search(frame, radii, 1.5)
+    if found is None:
+        return 1.5
+    typical = float(np.median(found.nearest[np.isfinite(found.nearest)]))
+    if not known:
+        return typical
+    return 1.0 if typical <= _LONG_BONDS else 1 / BOHR
+
+
+class _Fit:
+    """A pair potential, a sum of Gaussians of the scaled distance for each pair of elements, fitted to forces."""
+
+    def __init__(self, types: Array, num_types: int) -> None:
+        place = np.zeros(num_types, np.int64)
+        count = len(types) if len(types) * (len(types) + 1) // 2 * _NUM_GAUSSIANS <= _MOST_UNKNOWNS else 1
+        place[types] = np.arange(len(types)) if count > 1 else 0
+        low, high = np.minimum.outer(place, place), np.maximum.outer(place, place)
+        self._column = low * count - low * (low - 1) // 2 + high - low
+        self._num_columns = count * (count + 1) // 2
+        self._centers, self._width = np.linspace(0.7, _REACH, _NUM_GAUSSIANS, retstep=True)
+        unknowns = self._num_columns * _NUM_GAUSSIANS
+        self._normal, self._right = np.zeros((unknowns, unknowns)), np.zeros(unknowns)
+        self.energies: list[Array] = []  # of each frame, for each unknown
+        self.virials: list[Array] = []
+
+    def add(self, frame: Frame, bonds: _Bonds) -> None:
+        """Add the equations of the forces of a frame, and keep what gives its energy and virial."""
+        value, slope = self._functions(bonds)
+        column = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]]
+        num, atoms = self._num_columns, frame.num_atoms
+        energy = [np.bincount(column, 0.5 * one, num) for one in value.T]
+        self.energies.append(np.stack(energy, axis=1).ravel())
+        place = bonds.i * num + column
+        force = np.zeros((atoms, 3, num, _NUM_GAUSSIANS))
+        virial = np.zeros((3, 3, num, _NUM_GAUSSIANS))
+        for k in range(_NUM_GAUSSIANS):
+            for a in range(3):
+                along = slope[:, k] * bonds.unit[:, a]
+                force[:, a, :, k] = np.bincount(place, along, atoms * num).reshape(atoms, num)
+                if frame.box is not None:
+                    for b in range(3):
+                        virial[a, b, :, k] = np.bincount(column, -0.5 * along * bonds.unit[:, b] * bonds.distance, num)
+        rows = force.reshape(3 * atoms, -1)
+        self._normal += rows.T @ rows
+        self._right += rows.T @ frame.labels[FORCE].reshape(-1)
+        self.virials.append(virial.reshape(9, -1))
+
+    def histogram(self, frame: Frame, bonds: _Bonds) -> Array:
+        """Return (pairs of elements, bins) the number of pairs at each scaled distance."""
+        column = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]]
+        place = np.minimum((bonds.scaled / _REACH * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
+        shape = self._num_columns, _NUM_BINS
+        return np.bincount(column * _NUM_BINS + place, minlength=shape[0] * shape[1]).reshape(shape)
+
+    def weights(self) -> Array:
+        """Return what each function counts."""
+        ridge = _RIDGE * float(np.trace(self._normal)) / len(self._normal) + 1e-300
+        return np.linalg.solve(self._normal + ridge * np.eye(len(self._normal)), self._right)
+
+    def _functions(self, bonds: _Bonds) -> tuple[Array, Array]:
+        """Return (P, functions) values and derivatives by the distance, which end smoothly at the reach."""
+        x = bonds.scaled / _REACH
+        inner = np.maximum(1 - x**2, 0.0)
+        z = (bonds.scaled[:, None] - self._centers) / self._width
+        gauss = np.exp(-z * z)
+        per_angstrom = (bonds.scaled / bonds.distance)[:, None]
+        slope = -2 * z / self._width * (inner**2)[:, None] - (4 * x * inner / _REACH)[:, None]
+        return gauss * (inner**2)[:, None], gauss * slope * per_angstrom
+
+
+class _Free:
+    """Takes out of numbers per frame what forces cannot tell of them.
+
+    That is what composition and volume explain and, of a pair of elements, how many pairs are on this and on that side
+    of a distance that never occurs: no force says by how much the potential rises there. So isomers and arrangements of
+    an alloy are held against their like.
+    """
+
+    def __init__(self, searched: Sequence[tuple[Frame, _Bonds]], fit: _Fit) -> None:
+        frames = [frame for frame, _ in searched]
+        kinds = [tuple(zip(*(a.tolist() for a in np.unique(f.atom_type, return_counts=True)))) for f in frames]
+        same = np.array([[one == kind for kind in dict.fromkeys(kinds)] for one in kinds], np.float64)
+        pairs = np.array([fit.histogram(*one) for one in searched])  # (frames, pairs of elements, bins)
+        seen = pairs.sum(axis=0)
+        rare = seen <= 0.02 * seen.max(axis=1, keepdims=True)
+        # two bins in turn without pairs: beyond them another shell begins
+        gap = rare & np.roll(rare, 1, axis=1)
+        shell = np.cumsum(gap & ~np.roll(gap, -1, axis=1), axis=1)
+        shells = [pairs[:, a, shell[a] == k].sum(axis=1) for a in range(len(shell)) for k in range(shell[a].max() + 1)]
+        volume = [np.array([abs(np.linalg.det(f.box)) for f in frames if f.box is not None])]
+        self._same = np.concatenate([same, np.array(shells).T], axis=1)
+        self._volume = np.array(volume).T if len(volume[0]) else np.zeros((len(frames), 0))
+
+    def of(self, values: Array, use: Array, with_volume: bool) -> tuple[Array, int]:
+        """Return what is left of (frames, numbers), and how many frames it is worth."""
+        known = np.concatenate([self._same, self._volume], axis=1)[use] if with_volume else self._same[use]
+        known = known / np.maximum(np.abs(known).max(axis=0, initial=0.0), 1e-300)
+        left = values[use] - known @ np.linalg.lstsq(known, values[use], rcond=1e-9)[0]
+        return left, int(use.sum()) - int(np.linalg.matrix_rank(known, 1e-9 * len(known)))
+
+
+def _energy_ratio(frames: Sequence[Frame], free: _Free, fitted: Array) -> Ratio | None:
+    energy = np.array([float(f.labels.get(ENERGY, math.nan)) for f in frames])
+    return _ratio(energy[:, None], fitted[:, None], free, with_volume=True)
+
+
+def _virial_ratio(frames: Sequence[Frame], free: _Free, fitted: Array) -> Ratio | None:
+    virial = np.array([np.reshape(f.labels.get(VIRIAL, np.full(9, math.nan)), 9) for f in frames])
+    return _ratio(_traceless(virial), _traceless(fitted), free, with_volume=False)
+
+
+def _ratio(found: Array, fitted: Array, free: _Free, with_volume: bool) -> Ratio | None:
+    use = np.isfinite(found).all(axis=1) & np.isfinite(fitted).all(axis=1)
+    (a, num_free), (b, _) = free.of(found, use, with_volume), free.of(fitted, use, with_volume)
+    size_a, size_b = float((a**2).sum()), float((b**2).sum())
+    if num_free < _FEWEST_FREE or size_a <= 0 or size_b <= 0:
+        return None
+    product = float((a * b).sum())
+    correlation = product / math.sqrt(size_a * size_b)
+    return Ratio(math.copysign(math.sqrt(size_a / size_b), product), correlation, num_free)
+
+
+def _traceless(virial: Array) -> Array:
+    trace = virial[:, [0, 4, 8]].mean(axis=1, keepdims=True)
+    return virial - trace * np.eye(3).reshape(9)
+
+
+def _bond_length(searched: Sequence[tuple[Frame, _Bonds]], noble: Array) -> float | None:
+    nearest = np.concatenate([bonds.nearest[~noble[frame.atom_type]] for frame, bonds in searched])
+    nearest = nearest[np.isfinite(nearest)]
+    return float(np.quantile(nearest, 0.1)) if len(nearest) >= _FEWEST_FREE else None
+
+
+def _stiffness(searched: Sequence[tuple[Frame, _Bonds]], noble: Array) -> float | None:
+    """Return the slope of the force along the nearest bonds over their length, within each pair of elements."""
+    kinds, lengths, along = [], [], []
+    for frame, bonds in searched:
+        nearest = np.full(frame.num_atoms, np.inf)
+        np.minimum.at(nearest, bonds.i, bonds.scaled)
+        close = (bonds.scaled <= _NEIGHBOR * np.minimum(nearest[bonds.i], nearest[bonds.j])) & (bonds.i < bonds.j)
+        close &= ~(noble[frame.atom_type[bonds.i]] | noble[frame.atom_type[bonds.j]])  # they have no bonds
+        i, j = bonds.i[close], bonds.j[close]
+        force = frame.labels[FORCE].reshape(-1, 3)
+        low, high = np.sort(np.stack([frame.atom_type[i], frame.atom_type[j]]), axis=0)
+        kinds.append(low + high * (high + 1) // 2)
+        lengths.append(bonds.distance[close])
+        along.append(0.5 * ((force[j] - force[i]) * bonds.unit[close]).sum(axis=1))
+    kind, length, pull = (np.concatenate(parts) for parts in (kinds, lengths, along))
+    if len(kind) < _FEWEST_BONDS:
+        return None
+    counts = np.maximum(np.bincount(kind), 1)
+    x = length - (np.bincount(kind, length) / counts)[kind]
+    y = pull - (np.bincount(kind, pull) / counts)[kind]
+    spread = float((x**2).sum())
+    correlation = float((x * y).sum()) / math.sqrt(spread * float((y**2).sum()) + 1e-300)
+    if spread <= 1e-8 * len(x) or abs(correlation) < 0.3:
+        return None
+    return -float((x * y * length**3).sum()) / spread / _COULOMB

@@ -1,0 +1,272 @@
+"""Units and signs of lengths, energies, forces and virials, judged by what frames say about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.check.physics import BOHR, NO_BONDS, Evidence, Ratio, judge
+from deepmd_ema.data.check.scan import SystemScan
+from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import first_few
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+
+_HARTREE, _KCAL, _KJ, _GPA = (
+    27.211386,
+    23.060548,
+    96.485332,
+    160.21766,
+)  # eV; per eV; eV/A^3
+# numbers that 1 eV and 1 eV/angstrom have in other units; "" is the right one
+_ENERGY_UNITS = {"": 1.0, "Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ}
+_FORCE_UNITS = {
+    "": 1.0,
+    "Hartree/bohr": BOHR / _HARTREE,
+    "Rydberg/bohr": 2 * BOHR / _HARTREE,
+    "kcal/mol/angstrom": _KCAL,
+    "kJ/mol/angstrom": _KJ,
+    "kJ/mol/nm": 10 * _KJ,
+}
+_SOFT, _STIFF = 0.2, 20.0  # stiffness of bonds in eV and angstrom: 0.4 to 12 in all sets of benchmarks/data_check.py
+_USUAL_STIFFNESS = 2.7
+_CLOSE_RATIO = 1.1  # of a ratio measured between close frames
+_FIT_RATIO = 4.0  # of a ratio to what a pair potential gives; the nearest unit is a factor of 14 away
+_FIT_UNIT = 2.2  # of such a ratio to that of a unit that is named
+_FEWEST_PAIRS = 8  # of neighboring frames
+_FEWEST_FRAMES = 12  # of a system that is judged for itself
+_MOST_FRAMES = 64  # of a system
+_MOST_ATOMS = 6000  # of these frames together
+_MOST_SYSTEMS = 40
+
+
+@dataclass
+class UnitReport:
+    """What is known about units.
+
+    Attributes:
+        warnings: one for each system in which something is wrong.
+        suspicious: names of these systems.
+        num_systems: systems, or groups of small ones, that were judged.
+        num_all: systems and groups there are.
+        told: number of judged ones in which each quantity could be told.
+        untold: names of those in which it has data and could not.
+    """
+
+    warnings: list[str] = field(default_factory=list)
+    suspicious: list[str] = field(default_factory=list)
+    num_systems: int = 0
+    num_all: int = 0
+    told: dict[str, int] = field(default_factory=dict)
+    untold: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return what could be told and what not, as text."""
+        if not self.num_systems:
+            return ["Units and signs: cannot be told without forces"]
+        many = "1 system" if self.num_systems == 1 else f"{self.num_systems:,} systems"
+        if self.num_systems < self.num_all:
+            many = f"{self.num_systems:,} of {self.num_all:,} systems, evenly taken"
+        told = ", ".join(f"{what} in {count:,}" for what, count in self.told.items())
+        out = [f"Units and signs: of {many}, can be told: {told}"]
+        for what, names in self.untold.items():
+            if names:
+                out.append(f"  cannot be told: {what} of {first_few(names, 3)}")
+        return out
+
+
+def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
+    """Return which systems have other units than eV, eV/angstrom and angstrom, or wrong signs."""
+    groups = list(_groups(scans))
+    taken = groups
+    if len(groups) > _MOST_SYSTEMS:
+        taken = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MOST_SYSTEMS).round()]
+    report = UnitReport(num_systems=len(taken), num_all=len(groups))
+    for name, places, close in taken:
+        frames = [scan.system.frame(index) for scan, index in places]
+        evidence = judge(frames, type_map)
+        findings = _Findings(evidence, close)
+        if findings.texts:
+            report.suspicious.append(name)
+            expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
+            report.warnings.append(f"{name}: {'; '.join(findings.texts)}. {expected}")
+        _count(report, name, frames, findings)
+    return report
+
+
+def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]], float | None]]:
+    """Yield name, frames and ratio between close frames of each system, or of all small systems together."""
+    small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
+    for scan in scans:
+        usable = [k for k in np.flatnonzero(np.isfinite(scan.force_rms)).tolist() if k not in scan.bad_frames]
+        alike = scan.open_frames in (0, scan.system.num_frames)
+        if len(usable) >= _FEWEST_FRAMES and alike:
+            yield scan.system.name, [(scan, k) for k in _spread(usable, scan)], _close_ratio(scan)
+        elif alike:
+            small[scan.open_frames == 0] += [(scan, k) for k in usable]
+    for places in small.values():
+        if places:
+            some = [places[k] for k in _spread(range(len(places)), places[0][0])]
+            others = len({scan.system.name for scan, _ in places}) - 1
+            more = f" and {others} more systems of few frames" if others else ""
+            yield f"{places[0][0].system.name}{more}", some, None
+
+
+def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
+    """Return some of ``indices``, evenly taken, so that they are quickly judged."""
+    atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
+    most = max(_FEWEST_FRAMES, min(_MOST_FRAMES, _MOST_ATOMS // atoms))
+    if len(indices) <= most:
+        return list(indices)
+    return [indices[int(k)] for k in np.linspace(0, len(indices) - 1, most).round()]
+
+
+def _close_ratio(scan: SystemScan) -> float | None:
+    """Return energy differences over the work of the forces between neighboring close frames, if there are such."""
+    pairs: Array = np.array(scan.work).reshape(-1, 2)
+    if len(pairs) < _FEWEST_PAIRS:
+        return None
+    rise, work = pairs.T
+    scale = float(np.sqrt((rise**2).sum() * (work**2).sum()))
+    product_ = float((rise * work).sum())
+    return product_ / float((work**2).sum()) if scale and abs(product_) >= 0.97 * scale else None
+
+
+class _Findings:
+    """What evidence means: texts of what is wrong, and which quantities it tells about."""
+
+    def __init__(self, evidence: Evidence, close: float | None) -> None:
+        self.texts: list[str] = []
+        self.told: set[str] = set()
+        self._length = 1 / BOHR if evidence.in_bohr else 1.0  # of an angstrom in the file
+        if evidence.bond is not None and evidence.bond < NO_BONDS:
+            self.told.add("lengths")
+        if evidence.in_bohr:
+            self.texts.append(
+                f"lengths look like bohr: neighbors are {evidence.bond:.2g} sums of covalent radii apart, expected 0.7 "
+                "to 1.3"
+            )
+        self._precise = close is not None
+        fitted = evidence.energy.value if evidence.energy is not None and evidence.energy.is_clear else None
+        ratio = close if close is not None else fitted
+        self._ratio = None if ratio is None else ratio * self._length
+        stiff = evidence.stiffness if (evidence.bond or 0.0) < NO_BONDS else None
+        self._stiffness = None if stiff is None else stiff / self._length**2
+        self.told |= {FORCE} if self._ratio is not None or stiff is not None else set()
+        self.told |= {ENERGY} if self._ratio is not None else set()
+        force = self._judge_sign() * self._judge_units()
+        if evidence.virial is not None and evidence.virial.is_clear:
+            self.told.add(VIRIAL)
+            self._judge_virial(evidence.virial, force, (evidence.volume or 1.0))
+
+    def _judge_sign(self) -> float:
+        """Say which sign is wrong, and return that of the forces."""
+        ratio, stiffness = self._ratio, self._stiffness
+        if ratio is not None and ratio < 0:
+            if stiffness is not None and stiffness > 0:
+                self.texts.append(f"the energies have the wrong sign: {self._reason(ratio)}")
+                return 1.0
+            self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {self._reason(ratio)}")
+            return -1.0
+        if ratio is None and stiffness is not None and stiffness < 0:
+            reason = "they push atoms apart that are far from each other, and together those that are near"
+            self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {reason}")
+            return -1.0
+        return 1.0
+
+    def _judge_units(self) -> float:
+        """Say which units energies and forces look like, and return how many of its units of force 1 eV/angstrom is."""
+        if self._cost(1.0, 1.0) is not None:
+            return 1.0
+        costs = {
+            (energy, force): cost + 0.8 * ((energy != "") + (force != "")) + f"{energy}{force}".count("Rydberg")
+            for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
+            if _go_together(energy, force, self._ratio is not None)
+            and (cost := self._cost(a, b, _CLOSE_RATIO if self._precise else _FIT_UNIT)) is not None
+        }
+        reason = self._reason(abs(self._ratio)) if self._ratio is not None else ""
+        bound = _CLOSE_RATIO if self._precise else _FIT_RATIO
+        if self._ratio is None or 1 / bound < abs(self._ratio) < bound:
+            reason = (
+                f"forces along bonds change by {abs(self._stiffness or 0.0):.2g} e^2/r^3 with their length r, expected "
+                "0.5 to 15"
+            )
+        if not costs:
+            if not self._precise or not 0.67 < abs(self._ratio or 1.0) < 1.5:
+                self.texts.append(reason)
+            return 1.0
+        best = min(costs, key=lambda units: costs[units])
+        near = [units for units in costs if costs[units] < costs[best] + 1.0 and units != best][:1]
+        names = [_name(*units) for units in [best, *near]]
+        looks = names[0] + "".join(f" or {name.partition(' look like ')[2]}" for name in names[1:])
+        self.texts.append(f"{looks}: {reason}")
+        return _FORCE_UNITS[best[1]]
+
+    def _cost(self, a: float, b: float, bound: float | None = None) -> float | None:
+        """Return how badly units fit, None if not at all; without ``bound`` of the right ones."""
+        cost = 0.0
+        if self._ratio is not None:
+            limit = bound or (1.5 if self._precise else _FIT_RATIO)
+            off = abs(math.log(abs(self._ratio) * b / a))
+            if off > math.log(limit):
+                return None
+            cost += off / math.log(2)
+        if self._stiffness is not None:
+            own = abs(self._stiffness) / b
+            if not _SOFT < own < _STIFF:
+                return None
+            cost += 0.5 * abs(math.log(own / _USUAL_STIFFNESS))
+        return cost
+
+    def _judge_virial(self, virial: Ratio, force: float, volume: float) -> None:
+        """Say which unit or sign virials look like, given how many units of the file 1 eV/angstrom is."""
+        ratio = virial.value * self._length * force
+        if 1 / _FIT_RATIO < ratio < _FIT_RATIO:
+            return
+        if -_FIT_RATIO < ratio < -1 / _FIT_RATIO:
+            self.texts.append("the virials have the wrong sign: they are the opposite of what the forces give")
+            return
+        units = {name: number for name, number in _ENERGY_UNITS.items() if name}
+        units |= {"GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
+        stress = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
+        units |= {f"a stress in {name}, not a virial": number / volume for name, number in stress.items()}
+        name = min(units, key=lambda one: abs(math.log(abs(ratio) / units[one])))
+        found = f"they are {ratio:.3g} times what the forces give"
+        if abs(math.log(abs(ratio) / units[name])) > math.log(_FIT_UNIT):
+            self.texts.append(f"the virials do not fit the forces: {found}")
+            return
+        sign = " with the wrong sign" if ratio < 0 and "stress" not in name else ""
+        self.texts.append(f"the virials look like {name}{sign}: {found}")
+
+    def _reason(self, ratio: float) -> str:
+        if self._precise:
+            return f"between close frames the energy changes by {ratio:.3g} times the work of the forces"
+        return f"from frame to frame the energy changes by {ratio:.2g} times what the forces give"
+
+
+def _go_together(energy: str, force: str, energies_told: bool) -> bool:
+    """Whether someone may have units of energies and forces: one of them right, or both of one kind."""
+    if not energies_told:
+        return not energy
+    return not energy or not force or force.startswith(energy)
+
+
+def _name(energy: str, force: str) -> str:
+    """Return which units energies and forces look like, in words."""
+    if energy and force:
+        return f"energies and forces look like {energy} and {force}"
+    return f"the forces look like {force}" if force else f"the energies look like {energy}"
+
+
+def _count(report: UnitReport, name: str, frames: Sequence[Frame], findings: _Findings) -> None:
+    """Note which quantities of a system could be told."""
+    present = {label for frame in frames for label in frame.labels}
+    for what, label in {"lengths": FORCE, "forces": FORCE, "energies": ENERGY, "virials": VIRIAL}.items():
+        if label in present:
+            told = ("lengths" if what == "lengths" else label) in findings.told
+            report.told[what] = report.told.get(what, 0) + told
+            report.untold.setdefault(what, []).extend([] if told else [name])

@@ -1,0 +1,150 @@
+"""Locks: a place has one run at a time, on this machine or on any other that shares the file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import is_running, this_machine, writing
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 15.0  # between two signs of life of a run
+WATCH_S = 70.0  # that those of a run on another machine are watched for: network file systems show them late
+GONE_S = 3600.0  # without a sign of life; more than clocks differ
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of the file system
+
+
+@contextmanager
+def locked(paths: Iterable[Path]) -> Iterator[None]:
+    """Hold the locks ``paths``, files that are made and removed again; the system frees those of a killed process.
+
+    A lock file says who holds it. The system's own lock on it settles the matter on one machine, and where the file
+    system knows such locks on several. Where it does not, a run on another machine is told by its signs of life: the
+    time of the file, which a thread moves forward.
+
+    Raises:
+        UserError: if another run holds one of them; the message names its process and machine.
+    """
+    with ExitStack() as stack:
+        handles = [stack.enter_context(_held(path)) for path in paths]
+        ended = threading.Event()
+        beats = threading.Thread(target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True)
+        beats.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beats.join()
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[int]:
+    handle = _take(path)
+    me = {"machine": this_machine(), "host": socket.gethostname(), "pid": os.getpid()}
+    me["since"] = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with writing(path):
+            os.truncate(handle, 0)
+            os.write(handle, json.dumps(me).encode())
+        yield handle
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
+        os.close(handle)
+
+
+def _take(path: Path) -> int:
+    """Return the open file of a lock that nobody else holds."""
+    while True:
+        with writing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            is_sure = _lock(handle, path)
+            with suppress(FileNotFoundError):
+                if os.fstat(handle).st_ino == os.stat(path).st_ino:
+                    _refuse_living(handle, path, is_sure)
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # its holder has removed it in between
+
+
+def _lock(handle: int, path: Path) -> bool:
+    """Take the system's lock; return whether it can be relied on for processes of this machine."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _BUSY:
+            raise _in_use(path, _holder(handle)) from None
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _refuse_living(handle: int, path: Path, is_sure: bool) -> None:
+    """Check that whoever the lock file names has ended."""
+    holder = _holder(handle)
+    if not holder:
+        return
+    if holder["machine"] == this_machine():
+        if not is_sure and holder["pid"] != os.getpid() and is_running(holder["pid"]):
+            raise _in_use(path, holder)
+    elif time.time() - os.fstat(handle).st_mtime < GONE_S:
+        logger.warning(
+            "%s names process %s on %s: watching for %.0f s whether it still runs", path, holder["pid"],
+            holder["host"], WATCH_S,
+        )  # fmt: skip
+        if _shows_life(path):
+            raise _in_use(path, holder)
+    logger.info("the lock of process %s on %s, which has ended, is taken over", holder["pid"], holder["host"])
+
+
+def _shows_life(path: Path) -> bool:
+    """Whether the time of a lock file moves while it is watched; no clocks are compared."""
+    before, end = os.stat(path).st_mtime_ns, time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        time.sleep(min(1.0, WATCH_S / 10))
+        with suppress(FileNotFoundError):
+            os.close(os.open(path, os.O_RDONLY))  # network file systems ask the server anew when a file is opened
+            if os.stat(path).st_mtime_ns != before:
+                return True
+    return False
+
+
+def _holder(handle: int) -> Mapping[str, Any]:
+    """Return what the lock file says of its holder; empty where it says nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(os.pread(handle, 4096, 0))
+        return {**{key: str(found[key]) for key in ("machine", "host", "since")}, "pid": int(found["pid"])}
+    return {}
+
+
+def _in_use(path: Path, holder: Mapping[str, Any]) -> UserError:
+    who = "process {pid} on {host}, since {since}".format(**holder) if holder else "it does not say which"
+    return UserError(
+        f"{path.absolute().parent}: another run writes here ({who}). Each would destroy files of the other: wait until "
+        "it has ended, or start this run in another folder."
+    )
+
+
+def _beat(handles: Iterable[int], ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        for handle in handles:
+            with suppress(OSError):
+                os.utime(handle)

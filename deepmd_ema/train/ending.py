@@ -1,0 +1,46 @@
+"""What a run says when it has ended: its files, its last errors, how long it took, and what to do with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepmd_ema.config import RunConfig
+from deepmd_ema.errors import counted
+from deepmd_ema.report.progress import duration, errors_in_words
+from deepmd_ema.report.table import Table, facts
+from deepmd_ema.report.tables import show_metric
+from deepmd_ema.train.trainer import Trainer
+
+
+def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, seconds: float) -> Table:
+    """Return the files of a run that has ended, its last errors, and what to do next.
+
+    Args:
+        trainer: that has taken its last step.
+        config: of the run.
+        input_file: as the user has named it.
+        steps: that this process has taken.
+        seconds: that it took in all.
+    """
+    saver = trainer.saver
+    averages = {name: series.link for name, series in saver.averages.items()}
+    pairs = [("averaged", f"{link} ({name})") for name, link in averages.items()]
+    pairs += [("best", line) for line in _best_lines(trainer)]
+    pairs += [
+        ("errors", f"{name}, step {trainer.reporter.validated_step:,}, MAE / RMSE: {errors_in_words(errors)}")
+        for name, errors in trainer.reporter.validated.items()
+    ]
+    pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
+    model = next(iter(averages.values()), saver.link)
+    if config.training.validation_data is not None:
+        pairs.append(("next", f"dp-ema test -m {model} --valid-data {input_file} --plot"))
+    pairs.append(("next", f"dp-ema freeze -c {model}"))
+    return facts(f"trained model: {saver.link}", pairs)
+
+
+def _best_lines(trainer: Trainer) -> Iterator[str]:
+    for row in trainer.validator.rows:
+        if row.best is not None and row.best.records:
+            value, step = row.best.records[0]
+            shown = show_metric(row.best.metric, value)
+            yield f"{row.best.path(step)} ({row.name}, {row.best.metric} = {shown})"

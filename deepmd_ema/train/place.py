@@ -1,0 +1,156 @@
+"""Where a run writes: every place is checked and locked before the data are read, and earlier runs are set aside."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from deepmd_ema import checkpoint
+from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered
+from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
+from deepmd_ema.errors import CheckpointError, collect_problems
+from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync_folder, writing
+from deepmd_ema.locks import locked
+from deepmd_ema.weights import LIVE
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".dp-ema.lock"
+EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
+
+
+def check_place(config: RunConfig, output: str, inputs: Iterable[str | None]) -> None:
+    """Make the folders that a run writes to, and check that it can write and destroys nothing.
+
+    Args:
+        config: of the run.
+        output: where the normalized input is written.
+        inputs: files that the run reads.
+
+    Raises:
+        CheckpointError: naming every place that cannot be written, or where something else stands.
+    """
+    outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
+    problems = [
+        f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
+        "name."
+        for o in outputs
+        if not o.is_folder and o.path.is_dir()
+    ]
+    checked: set[Path] = set()
+    for o in outputs:
+        folder = o.path if o.is_folder else o.path.parent
+        if folder not in checked:
+            checked.add(folder)
+            with collect_problems(problems):
+                checkpoint.ensure_writable(folder, o.option)
+        with collect_problems(problems):
+            if o.has_rows:
+                refuse_to_lose(o.path, o.option, TABLE, inputs)
+    with collect_problems(problems):
+        refuse_to_lose(output, "--output", JSON, inputs)
+    if problems:
+        raise CheckpointError(problems)
+
+
+def lock_place(config: RunConfig) -> AbstractContextManager[None]:
+    """Return what holds the folder of the run, and each of its files in other folders, for one run at a time.
+
+    Other folders may have files of several runs, under other names. Statistics and TensorBoard's files are shared.
+    """
+    outputs, here = Outputs(config), Path.cwd()
+    single = [o.path for o in outputs if not o.is_folder]
+    single.append(outputs.checkpoint_folder / outputs.checkpoint_link(LIVE).name)
+    single += [outputs.best_folder / BEST] * outputs.has_best
+    places = {(path.parent.resolve(), path.name) for path in single}
+    away = [folder / f".{name}.lock" for folder, name in places if not folder.is_relative_to(here)]
+    return locked([here / LOCK, *sorted(away)])
+
+
+def write_config(config: RunConfig, output: str, is_new: bool) -> None:
+    """Write the config as the run uses it, once the files of an earlier run are set aside.
+
+    Args:
+        config: of the run, with everything that was left open.
+        output: where it is written.
+        is_new: whether the run starts at step 0; one that goes on keeps its files.
+    """
+    text = json.dumps(to_dict(config), indent=4) + "\n"
+    outputs = Outputs(config)
+    # a copied folder may have files in place of the links, which would be replaced
+    links = [outputs.checkpoint_link(name) for name in _names(config)]
+    files = [path for path in links if not path.is_symlink()]
+    if is_new:
+        files += [*links, *_earlier_files(config, outputs)]
+        path = Path(output)
+        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
+            files.append(path)
+    files = list(dict.fromkeys(path for path in files if path.is_file()))
+    if files:
+        steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
+        folders = _set_aside(files)
+        logger.warning(
+            "files of an earlier run%s stand here: moved to %s. To go on with that run instead, stop this one, move "
+            "them back and use --restart.",
+            f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)),
+        )  # fmt: skip
+    with atomic_write(output, "Choose another -o.") as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _names(config: RunConfig) -> list[str]:
+    """Return the live weights and every average."""
+    return [LIVE, *(average.name for average in config.training.averaging)]
+
+
+def _earlier_files(config: RunConfig, outputs: Outputs) -> Iterator[Path]:
+    """Yield the files that a run from step 0 would replace or remove."""
+    yield from (o.path for o in outputs if o.has_rows)
+    yield Path(POINTER)
+    for name in _names(config):
+        series = suffixed(config.training.save_ckpt, suffix_of(name)).name
+        for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
+            yield from numbered(folder, series).values()
+        for task in config.tasks:
+            pattern = best_pattern(outputs.best_prefix(name, task))
+            for paths in files_by_step(outputs.best_folder, pattern).values():
+                yield from paths
+
+
+def _set_aside(files: Iterable[Path]) -> list[Path]:
+    """Move files to a folder ``earlier-N`` beside them, N the same everywhere; return these folders.
+
+    Links between the files are laid anew.
+    """
+    files = list(files)
+    parents = sorted({path.parent for path in files})
+    number = 1
+    while any((parent / f"{EARLIER}-{number}").exists() for parent in parents):
+        number += 1
+    moved = {path: path.parent / f"{EARLIER}-{number}" / path.name for path in files}
+    real = {path.resolve(): new for path, new in moved.items() if not path.is_symlink()}
+    for path, new in moved.items():
+        with writing(new):
+            new.parent.mkdir(exist_ok=True)
+            target = path.resolve()
+            if not path.is_symlink():
+                move(path, new)
+            elif target in real:
+                link(new, real[target])
+                path.unlink()
+            else:  # laid by the user: the link stays, and what it leads to is written anew
+                shutil.copyfile(path, new)
+    pointer = moved.get(Path(POINTER))
+    if pointer is not None:
+        named = real.get(Path(pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()).resolve())
+        if named is not None:
+            pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
+    for parent in parents:
+        sync_folder(parent)
+    return sorted({new.parent for new in moved.values()})
