@@ -81,11 +81,11 @@ def content_digest(tree: Any) -> str:
     return digest.hexdigest()
 
 
-def _pieces(tree: Any) -> Iterator[bytes | np.ndarray]:
+def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
     """Yield what tells ``tree`` from every other content; each part begins with its kind and its size."""
     if isinstance(tree, Tensor):
         yield f"{tree.dtype} {tuple(tree.shape)};".encode()
-        yield tree.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+        yield tree.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
     elif isinstance(tree, np.ndarray | np.generic):
         array = np.asarray(tree)
         yield f"{array.dtype.str} {array.shape};".encode()  # its order of bytes as well, which `name` does not tell
