@@ -7,7 +7,7 @@ import os
 
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path, start_logging
 from deepmd_ema.dist.launch import raise_on_end
-from deepmd_ema.errors import ReportedElsewhere
+from deepmd_ema.errors import ReportedElsewhere, Terminated
 
 SUMMARY = "train a model"
 
@@ -17,9 +17,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
     start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
-    start.add_argument(
-        "-i", "--init-model", metavar="CKPT", type=path, help="start from the weights of a live or averaged file"
-    )
+    start.add_argument("-i", "--init-model", metavar="FILE", type=path,
+                       help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", default="out.json", type=file_to_write,
                         help="normalized input (out.json)")  # fmt: skip
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
@@ -38,7 +37,8 @@ def run(args: argparse.Namespace) -> None:
         try:
             from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
-            if args.launch.is_main:
+            # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
+            if args.launch.rank <= isinstance(error, Terminated):
                 raise
             raise ReportedElsewhere from error
         run_training(
