@@ -173,7 +173,9 @@ def _floor(weights: Weights, averages: int) -> Contestant:
 
 
 def _ours(weights: Weights, averages: int) -> Contestant:
-    profiles = [EmaProfile(f"ema{i}", decay, warmup=False) for i, decay in enumerate(DECAYS[:averages])]
+    # as wide as the weights, which is what the others do
+    decays = enumerate(DECAYS[:averages])
+    profiles = [EmaProfile(f"ema{i}", decay, warmup=False, dtype="float32") for i, decay in decays]
     bank = AverageBank(weights, profiles)
     return Contestant(bank.update, lambda: bank.weights("ema0")["tensors.0"])
 

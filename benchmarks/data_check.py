@@ -110,13 +110,13 @@ def made_sets() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]
         return sets
 
     def xtb(method: str) -> Callable[[], Any]:
-        return lambda: TBLite(method=method, verbosity=0)
+        return lambda: TBLite(method=method, verbosity=0, electronic_temperature=1000)
 
     crystals = {"Si": (5.43, 600), "Ge": (5.66, 300), "C diamond": (3.57, 1500)}
     salts = {"NaCl": (5.64, 500), "MgO": (4.21, 900)}
     for name, (a, temperature) in crystals.items():
         element = name.split()[0]
-        sets[name] = (lambda e=element, a=a: bulk(e, "diamond", a=a, cubic=True), xtb("GFN1-xTB"), temperature)
+        sets[name] = (lambda e=element, a=a: bulk(e, "diamond", a=a) * (2, 2, 2), xtb("GFN1-xTB"), temperature)
     for name, (a, temperature) in salts.items():
         sets[name] = (
             lambda n=name, a=a: bulk(n, "rocksalt", a=a, cubic=True) * (2, 1, 1),

@@ -55,8 +55,9 @@ def _memory(args: argparse.Namespace) -> str:
     config = common.with_precision(common.with_numeric_sel(common.read_input(args.input, args.data)), "float32")
     config = common.bare(config)
     config["model"]["fitting_net"]["neuron"] = [args.width] * 3
-    ranges = [{"name": "range", "decay": 0.99, "layout": "rank_range"}]
-    config["training"] |= {"enable_ema": True, "averaging": ranges, "numb_steps": 2, "disp_freq": 100}
+    narrow = {"decay": 0.999, "dtype": "float32"}  # as wide as the weights
+    averages = [{"name": "ema", **narrow}, {"name": "range", "layout": "rank_range", **narrow}]
+    config["training"] |= {"averaging": averages, "numb_steps": 2, "disp_freq": 100}
     ranks = args.ranks or [4]
     rows = []
     for number in ranks:

@@ -1,12 +1,14 @@
-"""Tensors by name: precision, copies on the CPU, and the check that weights fit a model."""
+"""Tensors by name: precision, copies on the CPU, the digest of a tree, and the check that weights fit a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +68,39 @@ def cpu_copy(tree: Any) -> Any:
     The copy shares no memory with ``tree``. A tensor that occurs under several names is copied once.
     """
     return _cpu_copy(tree, {})
+
+
+def content_digest(tree: Any) -> str:
+    """Return a SHA-256 of nested dictionaries and lists of numbers, texts, tensors on the CPU and arrays.
+
+    It is that of the content, not of the bytes of a file: a tuple counts as a list, a number of numpy as an array.
+    """
+    digest = hashlib.sha256()
+    for piece in _pieces(tree):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
+    """Yield what tells ``tree`` from every other content; each part begins with its kind and its size."""
+    if isinstance(tree, Tensor):
+        yield f"{tree.dtype} {tuple(tree.shape)};".encode()
+        yield tree.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
+    elif isinstance(tree, np.ndarray | np.generic):
+        array = np.asarray(tree)
+        yield f"{array.dtype.str} {array.shape};".encode()  # its order of bytes as well, which `name` does not tell
+        yield array.tobytes()
+    elif isinstance(tree, Mapping):
+        yield f"dict {len(tree)};".encode()
+        for key, value in tree.items():
+            yield f"{key!r};".encode()
+            yield from _pieces(value)
+    elif isinstance(tree, list | tuple):
+        yield f"list {len(tree)};".encode()
+        for value in tree:
+            yield from _pieces(value)
+    else:
+        yield f"{tree!r};".encode()
 
 
 def _cpu_copy(tree: Any, seen: dict[Any, Tensor]) -> Any:

@@ -163,6 +163,18 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
     return config
 
 
+def config_parts():
+    """Return the least config that a checkpoint may hold."""
+    return {"model": {"type_map": ["O"]}, "training": {"seed": 1}}
+
+
+def training_parts():
+    """Return what a checkpoint of a run must hold beside its weights, as little as possible."""
+    streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
+    return {"optimizer": {"type": "Adam", "state": {}}, "streams": streams, "display": display,
+            "owes_validation": False}  # fmt: skip
+
+
 def assert_same(a, b, path=""):
     """Every tensor and number of two checkpoints is bitwise equal."""
     assert type(a) is type(b), path

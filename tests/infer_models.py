@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from helpers import tiny_input
+from helpers import tiny_input, training_parts
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import config_from_dict, to_dict
@@ -47,7 +47,7 @@ def write_run(folder, *, averages=True, seed=0, **changes):
     averaged = {name: p.detach() for name, p in shadow.named_parameters()}
     head = {"format": checkpoint.FORMAT, "version": __version__, "step": STEP, "config": to_dict(config),
             "min_nbor_dist": 0.9}  # fmt: skip
-    training = {**head, "kind": "training", "weights": "live", "model": weights, "optimizer": {}, "streams": {},
+    training = {**head, **training_parts(), "kind": "training", "weights": "live", "model": weights,
                 "best": {"live": {"metric": "E:MAE", "records": [[0.0123, 5]]}}}  # fmt: skip
     if averages:
         training["averages"] = {"steps": STEP, "tasks": [""], "frozen": [],

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import torch
-from helpers import tiny_input
+from helpers import tiny_input, training_parts
 from infer_models import random_model
 
 from deepmd_ema import checkpoint
@@ -56,7 +56,7 @@ def write_kept_run(
             if bank.info(name)["updates"]:
                 path = folder / "snapshots" / f"model_{name}.ckpt-{step}.pt"
                 checkpoint.save(path, payloads.snapshot(name, step))
-    more = {"averages": bank.state_dict(), **(training or {})}
+    more = {**training_parts(), "averages": bank.state_dict(), **(training or {})}
     checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, more))
     (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")
     return folder

@@ -151,13 +151,13 @@ def test_A9_keys_that_do_not_fit_fail_with_their_names(net, spoil, said):
 
 
 def test_A10_a_float32_average_of_a_bfloat16_model_is_float32_after_loading():
-    net = Net(dtype=torch.bfloat16)
-    bank = AverageBank(net, [EmaProfile("ema", 0.999, warmup=False)])
+    net, profile = Net(dtype=torch.bfloat16), EmaProfile("ema", 0.999, warmup=False, dtype="float32")
+    bank = AverageBank(net, [profile])
     for step in range(5):
         move(net, step)
         bank.update()
     state = bank.state_dict()
-    again = AverageBank(net, [EmaProfile("ema", 0.999, warmup=False)])
+    again = AverageBank(net, [profile])
     again.load_state_dict(state)
     for bank_ in (bank, again):
         weight = bank_.state_dict()["profiles"]["ema"]["weights"]["first.weight"]

@@ -203,7 +203,9 @@ def test_what_the_run_needs_is_not_written_over_from_another_file(run, tmp_path,
     """`change-bias model_ema.ckpt.pt -o model.ckpt.pt` left no state to restart from."""
     training = Path(shutil.copy(run[0], tmp_path))
     kept = tmp_path / "kept.pt"
-    checkpoint.save(kept, {**checkpoint.load(run[1]), "kind": "snapshot"})
+    tracked = {"type": "swa", "start_step": 0, "update_every": 1, "updates": 7, "mean_age": 3.0}
+    parts = {"kind": "snapshot", "average": tracked, "averaged": []}
+    checkpoint.save(kept, {**checkpoint.load(run[1]), **parts})
     for out, words in ((training, "the training checkpoint itself"), (kept, "a snapshot of the run")):
         assert change(run[1], "-b", -1, -2, "-o", out) == 2
         assert f"-o {out}: {words}" in capsys.readouterr().err

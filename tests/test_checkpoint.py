@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 import torch
+from helpers import config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
@@ -17,7 +18,8 @@ from deepmd_ema.tensors import check_weights, cpu_copy
 def payload(step=3, kind="training", weights="live", **more):
     model = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.zeros(2, dtype=torch.float64)}
     head = {"format": checkpoint.FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
-    return {**head, "config": {"model": {}}, "model": model, **more}
+    parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
+    return {**head, "config": config_parts(), "model": model, **parts, **more}
 
 
 @pytest.fixture
@@ -43,10 +45,11 @@ def spoil(path, how):
 
 
 def test_a_payload_comes_back_as_it_was_and_loads_without_running_code(here):
-    given = payload(best={"records": [[0.5, 2]], "metric": "E:MAE"}, min_nbor_dist=None)
+    given = payload(best={"live": {"records": [[0.5, 2]], "metric": "E:MAE"}}, min_nbor_dist=None)
     checkpoint.save("m.pt", given)
     back = checkpoint.load("m.pt")
-    assert torch.load("m.pt", weights_only=True).keys() == given.keys()
+    assert torch.load("m.pt", weights_only=True).keys() == {*given, "digest"}
+    assert back.keys() == given.keys()
     assert torch.equal(back["model"]["a.weight"], given["model"]["a.weight"])
     assert back["model"]["a.bias"].dtype == torch.float64
     assert back["best"] == given["best"]
@@ -127,12 +130,12 @@ def test_files_of_other_programs_are_recognised(here):
     newer = payload() | {"format": checkpoint.FORMAT + 1, "version": "9.0"}
     checkpoint.save("newer.pt", newer)
     expected = {
-        "dp.pt": "a checkpoint of DeePMD-kit.*convert-backend",
+        "dp.pt": "a checkpoint of DeePMD-kit.*convert-backend.*--init-model model.dp starts a run from it",
         "plain.pt": "not a checkpoint of dp-ema",
         "code.pt": "objects other than tensors",
         "text.pt": "not a checkpoint",
-        "model.dp": "a model file",
-        "script.pth": "TorchScript",
+        "model.dp": r"a frozen model \(.dp, HDF5\), not a checkpoint. Give it a name that ends in .dp",
+        "script.pth": "TorchScript.*`dp convert-backend script.pth script.dp`.*which dp-ema reads",
         "newer.pt": r"written by dp-ema 9.0 in format 2.*Update dp-ema",
     }
     for name, said in expected.items():

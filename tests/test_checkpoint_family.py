@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from helpers import config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
@@ -17,7 +18,8 @@ from deepmd_ema.files import this_machine
 
 def payload(step, kind="training", weights="live", value=0.0):
     head = {"format": checkpoint.FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
-    return {**head, "config": {}, "model": {"w": torch.full((50,), float(step) + value)}}
+    parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
+    return {**head, "config": config_parts(), **parts, "model": {"w": torch.full((50,), float(step) + value)}}
 
 
 @pytest.fixture
@@ -177,13 +179,13 @@ from test_checkpoint_family import payload
 live = CheckpointSeries("model.ckpt", keep=2, start=10)
 average = CheckpointSeries("model.ckpt", "_ema", keep=1, start=10)
 best = BestFiles("best", ".", 1, "E:MAE")
-best.load_state_dict(checkpoint.load("model.ckpt.pt")["best"])
+best.load_state_dict(checkpoint.load("model.ckpt.pt")["best"]["live"])
 for name in ("replace", "fsync", "unlink"):
     setattr(os, name, dying(getattr(os, name)))
 torch.save = dying(torch.save)
 Path.symlink_to = dying(Path.symlink_to)
 best.offer(0.5, 20, lambda: payload(20, "best"))
-content = payload(20) | {"best": best.state_dict()}
+content = payload(20) | {"best": {"live": best.state_dict()}}
 save_together(20, [(live, content), (average, payload(20, "average", "ema"))], [best])
 print("end", count)
 """
@@ -203,7 +205,7 @@ def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatc
         best = BestFiles("best", ".", 1, "E:MAE")
         for step in (5, 10):
             best.offer(10 / step, step, lambda step=step: payload(step, "best"))
-            content = payload(step) | {"best": best.state_dict()}
+            content = payload(step) | {"best": {"live": best.state_dict()}}
             save_together(step, [(live, content), (average, payload(step, "average", "ema"))], [best])
         pid = os.fork()
         if pid == 0:  # as a fork: starting torch anew for each write would take a second each
@@ -221,7 +223,7 @@ def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatc
         assert pair["step"] in (step, 20)
         assert checkpoint.load(".")["step"] in (10, step)
         again = BestFiles("best", ".", 1, "E:MAE")
-        again.load_state_dict(newest["best"])
+        again.load_state_dict(newest["best"]["live"])
         assert len(again.records) == 1
         assert checkpoint.load(again.path(again.records[0][1]))["step"] == step
         again.offer(0.5, 20, lambda: payload(20, "best"))

@@ -92,7 +92,10 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["train", "a.json", "--retsart", "x"], "train has no option --retsart. Did you mean --restart?"),
         (["train", "a.json", "--finetune", "x"], "train --finetune: fine-tuning is not here yet"),
         (["train", "a.json", "-t", "x"], "train -t: fine-tuning is not here yet"),
-        (["train", "a.json", "--init-frz-model", "x"], "--init-frz-model: a frozen model cannot be trained"),
+        (
+            ["train", "a.json", "--init-frz-model", "x"],
+            "--init-frz-model: --init-model model.dp starts from",
+        ),
         (["train", "a.json", "--use-pretrain-script"], "copy the model section"),
         (["train", "a.json", "--model-branch=x"], "train --model-branch: a run has one task"),
         (["train", "a.json", "--force-load"], "weights are loaded whole"),

@@ -50,7 +50,7 @@ def test_an_average_has_these_defaults():
     (average,) = bank_of(SLOW)
     assert average == EmaAverageConfig(
         name="slow", decay=0.99, half_life=None, half_life_unit="steps", warmup=True, start_step=0, start_epoch=None,
-        update_every=1, device="live", dtype="float32", layout="local_shard", buffers="copy", full_validation=False,
+        update_every=1, device="live", dtype="float64", layout="local_shard", buffers="copy", full_validation=False,
         lcurve=False, ckpt_keep=None,
     )  # fmt: skip
     assert bank_of(POWER) == [
@@ -560,7 +560,7 @@ def summary(*entries, steps_per=None, **changes):
 def test_the_summary_has_a_line_for_each_average():
     assert summary() == ["none"]
     lines = summary(
-        {**SLOW, "warmup": False, "start_step": 50, "update_every": 4, "device": "cpu", "dtype": "float64"},
+        {**SLOW, "warmup": False, "start_step": 50, "update_every": 4, "device": "cpu", "dtype": "float32"},
         {"name": "half", "half_life": 2.5, "half_life_unit": "epochs", "start_epoch": 1.5},
         {**POWER, "snapshots": True},
         {"type": "power", "name": "p0", "gamma": 0, "snapshots": True, "snapshot_freq": 250},
@@ -569,7 +569,7 @@ def test_the_summary_has_a_line_for_each_average():
     )
     assert lines == [
         "ema: EMA, decay 0.999, window 1,000 steps, warm-up",
-        "slow: EMA, decay 0.99, window 100 steps, from step 50, every 4 steps, in host memory, float64",
+        "slow: EMA, decay 0.99, window 100 steps, from step 50, every 4 steps, in host memory, float32",
         "half: EMA, half-life 2.5 epochs, warm-up, from epoch 1.5",
         "p1: power, sigma_rel 0.05, snapshots with the checkpoints",
         "p0: power, gamma 0, snapshots every 250 steps",

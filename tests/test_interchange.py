@@ -136,6 +136,7 @@ def edited(tmp_path, change):
     path = tmp_path / "model.yaml"
     write_dp(path, model, config)
     tree = yaml.safe_load(path.read_text())
+    del tree["digest"]  # which would say no more than that it was changed
     change(tree)
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -188,9 +189,9 @@ def test_damaged_and_missing_files_are_named(tmp_path):
         file["x"] = 1
     for name, message in (
         ("absent.dp", "absent.dp: no such file"),
-        ("cut.dp", "cut.dp: truncated or not an HDF5 model file"),
+        ("cut.dp", "cut.dp: damaged, or not an HDF5 model file"),
         ("other.dp", "other.dp: HDF5, but no model inside"),
-        ("text.yaml", "text.yaml: not a YAML model file"),
+        ("text.yaml", "text.yaml: damaged, or not a YAML model file"),
         ("list.yaml", "list.yaml: holds list, expected the dictionary of a model"),
     ):
         with pytest.raises(CheckpointError, match=message):

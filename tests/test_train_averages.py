@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -201,13 +202,17 @@ def test_an_average_that_has_not_begun_leaves_no_snapshot(start, caplog):
     assert sorted(files_of(folder / "snapshots")) == ["model_late.ckpt-12.pt", "model_late.ckpt-9.pt"]
 
 
-def test_snapshots_of_another_run_go_when_this_one_passes_them(start):
+def test_snapshots_of_another_run_are_set_aside_and_those_of_a_left_branch_go(start):
     folder = start("run", 12)
     first = load(folder / "snapshots/model_p05.ckpt-12.pt")["run"]
     start("run", 10, {"training__seed": 4})
     kept = {f: load(folder / "snapshots" / f)["run"] for f in files_of(folder / "snapshots") if "p05" in f}
-    assert [f for f, run in kept.items() if run == first] == ["model_p05.ckpt-12.pt"]
-    assert len(kept) == 4  # 4, 8, 10 and the one that was not passed
+    assert sorted(kept) == [f"model_p05.ckpt-{step}.pt" for step in (10, 4, 8)]
+    assert first not in kept.values()
+    assert load(folder / "earlier-1/snapshots/model_p05.ckpt-12.pt")["run"] == first
+    shutil.copy(folder / "snapshots/model_p05.ckpt-10.pt", folder / "snapshots/model_p05.ckpt-11.pt")
+    start("run", 12, {"training__seed": 4}, restart="model.ckpt-10.pt", allow_config_change=True)
+    assert not (folder / "snapshots/model_p05.ckpt-11.pt").exists()
 
 
 def test_the_start_says_what_is_averaged_and_what_snapshots_will_take(start, caplog):

@@ -1,7 +1,8 @@
 """Model files: written atomically, checked when read; their head, and the weights that a reader takes from them.
 
 Files of kind ``training`` hold everything that a restart needs; the others hold weights only. Each way in which a file
-can be wrong has a message. ``names`` has the names of the files, ``series`` those that a run keeps.
+can be wrong has a message. ``schema`` has what a file must hold, ``names`` the names of the files, ``series`` those
+that a run keeps.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from torch import Tensor
 
 from deepmd_ema import __version__
 from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
+from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, writing
-from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.tensors import content_digest, cpu_copy
 from deepmd_ema.weights import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
+
+_DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
 
 # files that a run has written and no command can make again: what they are, and what would be lost
 _NOT_REPLACED = {
@@ -37,6 +41,8 @@ _NOT_REPLACED = {
     "best": ("one of the best files of the run", "it would be gone"),
 }
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
+_LONGEST_NAME = 4096  # bytes of a path, on any system
 
 
 class _DamagedError(Exception):
@@ -44,7 +50,7 @@ class _DamagedError(Exception):
 
 
 def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
-    """Write ``payload`` to ``path`` in one move; tensors are copied to the CPU first.
+    """Write ``payload`` to ``path`` in one move, with a digest of it; tensors are copied to the CPU first.
 
     Args:
         path: the file; its folder is made if it is missing.
@@ -59,7 +65,8 @@ def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = N
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part, part.open("wb") as file:
-                torch.save(cpu_copy(payload), file)
+                content = cpu_copy(payload)
+                torch.save({**content, _DIGEST: content_digest(content)}, file)
     except WriteError as error:
         raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
 
@@ -68,8 +75,8 @@ def load(path: str | Path) -> dict[str, Any]:
     """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve` takes.
 
     Raises:
-        CheckpointError: if it is missing, damaged (the newest intact one before it is named), written by DeePMD-kit,
-            written by a newer version, or no checkpoint at all.
+        CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks a part, was written
+            by DeePMD-kit or by a newer version, or is no checkpoint at all.
     """
     path = resolve(path)
     try:
@@ -94,10 +101,9 @@ def load_facts(path: str | Path) -> dict[str, Any]:
     """
     try:
         payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile):
-        return load(path)  # says what is wrong
-    _check_payload(Path(path), payload)
-    return payload
+    except Exception:  # whatever it is: the other way of reading says it in words
+        return load(path)
+    return _checked(Path(path), payload)
 
 
 def resolve(path: str | Path) -> Path:
@@ -287,16 +293,20 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         _check_archive(path)
         payload = torch.load(path, map_location="cpu", weights_only=True)
+        expected = payload.pop(_DIGEST, None) if isinstance(payload, dict) else None
+        if expected is not None and expected != content_digest(payload):
+            raise _DamagedError("its content is not what was written (another digest)")
+    except (CheckpointError, _DamagedError):
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds objects other than tensors and numbers; dp-ema did not write it."
         ) from error
     except PermissionError as error:
         raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}).") from error
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise _DamagedError(f"{str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
-    _check_payload(path, payload)
-    return payload
+    except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
+        raise _DamagedError(f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from error
+    return _checked(path, payload)
 
 
 def _check_archive(path: Path) -> None:
@@ -306,32 +316,57 @@ def _check_archive(path: Path) -> None:
     if not head:
         raise _DamagedError("the file is empty")
     if head == _HDF5:
-        raise CheckpointError(f"{path}: a model file (.dp, HDF5), not a checkpoint of a run.")
+        raise CheckpointError(
+            f"{path}: a frozen model (.dp, HDF5), not a checkpoint. Give it a name that ends in .dp; all commands but "
+            "--restart read it then."
+        )
     if head[:2] != b"PK":
         raise CheckpointError(f"{path}: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt.")
     if not zipfile.is_zipfile(path):
         raise _DamagedError(f"cut off after {path.stat().st_size} bytes")
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise CheckpointError(f"{path}: a TorchScript archive (.pth), not a checkpoint of a run.")
+            raise CheckpointError(
+                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `dp convert-backend {path} "
+                f"{path.with_suffix('.dp')}` with DeePMD-kit makes a .dp of it, which dp-ema reads."
+            )
+        _check_entries(archive)
         bad = archive.testzip()
     if bad is not None:
         raise _DamagedError(f"the checksum of {bad} is wrong")
 
 
-def _check_payload(path: Path, payload: Any) -> None:
-    if isinstance(payload, Mapping) and "format" in payload and "kind" in payload:
-        if payload["format"] > FORMAT:
+def _check_entries(archive: zipfile.ZipFile) -> None:
+    """Check that every entry is as torch writes it.
+
+    torch has a reader of its own, which takes a compressed entry or one with the attributes of a folder for something
+    else than Python's does: then the checksum is right and the weights are wrong.
+    """
+    names = set()
+    for entry in archive.infolist():
+        plain = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+        if not plain or entry.external_attr or entry.flag_bits & ~_PLAIN_FLAGS or entry.filename in names:
+            raise _DamagedError(f"the entry {entry.filename} of the archive is not as it was written")
+        names.add(entry.filename)
+
+
+def _checked(path: Path, payload: Any) -> dict[str, Any]:
+    """Return ``payload`` without its digest, once it is clear that a run has written it and that it is whole."""
+    if isinstance(payload, dict) and "format" in payload and "kind" in payload:
+        found = payload["format"]
+        if not isinstance(found, int) or found > FORMAT:
             raise CheckpointError(
-                f"{path}: written by dp-ema {payload['version']} in format {payload['format']}; this version reads up "
-                f"to format {FORMAT}. Update dp-ema."
+                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format {found}; this "
+                f"version reads up to format {FORMAT}. Update dp-ema."
             )
-        return
+        check_content(payload, path)
+        return {name: part for name, part in payload.items() if name != _DIGEST}
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
     if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
         raise CheckpointError(
             f"{path}: a checkpoint of DeePMD-kit, which keeps its parameters under other names. Convert its model: "
-            f"`dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`; dp-ema reads .dp."
+            f"`dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`; dp-ema reads "
+            "model.dp: --init-model model.dp starts a run from it, test and freeze take it too."
         )
     raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
@@ -350,9 +385,20 @@ def _newest_intact_before(path: Path) -> Path | None:
 
 
 def _follow(pointer: Path) -> Path:
-    named = pointer.parent / pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()
-    if not named.is_file():
-        raise CheckpointError(f"{pointer}: names {named}, which is missing. {_nearby(named)}")
+    try:
+        with pointer.open("rb") as file:
+            name = file.read(_LONGEST_NAME).decode().strip()
+        if not name.isprintable():
+            raise ValueError("it is no text")
+        named = pointer.parent / name
+        there = named.is_file()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{pointer}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
+            f"checkpoint itself. {_nearby(pointer)}"
+        ) from error
+    if not there:
+        raise CheckpointError(f"{pointer}: names {name or 'nothing'}, which is missing. {_nearby(named)}")
     return named
 
 

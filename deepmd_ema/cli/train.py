@@ -17,9 +17,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
     start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
-    start.add_argument(
-        "-i", "--init-model", metavar="CKPT", type=path, help="start from the weights of a live or averaged file"
-    )
+    start.add_argument("-i", "--init-model", metavar="FILE", type=path,
+                       help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", default="out.json", type=file_to_write,
                         help="normalized input (out.json)")  # fmt: skip
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")

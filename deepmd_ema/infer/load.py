@@ -9,6 +9,7 @@ from typing import Any
 
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
+from deepmd_ema.checkpoint.schema import check_frozen_facts
 from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.model.build import build_model
@@ -26,7 +27,7 @@ class Provenance:
     Attributes:
         path: the file.
         kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights`` or ``frozen``.
-        weights: ``live``, or the name of the average.
+        weights: ``live``, the name of the average, or empty when the file does not say.
         step: optimizer steps of the weights, or None when the file does not say.
         average: profile, settings, updates and mean age of the average; empty for live weights.
         min_nbor_dist: nearest pair of the training data, angstrom, or None.
@@ -47,12 +48,15 @@ class Provenance:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what a frozen file records of its weights, as plain values."""
-        facts = {"weights": self.weights, "step": self.step, "kind": self.kind, "average": dict(self.average)}
-        return {**facts, "bias": dict(self.bias)} if self.bias else facts
+        facts = {"step": self.step, "kind": self.kind, "average": dict(self.average)}
+        more = {"weights": self.weights, "bias": dict(self.bias)}
+        return facts | {name: fact for name, fact in more.items() if fact}
 
     def in_words(self) -> str:
         """Return one line: live or which average, of which step."""
         step = "an unknown step" if self.step is None else f"step {self.step}"
+        if not self.weights:
+            return f"weights of {step}; the file does not say whether they are live or averaged"
         if self.weights == LIVE:
             return f"live weights of {step}"
         about = [
@@ -95,10 +99,10 @@ def load_model(path: str | Path, use_average: bool = False, average: str | None 
     else:
         path = checkpoint.resolve(path)
         loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average)
-    if use_average and loaded.info.weights == LIVE:
+    if use_average and loaded.info.weights in (LIVE, ""):
         raise CheckpointError(
-            f"{path}: holds live weights ({loaded.info.kind}), no average. Give the training checkpoint or the file of "
-            "the average; a run keeps those that training.averaging lists."
+            f"{path}: holds {loaded.info.weights or 'unnamed'} weights ({loaded.info.kind}), no average. Give the "
+            "training checkpoint or the file of the average; a run keeps those that training.averaging lists."
         )
     return loaded
 
@@ -130,10 +134,11 @@ def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, 
 def _load_frozen(path: Path) -> LoadedModel:
     config, model, found = interchange.read_dp(path)
     ours = found[interchange.EXTRA]
+    check_frozen_facts(ours, path)
     info = Provenance(
         path,
         "frozen",
-        ours.get("weights", LIVE),
+        ours.get("weights", ""),
         ours.get("step"),
         ours.get("average", {}),
         found.get("min_nbor_dist"),

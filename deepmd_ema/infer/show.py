@@ -78,7 +78,7 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _nearest(payload.get("min_nbor_dist"))
     for weights, state in payload.get("best", {}).items():
-        if state["records"]:
+        if state.get("records"):  # of several tasks they stand one level deeper
             metric, (value, step) = state["metric"], state["records"][0]
             quantity = METRICS[metric[0].upper()]
             shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"
@@ -123,6 +123,7 @@ def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[t
         yield "bias", f"fitted again after training, for {names}; a restart goes on from the one before"
 
 
-def _nearest(distance: float | None) -> Iterator[tuple[str, str]]:
-    if distance:
-        yield "nearest pair", f"{distance:.4f} angstrom in the training data"
+def _nearest(distance: float | Mapping[str, float | None] | None) -> Iterator[tuple[str, str]]:
+    for task, nearest in (distance if isinstance(distance, Mapping) else {"": distance}).items():
+        if nearest:
+            yield "nearest pair", f"{f'{task}: ' if task else ''}{nearest:.4f} angstrom in the training data"

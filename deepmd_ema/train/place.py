@@ -124,20 +124,20 @@ def _earlier_files(config: RunConfig, outputs: Outputs) -> Iterator[Path]:
 
 
 def _set_aside(files: Iterable[Path]) -> list[Path]:
-    """Move files to a folder ``earlier-N`` beside them, N the same everywhere; return these folders.
+    """Move files to ``earlier-N``, N the same everywhere, and return these folders.
 
-    Links between the files are laid anew.
+    It has the folders of the run below it; files from elsewhere have one beside them. Links between the files are laid
+    anew.
     """
-    files = list(files)
-    parents = sorted({path.parent for path in files})
+    places = {path: _place_below(path) for path in files}
     number = 1
-    while any((parent / f"{EARLIER}-{number}").exists() for parent in parents):
+    while any((root / f"{EARLIER}-{number}").exists() for root, _ in places.values()):
         number += 1
-    moved = {path: path.parent / f"{EARLIER}-{number}" / path.name for path in files}
+    moved = {path: root / f"{EARLIER}-{number}" / below for path, (root, below) in places.items()}
     real = {path.resolve(): new for path, new in moved.items() if not path.is_symlink()}
     for path, new in moved.items():
         with writing(new):
-            new.parent.mkdir(exist_ok=True)
+            new.parent.mkdir(parents=True, exist_ok=True)
             target = path.resolve()
             if not path.is_symlink():
                 move(path, new)
@@ -151,6 +151,15 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
         named = real.get(Path(pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()).resolve())
         if named is not None:
             pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
-    for parent in parents:
-        sync_folder(parent)
-    return sorted({new.parent for new in moved.values()})
+    roots = {root for root, _ in places.values()}
+    for folder in roots | {path.parent for path in moved}:
+        sync_folder(folder)
+    return sorted(root / f"{EARLIER}-{number}" for root in roots)
+
+
+def _place_below(path: Path) -> tuple[Path, Path]:
+    """Return the folder of the run and the path of a file below it; for a file from elsewhere its own folder."""
+    folder, here = path.parent.resolve(), Path.cwd()
+    if folder.is_relative_to(here):
+        return Path(), folder.relative_to(here) / path.name
+    return path.parent, Path(path.name)

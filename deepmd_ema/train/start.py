@@ -15,6 +15,7 @@ from torch import Tensor
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import RunConfig, config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import check_weights
 
@@ -136,7 +137,8 @@ class FromWeights(Start):
         expected = {name: tuple(tensor.shape) for name, tensor in models.state_dict().items()}
         check_weights(expected, found, self.path)
         models.load_state_dict(found)
-        logger.info("weights of %s (%s, step %s)", self.path, self.payload["weights"], self.payload["step"])
+        step = "step not known" if self.payload["step"] is None else f"step {self.payload['step']}"
+        logger.info("weights of %s (%s, %s)", self.path, self.payload["weights"] or "live or averaged", step)
 
     def _weights(self) -> Mapping[str, Tensor]:
         return checkpoint.weights_in(self.payload, self.path)[0]
@@ -216,14 +218,32 @@ def find_start(restart: str | None, init_model: str | None) -> Start:
         CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
     """
     if restart is not None:
+        if _is_frozen(restart):
+            raise CheckpointError(
+                f"--restart {restart}: a frozen model holds weights only, not the state of a run. Use a training "
+                f"checkpoint (model.ckpt-*.pt), or start anew from these weights with --init-model {restart}."
+            )
         path = checkpoint.resolve(restart)
         payload = checkpoint.load(path)
         checkpoint.require_training(payload, path)
         return Restart(path, payload)
     if init_model is not None:
+        if _is_frozen(init_model):
+            return FromWeights(Path(init_model), _as_payload(load_model(init_model)))
         path = checkpoint.resolve(init_model)
         return FromWeights(path, checkpoint.load(path))
     return Start()
+
+
+def _is_frozen(path: str) -> bool:
+    return Path(path).suffix.lower() in FROZEN_SUFFIXES
+
+
+def _as_payload(loaded: LoadedModel) -> dict[str, Any]:
+    """Return the content of the file of weights that holds a frozen model."""
+    info, config = loaded.info, {"model": to_dict(loaded.config)}
+    head = checkpoint.payload_head("weights", info.weights, info.step, config, info.min_nbor_dist)
+    return {**head, "model": dict(loaded.model.state_dict())}
 
 
 def _digest(config: Mapping[str, Any], start: str) -> str:

@@ -73,7 +73,10 @@ class _Average:
         "live weights are copied asynchronously.",
     )
     dtype: str = option(
-        "float32", choices=DTYPES, doc="Precision of the average; never less than that of the live weights."
+        "float64",
+        choices=DTYPES,
+        doc="Precision of the average; never less than that of the live weights. In `float32` an average of float32 "
+        "weights with a decay of 0.999 or more stays behind, because single updates are smaller than its rounding.",
     )
     layout: str = option(
         "local_shard",
@@ -129,7 +132,7 @@ class _Average:
             yield f"from step {self.start_step:,}"
         if self.update_every > 1:
             yield every_steps(self.update_every)
-        said = {"cpu": "in host memory", "float64": "float64", "full_tensor": "whole on every process",
+        said = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
                 "rank_range": "a range of it on each process", "average": "with averaged buffers"}  # fmt: skip
         yield from (said[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in said)
 

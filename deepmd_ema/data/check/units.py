@@ -227,14 +227,15 @@ class _Findings:
         ratio = virial.value * self._length * force
         if 1 / _FIT_RATIO < ratio < _FIT_RATIO:
             return
-        if -_FIT_RATIO < ratio < -1 / _FIT_RATIO:
-            self.texts.append("the virials have the wrong sign: they are the opposite of what the forces give")
-            return
         units = {name: number for name, number in _ENERGY_UNITS.items() if name}
         units |= {"GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
         stress = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
         units |= {f"a stress in {name}, not a virial": number / volume for name, number in stress.items()}
+        units |= {"": 1.0} if ratio < 0 else {}
         name = min(units, key=lambda one: abs(math.log(abs(ratio) / units[one])))
+        if not name:
+            self.texts.append("the virials have the wrong sign: they are the opposite of what the forces give")
+            return
         found = f"they are {ratio:.3g} times what the forces give"
         if abs(math.log(abs(ratio) / units[name])) > math.log(_FIT_UNIT):
             self.texts.append(f"the virials do not fit the forces: {found}")

@@ -137,7 +137,7 @@ def _similar(path: Path) -> str:
     parent = path.parent
     while not parent.exists():
         path, parent = parent, parent.parent
-    names = sorted(os.listdir(parent)) if parent.is_dir() else []
+    names = sorted(n for n in os.listdir(parent) if not n.startswith(".")) if parent.is_dir() else []
     close = get_close_matches(path.name, names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {parent / close[0]}?"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,15 +13,20 @@ import numpy as np
 
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import atomic_write
+from deepmd_ema.tensors import content_digest
 
 Tree: TypeAlias = dict[str, Any]
 
 VARIABLES = "@variables"  # every array is under such a key
 _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
+_DIGEST = "digest"  # of all else in the file; DeePMD-kit does not look at it, and its own files have none
+_ADDED = ("time",)  # by DeePMD-kit, when it writes a file again that it has read
+_DEEPEST = 1000  # levels of a YAML text; the reader in C recurses, and a model has twenty
+_MOST_COMPRESSED = 1100  # deflate does not do better
 
 
 def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = None) -> None:
-    """Write ``tree`` to a ``.yaml`` or an HDF5 file; it appears whole or not at all.
+    """Write ``tree`` with its digest to a ``.yaml`` or an HDF5 file; it appears whole or not at all.
 
     Args:
         path: the file; its suffix says which format.
@@ -30,6 +37,7 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
         WriteError: if the file cannot be written.
     """
     write = _write_yaml if _is_yaml(path) else _write_hdf5
+    tree = {**tree, _DIGEST: _digest(tree)}
     with atomic_write(path, "Choose another -o, or make room.") as part:
         write(part, tree)
         if check is not None:
@@ -37,17 +45,33 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
 
 
 def read_tree(path: Path) -> Tree:
-    """Return what ``write_tree`` or DeePMD-kit wrote.
+    """Return what ``write_tree`` or DeePMD-kit wrote, without the digest, which is checked.
 
     Raises:
         CheckpointError: if the file is missing, damaged or of another kind.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file.")
-    tree = (_read_yaml if _is_yaml(path) else _read_hdf5)(path)
+    try:
+        tree = (_read_yaml if _is_yaml(path) else _read_hdf5)(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
+        kind = "a YAML" if _is_yaml(path) else "an HDF5"
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: holds {type(tree).__name__}, expected the dictionary of a model.")
+    expected = tree.pop(_DIGEST, None)
+    if expected is not None and expected != _digest(tree):
+        raise CheckpointError(
+            f"{path}: damaged, its content is not what was written (another digest). Freeze the model again."
+        )
     return tree
+
+
+def _digest(tree: Tree) -> str:
+    return content_digest({name: part for name, part in tree.items() if name not in (_DIGEST, *_ADDED)})
 
 
 def _is_yaml(path: Path) -> bool:
@@ -79,13 +103,17 @@ def _write_hdf5(path: Path, tree: Tree) -> None:
 def _read_hdf5(path: Path) -> Any:
     import h5py
 
-    try:
-        with h5py.File(path, "r") as file:
-            if "json" not in file.attrs:
-                raise CheckpointError(f"{path}: HDF5, but no model inside (no attribute json).")
-            return _replaced(json.loads(file.attrs["json"]), lambda name: file[name][()])
-    except (OSError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: truncated or not an HDF5 model file ({error}).") from error
+    with h5py.File(path, "r") as file:
+        most = _MOST_COMPRESSED * path.stat().st_size
+
+        def read(name: str) -> Any:
+            if file[name].nbytes > most:
+                raise CheckpointError(f"{path}: damaged, {name} says that it is larger than the file can hold.")
+            return file[name][()]
+
+        if "json" not in file.attrs:
+            raise CheckpointError(f"{path}: HDF5, but no model inside (no attribute json).")
+        return _replaced(json.loads(file.attrs["json"]), read)
 
 
 def _write_yaml(path: Path, tree: Tree) -> None:
@@ -102,9 +130,28 @@ def _write_yaml(path: Path, tree: Tree) -> None:
 def _read_yaml(path: Path) -> Any:
     import yaml
 
-    try:
-        with path.open(encoding="utf-8") as file:
-            tree = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return _replaced(tree, lambda v: np.array(v["value"], dtype=v["dtype"]))
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path}: not a YAML model file ({' '.join(str(error).split())[:200]}).") from error
+    text = path.read_text(encoding="utf-8")
+    if _depth_bound(text) > _DEEPEST:
+        raise CheckpointError(f"{path}: nested too deeply to be a model file.")
+    tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if _is_larger(tree, len(text) + 1):
+        raise CheckpointError(f"{path}: its anchors stand for more values than a model file of this length has.")
+    return _replaced(tree, lambda v: np.array(v["value"], dtype=v["dtype"]))
+
+
+def _depth_bound(text: str) -> int:
+    """Return at least as many levels as a YAML text has: by indentation and dashes, or by brackets."""
+    indented = max(map(len, re.findall(r"^[ ?:-]*", text, re.MULTILINE)))
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
+    return indented + max(accumulate(steps), default=0)
+
+
+def _is_larger(tree: Any, most: int) -> bool:
+    """Whether there are more than ``most`` values in ``tree``, in which one may stand in several places."""
+    waiting = [tree]
+    while waiting and most >= 0:
+        value = waiting.pop()
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        most -= 1 + len(inside)
+        waiting.extend(inside)
+    return most < 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,10 @@ def write_dp(
         "pt_version": str(torch.__version__),
         "model": model_tree(model, section),
         "model_def_script": to_dict(section),
-        EXTRA: dict(extra or {}),
     }
     if distance is not None:
         tree[VARIABLES] = {"min_nbor_dist": np.array(distance, dtype=np.float64)}
-    write_tree(path, tree, check)
+    write_tree(path, _with_facts(tree, extra or {}), check)
 
 
 def rewrite_bias(
@@ -87,14 +87,14 @@ def rewrite_bias(
     variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
     if std is not None:
         variables["out_std"] = np.array(std, dtype=np.float64).reshape(1, -1, 1)
-    write_tree(Path(target), {**tree, EXTRA: {**(tree.get(EXTRA) or {}), **facts}})
+    write_tree(Path(target), _with_facts(tree, {**_facts_of(tree), **facts}))
 
 
 def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
     """Return the section ``model``, the model in evaluation mode, and what else the file says.
 
     The dictionary holds ``software``, ``version``, ``model_def_script``, ``min_nbor_dist`` (or None) and ``dp_ema``,
-    which is empty in files of DeePMD-kit.
+    which is empty in files of DeePMD-kit that it has not converted from one of ours.
 
     Raises:
         CheckpointError: if the file is missing, damaged, or holds a model that is not available here.
@@ -103,19 +103,54 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    _check_available(path, tree["model"])
-    try:
+    with _faults_in_words(path):
+        _check_available(path, tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
+        # DeePMD-kit writes -1 for a distance that it does not know
+        model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
+        facts = _facts_of(tree)
+        script = {name: value for name, value in (tree.get("model_def_script") or {}).items() if name != EXTRA}
+    info = {name: tree.get(name) for name in ("software", "version", "backend")}
+    more = {"model_def_script": script, "min_nbor_dist": model.min_nbor_dist, EXTRA: facts}
+    return config, model.eval(), {**info, **more}
+
+
+def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
+    """Return ``tree`` with facts about its weights.
+
+    What they are and of which step stands in the input as well: it is all that DeePMD-kit keeps of ours when it
+    converts a file.
+    """
+    tree = {**tree, EXTRA: dict(facts)}
+    if "weights" in facts:
+        short = {name: fact for name, fact in facts.items() if name != "config"}
+        tree["model_def_script"] = {**(tree.get("model_def_script") or {}), EXTRA: short}
+    return tree
+
+
+def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return our facts about the weights; empty in files of DeePMD-kit."""
+    facts: Mapping[str, Any] = tree.get(EXTRA) or (tree.get("model_def_script") or {}).get(EXTRA) or {}
+    return facts
+
+
+@contextmanager
+def _faults_in_words(path: Path) -> Iterator[None]:
+    """Turn what a tree of another form makes fail inside into messages.
+
+    Raises:
+        CheckpointError: for every fault.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: an entry of the model is missing or of another kind: {error!r}.") from error
-    except (ValueError, RuntimeError, ConfigError) as error:
+    except (ValueError, ArithmeticError, RuntimeError, MemoryError, ConfigError) as error:
         raise CheckpointError(f"{path}: the model does not fit together: {error}") from error
-    distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
-    # DeePMD-kit writes -1 for a distance that it does not know
-    model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
-    info = {name: tree.get(name) for name in ("software", "version", "backend", "model_def_script")}
-    return config, model.eval(), {**info, "min_nbor_dist": model.min_nbor_dist, EXTRA: tree.get(EXTRA) or {}}
 
 
 def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
