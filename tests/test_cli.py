@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from helpers import tiny_input
@@ -232,3 +233,32 @@ def test_options_are_checked_without_the_data(tmp_path, capsys):
     assert "the options are good" in capsys.readouterr().out
     assert cli.main(["check", str(path)]) == 2
     assert "nowhere: no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "speaks"),
+    [
+        (0, Terminated, True),
+        (1, Terminated, True),
+        (2, Terminated, False),
+        (0, KeyboardInterrupt, True),
+        (1, KeyboardInterrupt, False),
+    ],
+)
+def test_a_launcher_that_ends_the_ranks_while_torch_is_loaded_leaves_a_message(
+    rank, error, speaks, monkeypatch, capsys
+):
+    """When rank 0 was killed, nobody said anything."""
+
+    class Loading(types.ModuleType):
+        def __getattr__(self, name):
+            raise error
+
+    monkeypatch.setitem(sys.modules, "deepmd_ema.train.run", Loading("deepmd_ema.train.run"))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", str(rank))
+    assert cli.main(["train", "input.json"]) == (143 if error is Terminated else 130)
+    said = capsys.readouterr().err
+    assert ("stopped by" in said) is speaks
+    if speaks and error is Terminated:
+        assert said == f"dp-ema (rank {rank}): stopped by SIGTERM outside the training steps; nothing was saved\n"

@@ -7,7 +7,7 @@ import os
 
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path, start_logging
 from deepmd_ema.dist.launch import raise_on_end
-from deepmd_ema.errors import ReportedElsewhere
+from deepmd_ema.errors import ReportedElsewhere, Terminated
 
 SUMMARY = "train a model"
 
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> None:
         try:
             from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
-            if args.launch.is_main:
+            # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
+            if args.launch.rank <= isinstance(error, Terminated):
                 raise
             raise ReportedElsewhere from error
         run_training(
