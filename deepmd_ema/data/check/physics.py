@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ BOHR = 0.52917721  # angstrom
 _COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0
 _REACH = 2.7  # sums of covalent radii, how far the pair potential reaches
 _NUM_GAUSSIANS = 12
+_NUM_FINE = 540  # bins of distances, of which energies and virials are sums
+_MOST_FITTED = 200  # atoms of a frame whose forces are fitted
 _NUM_BINS = 54  # of distances up to the reach
 _MOST_UNKNOWNS = 250  # of the fit; with more pairs of elements they share one function of the scaled distance
 _RIDGE = 1e-4  # of the mean of the diagonal
@@ -97,19 +100,24 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     # of other names than those of elements: all alike
     used = radii if known else np.full(len(type_map), 0.5)
     stretch = _stretch(frames[0], used, known)
-    searched = [(frame, bonds) for frame in frames if (bonds := _search(frame, used, stretch)) is not None]
-    if not searched:
-        return Evidence(len(frames))
     fit = _Fit(types, len(type_map))
-    for frame, bonds in searched:
-        fit.add(frame, bonds)
-    weights, looked = fit.weights(), [frame for frame, _ in searched]
+    looked: list[Frame] = []
+    bonds: list[_BondForces] = []
+    for frame in frames:  # the pairs of one frame at a time are in memory
+        pairs = _search(frame, used, stretch)
+        if pairs is not None:
+            fit.add(frame, pairs)
+            bonds.append(_bond_forces(frame, pairs, noble))
+            looked.append(frame)
+    if not looked:
+        return Evidence(len(frames))
+    weights = fit.weights()
     boxes = [frame.box for frame in looked if frame.box is not None]
-    free = _Free(searched, fit)
+    free = _Free(looked, np.array(fit.histograms))
     return Evidence(
         len(looked),
-        _bond_length(searched, noble) if known else None,
-        _stiffness(searched, noble),
+        _bond_length(bonds) if known else None,
+        _stiffness(bonds),
         _energy_ratio(looked, free, np.array(fit.energies) @ weights),
         _virial_ratio(looked, free, np.array(fit.virials) @ weights) if boxes else None,
         float(np.mean([abs(np.linalg.det(box)) for box in boxes])) if boxes else None,
@@ -125,6 +133,15 @@ class _Bonds(NamedTuple):
     distance: Array  # angstrom
     scaled: Array  # in sums of covalent radii
     nearest: Array  # (N,) least scaled distance of each atom
+
+
+class _BondForces(NamedTuple):
+    """Bonds of a frame: their pairs of elements, lengths, and forces along them; nearest neighbors of its atoms."""
+
+    kind: Array
+    length: Array
+    pull: Array  # eV/angstrom, positive if it makes the bond longer
+    nearest: Array  # in sums of covalent radii
 
 
 def _search(frame: Frame, radii: Array, stretch: float) -> _Bonds | None:
@@ -172,50 +189,62 @@ class _Fit:
         self._normal, self._right = np.zeros((unknowns, unknowns)), np.zeros(unknowns)
         self.energies: list[Array] = []  # of each frame, for each unknown
         self.virials: list[Array] = []
+        self.histograms: list[Array] = []  # of each frame, (pairs of elements, bins)
 
     def add(self, frame: Frame, bonds: _Bonds) -> None:
         """Add the equations of the forces of a frame, and keep what gives its energy and virial."""
-        value, slope = self._functions(bonds)
-        column = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]]
-        num, atoms = self._num_columns, frame.num_atoms
-        energy = [np.bincount(column, 0.5 * one, num) for one in value.T]
-        self.energies.append(np.stack(energy, axis=1).ravel())
-        place = bonds.i * num + column
-        force = np.zeros((atoms, 3, num, _NUM_GAUSSIANS))
-        virial = np.zeros((3, 3, num, _NUM_GAUSSIANS))
-        for k in range(_NUM_GAUSSIANS):
-            for a in range(3):
-                along = slope[:, k] * bonds.unit[:, a]
-                force[:, a, :, k] = np.bincount(place, along, atoms * num).reshape(atoms, num)
-                if frame.box is not None:
-                    for b in range(3):
-                        virial[a, b, :, k] = np.bincount(column, -0.5 * along * bonds.unit[:, b] * bonds.distance, num)
-        rows = force.reshape(3 * atoms, -1)
+        rows = self._force_rows(frame, bonds)
         self._normal += rows.T @ rows
-        self._right += rows.T @ frame.labels[FORCE].reshape(-1)
+        self._right += rows.T @ frame.labels[FORCE].reshape(-1, 3)[self._chosen(frame)].reshape(-1)
+        # energy and virial are sums over pairs: those of one distance together
+        shape = self._num_columns, _NUM_FINE
+        fine = np.minimum((bonds.scaled / _REACH * _NUM_FINE).astype(np.int64), _NUM_FINE - 1)
+        place = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]] * _NUM_FINE + fine
+        value, slope = self._functions((np.arange(_NUM_FINE) + 0.5) * _REACH / _NUM_FINE)
+        count = np.bincount(place, minlength=shape[0] * shape[1]).reshape(shape)
+        self.energies.append((0.5 * count @ value).ravel())
+        self.histograms.append(count.reshape(shape[0], -1, _NUM_FINE // _NUM_BINS).sum(axis=2))
+        virial = np.zeros((3, 3, self._num_columns, _NUM_GAUSSIANS))
+        for a, b in combinations_with_replacement(range(3), 2) if frame.box is not None else ():
+            weight = bonds.scaled * bonds.unit[:, a] * bonds.unit[:, b]
+            total = np.bincount(place, weight, shape[0] * shape[1]).reshape(shape)
+            virial[a, b] = virial[b, a] = -0.5 * total @ slope
         self.virials.append(virial.reshape(9, -1))
 
-    def histogram(self, frame: Frame, bonds: _Bonds) -> Array:
-        """Return (pairs of elements, bins) the number of pairs at each scaled distance."""
-        column = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]]
-        place = np.minimum((bonds.scaled / _REACH * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
-        shape = self._num_columns, _NUM_BINS
-        return np.bincount(column * _NUM_BINS + place, minlength=shape[0] * shape[1]).reshape(shape)
+    def _force_rows(self, frame: Frame, bonds: _Bonds) -> Array:
+        """Return (3 * atoms, unknowns) the forces on some atoms that each function gives."""
+        chosen, num = self._chosen(frame), self._num_columns
+        row = np.full(frame.num_atoms, -1)
+        row[chosen] = np.arange(len(chosen))
+        use = row[bonds.i] >= 0
+        i, j = bonds.i[use], bonds.j[use]
+        place = row[i] * num + self._column[frame.atom_type[i], frame.atom_type[j]]
+        slope = self._functions(bonds.scaled[use])[1] * (bonds.scaled[use] / bonds.distance[use])[:, None]
+        force = np.zeros((len(chosen), 3, num, _NUM_GAUSSIANS))
+        for k in range(_NUM_GAUSSIANS):
+            for a in range(3):
+                along = np.bincount(place, slope[:, k] * bonds.unit[use, a], len(chosen) * num)
+                force[:, a, :, k] = along.reshape(len(chosen), num)
+        return force.reshape(3 * len(chosen), -1)
+
+    @staticmethod
+    def _chosen(frame: Frame) -> Array:
+        """Return the atoms whose forces are fitted, evenly taken."""
+        return np.unique(np.linspace(0, frame.num_atoms - 1, min(frame.num_atoms, _MOST_FITTED)).astype(np.int64))
 
     def weights(self) -> Array:
         """Return what each function counts."""
         ridge = _RIDGE * float(np.trace(self._normal)) / len(self._normal) + 1e-300
         return np.linalg.solve(self._normal + ridge * np.eye(len(self._normal)), self._right)
 
-    def _functions(self, bonds: _Bonds) -> tuple[Array, Array]:
-        """Return (P, functions) values and derivatives by the distance, which end smoothly at the reach."""
-        x = bonds.scaled / _REACH
+    def _functions(self, scaled: Array) -> tuple[Array, Array]:
+        """Return (distances, functions) values and derivatives by the distance, which end smoothly at the reach."""
+        x = scaled / _REACH
         inner = np.maximum(1 - x**2, 0.0)
-        z = (bonds.scaled[:, None] - self._centers) / self._width
+        z = (scaled[:, None] - self._centers) / self._width
         gauss = np.exp(-z * z)
-        per_angstrom = (bonds.scaled / bonds.distance)[:, None]
         slope = -2 * z / self._width * (inner**2)[:, None] - (4 * x * inner / _REACH)[:, None]
-        return gauss * (inner**2)[:, None], gauss * slope * per_angstrom
+        return gauss * (inner**2)[:, None], gauss * slope
 
 
 class _Free:
@@ -224,13 +253,15 @@ class _Free:
     That is what composition and volume explain and, of a pair of elements, how many pairs are on this and on that side
     of a distance that never occurs: no force says by how much the potential rises there. So isomers and arrangements of
     an alloy are held against their like.
+
+    Args:
+        frames: the frames.
+        pairs: (frames, pairs of elements, bins) how many pairs are at each distance.
     """
 
-    def __init__(self, searched: Sequence[tuple[Frame, _Bonds]], fit: _Fit) -> None:
-        frames = [frame for frame, _ in searched]
+    def __init__(self, frames: Sequence[Frame], pairs: Array) -> None:
         kinds = [tuple(zip(*(a.tolist() for a in np.unique(f.atom_type, return_counts=True)))) for f in frames]
         same = np.array([[one == kind for kind in dict.fromkeys(kinds)] for one in kinds], np.float64)
-        pairs = np.array([fit.histogram(*one) for one in searched])  # (frames, pairs of elements, bins)
         seen = pairs.sum(axis=0)
         rare = seen <= 0.02 * seen.max(axis=1, keepdims=True)
         # two bins in turn without pairs: beyond them another shell begins
@@ -275,27 +306,28 @@ def _traceless(virial: Array) -> Array:
     return virial - trace * np.eye(3).reshape(9)
 
 
-def _bond_length(searched: Sequence[tuple[Frame, _Bonds]], noble: Array) -> float | None:
-    nearest = np.concatenate([bonds.nearest[~noble[frame.atom_type]] for frame, bonds in searched])
+def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:
+    nearest = np.full(frame.num_atoms, np.inf)
+    np.minimum.at(nearest, bonds.i, bonds.scaled)
+    close = (bonds.scaled <= _NEIGHBOR * np.minimum(nearest[bonds.i], nearest[bonds.j])) & (bonds.i < bonds.j)
+    is_noble = noble[frame.atom_type]  # they have no bonds
+    close &= ~(is_noble[bonds.i] | is_noble[bonds.j])
+    i, j = bonds.i[close], bonds.j[close]
+    force = frame.labels[FORCE].reshape(-1, 3)
+    low, high = np.sort(np.stack([frame.atom_type[i], frame.atom_type[j]]), axis=0)
+    pull = 0.5 * ((force[j] - force[i]) * bonds.unit[close]).sum(axis=1)
+    return _BondForces(low + high * (high + 1) // 2, bonds.distance[close], pull, bonds.nearest[~is_noble])
+
+
+def _bond_length(bonds: Sequence[_BondForces]) -> float | None:
+    nearest = np.concatenate([one.nearest for one in bonds])
     nearest = nearest[np.isfinite(nearest)]
     return float(np.quantile(nearest, 0.1)) if len(nearest) >= _FEWEST_FREE else None
 
 
-def _stiffness(searched: Sequence[tuple[Frame, _Bonds]], noble: Array) -> float | None:
+def _stiffness(bonds: Sequence[_BondForces]) -> float | None:
     """Return the slope of the force along the nearest bonds over their length, within each pair of elements."""
-    kinds, lengths, along = [], [], []
-    for frame, bonds in searched:
-        nearest = np.full(frame.num_atoms, np.inf)
-        np.minimum.at(nearest, bonds.i, bonds.scaled)
-        close = (bonds.scaled <= _NEIGHBOR * np.minimum(nearest[bonds.i], nearest[bonds.j])) & (bonds.i < bonds.j)
-        close &= ~(noble[frame.atom_type[bonds.i]] | noble[frame.atom_type[bonds.j]])  # they have no bonds
-        i, j = bonds.i[close], bonds.j[close]
-        force = frame.labels[FORCE].reshape(-1, 3)
-        low, high = np.sort(np.stack([frame.atom_type[i], frame.atom_type[j]]), axis=0)
-        kinds.append(low + high * (high + 1) // 2)
-        lengths.append(bonds.distance[close])
-        along.append(0.5 * ((force[j] - force[i]) * bonds.unit[close]).sum(axis=1))
-    kind, length, pull = (np.concatenate(parts) for parts in (kinds, lengths, along))
+    kind, length, pull = (np.concatenate(parts) for parts in list(zip(*bonds))[:3])
     if len(kind) < _FEWEST_BONDS:
         return None
     counts = np.maximum(np.bincount(kind), 1)

@@ -231,17 +231,15 @@ class _Findings:
         units |= {"GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
         stress = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
         units |= {f"a stress in {name}, not a virial": number / volume for name, number in stress.items()}
-        units |= {"": 1.0} if ratio < 0 else {}
-        name = min(units, key=lambda one: abs(math.log(abs(ratio) / units[one])))
-        if not name:
-            self.texts.append("the virials have the wrong sign: they are the opposite of what the forces give")
-            return
+        units |= {"": 1.0} if ratio < 0 else {}  # the right one with the wrong sign
+        off = {name: abs(math.log(abs(ratio) / number)) for name, number in units.items()}
+        near = sorted((name for name in off if off[name] < math.log(_FIT_UNIT)), key=lambda name: off[name])[:2]
         found = f"they are {ratio:.3g} times what the forces give"
-        if abs(math.log(abs(ratio) / units[name])) > math.log(_FIT_UNIT):
-            self.texts.append(f"the virials do not fit the forces: {found}")
-            return
-        sign = " with the wrong sign" if ratio < 0 and "stress" not in name else ""
-        self.texts.append(f"the virials look like {name}{sign}: {found}")
+        looks = []
+        for name in near:
+            sign = " with the wrong sign" if ratio < 0 and "stress" not in name else ""
+            looks.append(f"look like {name}{sign}" if name else "have the wrong sign")
+        self.texts.append(f"the virials {' or '.join(looks) or 'do not fit the forces'}: {found}")
 
     def _reason(self, ratio: float) -> str:
         if self._precise:
