@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -108,6 +109,7 @@ def test_sizes_and_texts_that_nothing_can_hold_are_told(desk, changes, phrase):
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you "
                      "tried to allocate 8000000000000 bytes. Error code 12 (Cannot allocate memory)"),
+        RuntimeError("Resource temporarily unavailable"),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."),
     ],
 )  # fmt: skip
@@ -159,3 +161,12 @@ def test_the_end_of_a_run_names_its_files_and_the_next_command(desk):
     )
     for line in re.findall(r"dp-ema ((?:test|freeze) .*)", told.text):
         assert desk.run(*line.split()).code == GOOD
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["type.raw", "set.000/force.npy", "set.000/coord.npy"])
+def test_a_pipe_among_the_data_is_told_and_not_waited_for(desk, name):
+    file = Path("data", name)
+    file.unlink()
+    os.mkfifo(file)
+    desk.run("check", "input.json").must_say(f"data/{name}: is a pipe or a device, expected a file.")

@@ -160,9 +160,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    """Whether an allocation was refused: that of torch on a CPU has no type of its own."""
-    torch_says = isinstance(error, RuntimeError) and re.search(r"out of memory|can't allocate memory", str(error))
-    return isinstance(error, MemoryError) or bool(torch_says)
+    """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
+    said = r"out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable"
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(said, str(error))))
 
 
 def _first_line(error: BaseException) -> str:

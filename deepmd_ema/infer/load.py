@@ -122,6 +122,9 @@ def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, 
     weights, facts = checkpoint.weights_in(payload, path, average)
     name = average or payload["weights"]
     config = model_config_from_dict(payload["config"]["model"], source=str(path))
+    if config.descriptor.neighbors is None:  # a run writes numbers
+        option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
+        raise CheckpointError(f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run.")
     model = build_model(config)
     check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
     model.load_state_dict(weights)

@@ -44,7 +44,7 @@ class Case:
     env: Mapping[str, str | None] = field(default_factory=dict)
     shell: str = ""
     memory: int = 1 << 30
-    seconds: float = 30.0
+    seconds: float = 20.0
     code: int = 2
     leaves: Sequence[str] = ()
 

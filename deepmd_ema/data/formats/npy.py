@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,11 +115,12 @@ def is_there(path: Path) -> bool:
     """Whether there is a file or folder at ``path``.
 
     Raises:
-        DataError: if it is a link to what does not exist, which is a loss and no absence, or cannot be looked at.
+        DataError: if it is a link to what does not exist, which is a loss and no absence, a pipe, or cannot be
+            looked at.
     """
     with _readable(path):
         try:
-            path.stat()
+            kind = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
                 target = os.readlink(path)
@@ -126,6 +128,8 @@ def is_there(path: Path) -> bool:
                     f"{path}: is a link to {target}, which does not exist. Restore its target, or remove the link."
                 ) from None
             return False
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # to read from a pipe would wait for its writer for ever
+        raise DataError(f"{path}: is a pipe or a device, expected a file. Put the data there.")
     return True
 
 

@@ -41,6 +41,7 @@ def cases() -> Iterator[Case]:
         for what, change in _spoiled(name).items():
             where = [] if what == "it is gone" else [f"{name}.npy"]
             optional = name in ("energy", "force", "virial") and what == "it is gone"
+            optional = optional or (name, what) == ("energy", "five dimensions")  # as many numbers as frames
             yield Case("data", f"{name}.npy: {what}", CHECK, change, EITHER if optional else "refused", where)
         for what, value in NUMBERS.items():
             absurd = name in ("energy", "force", "virial") and what.startswith("1e")
@@ -59,7 +60,8 @@ def cases() -> Iterator[Case]:
             CHECK,
             _text("type.raw", text),
             EITHER if good else "refused",
-            ["type.raw"] * (not good),
+            ["type.raw"]
+            * (not good and what not in ("one number", "too few", "a million numbers")),  # arrays do not fit
         )
     for what, text in MAPS.items():
         yield Case(
