@@ -35,6 +35,7 @@ OPTIONS = {
     "validating__validation_freq": 2,
     "validating__full_val_start": 0,
 }
+WITHOUT_DIGEST = "averaged file of 0.1.0"
 OLD = common.ROOT / "tests" / "golden" / "checkpoints" / "0.1.0"
 
 
@@ -42,6 +43,7 @@ def main() -> None:
     """Flip the bits and print the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bits", type=int, default=10_000, help="random bits of each file")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th bit of the directory")
     parser.add_argument("--seed", type=int, default=1, help="which bits")
     parser.add_argument("--work", type=Path, default=common.RUNS / "bit-flips", help="folder of the files")
     parser.add_argument("--output", type=Path, help="also write the page here")
@@ -50,8 +52,9 @@ def main() -> None:
     for name, path in write_files(args.work).items():
         data = path.read_bytes()
         begin = 8 * directory_of(data) if path.suffix == ".pt" else None
-        parts = {"every bit of its directory": range(begin, 8 * len(data))} if begin is not None else {}
-        parts[f"{args.bits:,} random bits"] = draw.sample(range(8 * len(data)), min(args.bits, 8 * len(data)))
+        parts = {"every bit of its directory": range(begin, 8 * len(data), args.every)} if begin is not None else {}
+        if name != WITHOUT_DIGEST:
+            parts[f"{args.bits:,} random bits"] = draw.sample(range(8 * len(data)), min(args.bits, 8 * len(data)))
         for part, bits in parts.items():
             counts = flip_each(path, bits)
             totals += counts
@@ -87,7 +90,7 @@ def write_files(work: Path) -> dict[str, Path]:
             raise SystemExit(f"dp-ema {' '.join(words)} failed")
     shutil.copy(OLD / "model_ema.ckpt-4.pt", "old.pt")
     names = {"training checkpoint": "model.ckpt-4.pt", "averaged file": "model_ema.ckpt-4.pt",
-             "frozen model (.dp)": "average.dp", "averaged file of 0.1.0": "old.pt"}  # fmt: skip
+             "frozen model (.dp)": "average.dp", WITHOUT_DIGEST: "old.pt"}  # fmt: skip
     return {what: (work / name).resolve() for what, name in names.items()}
 
 
