@@ -330,6 +330,16 @@ def test_rows_are_not_written_over_the_input_or_data(clean):
     assert (Path("data") / "type.raw").read_bytes() == before["data/type.raw"]
 
 
+def test_statistics_are_not_added_to_data(clean):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File("data.h5", "w") as file:
+        file["water/type.raw"] = [0, 1]
+    before = Path("data.h5").read_bytes()
+    clean.write(training__stat_file="data.h5")
+    clean.train("-v", "ERROR").must_say("data.h5: holds data, to which no statistics are added")
+    assert Path("data.h5").read_bytes() == before
+
+
 def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
     before = everything()
     with locked([Path.cwd() / LOCK]):

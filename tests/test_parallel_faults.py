@@ -16,6 +16,8 @@ from rank_faults import AT_STEP, LAST, SAVE_EVERY, last_words, make_run, start_r
 from deepmd_ema.dist import rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
+from deepmd_ema.locks import locked
+from deepmd_ema.train.place import LOCK
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(60)]
 
@@ -193,6 +195,17 @@ def test_a_mistake_that_all_ranks_see_is_told_once(tmp_path, changes, message):
     assert message in "".join(said)
     assert len(said) == 1
     assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_two_runs_of_several_ranks_in_one_folder_are_told_once(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with locked([folder / LOCK]):
+        codes, said = run(folder, "", "")
+    assert codes == [2, 1]
+    assert len(said) == 1
+    assert f"another run writes here (process {os.getpid()} on {socket.gethostname()}" in said[0]
+    assert run(folder, "", "")[0] == [0, 0]
+    assert not (folder / LOCK).exists()
 
 
 def test_an_input_that_only_one_rank_lacks_is_told_by_that_rank(tmp_path):

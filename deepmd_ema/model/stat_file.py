@@ -129,6 +129,10 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
         if there:
             shutil.copyfile(path, part)
         with h5py.File(part, "r+" if there else "w") as file:
+            if file.visit(lambda name: name if name.endswith("type.raw") else None) is not None:
+                raise DataError(
+                    f"{path}: holds data, to which no statistics are added. Name another training.stat_file."
+                )
             for name, value in items.items():
                 if name in file:
                     del file[name]
