@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -170,3 +172,13 @@ def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
         freeze(load_model(run[0]), tmp_path / "nowhere" / "m.dp")
     with pytest.raises(UserError, match=r"Freeze to .*m.dp, then `dp convert-backend .*m.dp .*m.pth`"):
         freeze(load_model(run[0]), tmp_path / "m.pth")
+
+
+def test_a_disk_that_fills_up_while_freezing_is_told_and_ends_nothing(tmp_path):
+    """HDF5 ended the process by a signal when its file could not grow."""
+    path, _ = write_run(tmp_path)
+    command = f"ulimit -f 1; exec {sys.executable} -m deepmd_ema freeze -c {path} -o {tmp_path / 'm.dp'}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "m.dp: cannot be written (" in done.stderr
+    assert not (tmp_path / "m.dp").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -90,7 +91,9 @@ def _replaced(value: Any, change: Callable[[Any], Any], is_variable: bool = Fals
 def _write_hdf5(path: Path, tree: Tree) -> None:
     import h5py
 
-    with h5py.File(path, "w") as file:
+    # in memory: HDF5 ends the process where a disk becomes full under an open file
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
 
         def store(array: Any) -> str:
             name = f"/variable_{len(file):04d}"
@@ -98,6 +101,7 @@ def _write_hdf5(path: Path, tree: Tree) -> None:
             return name
 
         file.attrs["json"] = json.dumps(_replaced(tree, store), separators=(",", ":"))
+    path.write_bytes(content.getvalue())
 
 
 def _read_hdf5(path: Path) -> Any:
