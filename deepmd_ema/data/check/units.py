@@ -182,12 +182,9 @@ class _Findings:
         """Say which units energies and forces look like, and return how many of its units of force 1 eV/angstrom is."""
         if self._cost(1.0, 1.0) is not None:
             return 1.0
-        costs = {
-            (energy, force): cost + 0.8 * ((energy != "") + (force != "")) + f"{energy}{force}".count("Rydberg")
-            for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
-            if _go_together(energy, force, self._ratio is not None)
-            and (cost := self._cost(a, b, _CLOSE_RATIO if self._precise else _FIT_UNIT)) is not None
-        }
+        costs = self._costs(_CLOSE_RATIO if self._precise else _FIT_UNIT)
+        if not costs and self._stiffness is not None:  # close frames were not so close
+            costs = self._costs(_FIT_UNIT)
         reason = self._reason(abs(self._ratio)) if self._ratio is not None else ""
         bound = _CLOSE_RATIO if self._precise else _FIT_RATIO
         if self._ratio is None or 1 / bound < abs(self._ratio) < bound:
@@ -205,6 +202,16 @@ class _Findings:
         looks = names[0] + "".join(f" or {name.partition(' look like ')[2]}" for name in names[1:])
         self.texts.append(f"{looks}: {reason}")
         return _FORCE_UNITS[best[1]]
+
+    def _costs(self, bound: float) -> dict[tuple[str, str], float]:
+        """Return how badly each wrong pair of units fits, of those that fit within a factor ``bound``."""
+        return {
+            (energy, force): cost + 0.8 * ((energy != "") + (force != "")) + f"{energy}{force}".count("Rydberg")
+            for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
+            if (energy or force)
+            and _go_together(energy, force, self._ratio is not None)
+            and (cost := self._cost(a, b, bound)) is not None
+        }
 
     def _cost(self, a: float, b: float, bound: float | None = None) -> float | None:
         """Return how badly units fit, None if not at all; without ``bound`` of the right ones."""
