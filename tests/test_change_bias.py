@@ -277,7 +277,7 @@ def test_elements_that_the_data_do_not_hold_or_tell_apart_are_named(run, data, t
         (["-b", "1", "2", "-m", "set"], "-b: the bias is what you give; -m and -n are for a fit to data."),
         (["-b", "1", "2", "-n", "3"], "-b: the bias is what you give; -m and -n are for a fit to data."),
         (["-b", "1", "2", "-s", "x"], "not allowed with argument"),
-        (["-n", "-3"], "-3: expected a number of frames, 0 for all."),
+        (["-n", "-3"], "'-3': expected a number of frames, 0 for all."),
         (["-m", "both"], "invalid choice: 'both'"),
         (["--model-branch", "x"], "change-bias --model-branch: a run has one task here"),
         (["-s", "nowhere"], "nowhere: no such file or folder"),
