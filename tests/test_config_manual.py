@@ -74,7 +74,7 @@ def test_the_manual_names_aliases_units_and_defaults():
     text = manual("model.descriptor.rcut")
     assert text.splitlines() == [
         "model.descriptor.rcut",
-        "    a number > 0; angstrom; default 6.0",
+        "    a number > 0 and at most 100; angstrom; default 6.0",
         "    Cutoff radius.",
     ]
     assert "also spelled stop_batch, num_step" in manual("training.numb_steps")

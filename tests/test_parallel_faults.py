@@ -220,7 +220,7 @@ def test_an_input_that_only_one_rank_lacks_is_told_by_that_rank(tmp_path):
     ("environ", "fault", "message"),
     [
         ({"MASTER_ADDR": ""}, "", "MASTER_ADDR is not set, so the ranks cannot meet"),
-        ({"MASTER_PORT": "many"}, "", "MASTER_PORT = 'many': expected a port number"),
+        ({"MASTER_PORT": "many"}, "", "MASTER_PORT = 'many': expected a whole number"),
         ({"WORLD_SIZE": "3"}, "be_quick", "rank 2 did not come within 2 s"),
     ],
 )

@@ -370,7 +370,12 @@ def _wait_for(condition, seconds=60):
 def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_like, signal_sent):
     config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
     (tmp_path / "input.json").write_text(json.dumps(config))
-    process = _spawn(tmp_path)
+    # a child inherits what is ignored, as SIGHUP is where the tests themselves run under nohup
+    before = signal.signal(signal_sent, signal.default_int_handler)
+    try:
+        process = _spawn(tmp_path)
+    finally:
+        signal.signal(signal_sent, before)
     _wait_for(lambda: (tmp_path / "lcurve.out").exists() and len((tmp_path / "lcurve.out").read_text().split("\n")) > 4)
     process.send_signal(signal_sent)
     _, said = process.communicate(timeout=60)

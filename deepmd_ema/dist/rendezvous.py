@@ -41,8 +41,6 @@ class Rendezvous:
                 "free port of it."
             )
         host, number = (os.environ[name] for name in ADDRESS)
-        if not number.isdecimal() or not 0 < int(number) < 2**16:
-            raise UserError(f"MASTER_PORT = {number!r}: expected a port number, 1 to 65535, that is free on {host}.")
         self._address = host, port = host, int(number)
         self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._is_host and self._is_up():
