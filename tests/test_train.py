@@ -378,7 +378,10 @@ def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_l
         signal.signal(signal_sent, before)
     _wait_for(lambda: (tmp_path / "lcurve.out").exists() and len((tmp_path / "lcurve.out").read_text().split("\n")) > 4)
     process.send_signal(signal_sent)
-    _, said = process.communicate(timeout=60)
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()  # a run that does not react goes on for a long time
     assert process.returncode == 128 + signal_sent
     assert "dp-ema train --restart model.ckpt.pt input.json" in said
     assert "Traceback" not in said
