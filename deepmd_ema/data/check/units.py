@@ -13,15 +13,12 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.physics import BOHR, NO_BONDS, Evidence, Ratio, judge
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
-from deepmd_ema.errors import first_few
+from deepmd_ema.errors import counted, first_few
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
-_HARTREE, _KCAL, _KJ, _GPA = (
-    27.211386,
-    23.060548,
-    96.485332,
-    160.21766,
-)  # eV; per eV; eV/A^3
+_HARTREE = 27.211386  # eV
+_KCAL, _KJ = 23.060548, 96.485332  # kcal/mol and kJ/mol of 1 eV
+_GPA = 160.21766  # of 1 eV/angstrom^3
 # numbers that 1 eV and 1 eV/angstrom have in other units; "" is the right one
 _ENERGY_UNITS = {"": 1.0, "Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ}
 _FORCE_UNITS = {
@@ -68,7 +65,7 @@ class UnitReport:
         """Return what could be told and what not, as text."""
         if not self.num_systems:
             return ["Units and signs: cannot be told without forces"]
-        many = "1 system" if self.num_systems == 1 else f"{self.num_systems:,} systems"
+        many = counted(self.num_systems, "system")
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} of {self.num_all:,} systems, evenly taken"
         told = ", ".join(f"{what} in {count:,}" for what, count in self.told.items())
