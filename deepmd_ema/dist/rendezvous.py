@@ -18,7 +18,7 @@ from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Ter
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
 PEER_ERROR_S = 2.0  # that a rank which lost another one waits for one that knows why
-LINGER_S = 1.0  # that the host of the store waits for others to read it
+LINGER_S = 10.0  # that the host of the store waits for ranks that have not read it: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
 LONGEST_POLL_S = 0.5
 
@@ -26,8 +26,9 @@ LONGEST_POLL_S = 0.5
 class Rendezvous:
     """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
-    Keys: ``joined K`` of rank K (its process and machine), ``left K``, and ``error``, the number of ranks that wanted to
-    report one. Methods raise a RuntimeError of torch where the host of the store has ended.
+    Keys: ``joined K`` of rank K (its process and machine), ``ending K``, ``left K`` (it will not ask the store any more),
+    and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of torch where the host of
+    the store has ended.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -90,14 +91,14 @@ class Rendezvous:
         lost = is_peer_lost(error)
         try:
             if self._is_up():  # asked first, because the store would wait minutes for a machine that is gone
+                self._tell("ending")
                 if lost:  # a rank that knows why comes first, if there is one
-                    self._leave()
-                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("left"), PEER_ERROR_S)
+                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), PEER_ERROR_S)
                 is_first = self.store.add("error", 1) == 1
-                self._leave()
                 if lost and is_first:
                     error = self._lost_error(error)
-                elif lost:
+                self._tell("left")  # the last word to the store, because its host ends when all have left
+                if lost and not is_first:
                     time.sleep(HEAD_START_S)
                 if self._is_host:
                     _wait_for(lambda: not self._missing("left"), LINGER_S)
@@ -111,7 +112,7 @@ class Rendezvous:
 
     def _lost_error(self, error: BaseException) -> BaseException:
         """Return the report of a rank that lost others, which have ended without a message."""
-        names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in self._missing("left")]
+        names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in self._missing("ending")]
         places = first_few(names, 4) or "another rank"
         if isinstance(error, Terminated):
             # sent by a user to all ranks, or by a launcher to those that are left
@@ -130,8 +131,8 @@ class Rendezvous:
             return False
         return True
 
-    def _leave(self) -> None:
-        self.store.set(f"left {self._launch.rank}", "")
+    def _tell(self, key: str) -> None:
+        self.store.set(f"{key} {self._launch.rank}", "")
 
     def _missing(self, key: str) -> list[int]:
         """Return the ranks that have not set ``key``."""
