@@ -63,6 +63,8 @@ class FakeConfig:
 class FakeDescriptor(nn.Module):
     """Features of an atom from those of its neighbors, which come from those of their neighbors."""
 
+    mixed_types = True
+
     def __init__(self, config, num_types, seed):
         super().__init__()
         self.rcut, self.most, self.dim_out, self.num_types = config.rcut, config.most, config.width, num_types

@@ -101,7 +101,7 @@ def test_freeze_refuses_it_by_name(folder, capsys):
     run(capsys, "train", "input.json", "--device", "cpu")
     text = run(capsys, "freeze", "-c", "model.ckpt-3.pt", code=2)
     assert 'model.descriptor.type = "fake": cannot be written in the format of DeePMD-kit' in text
-    assert "Known: se_e2_a." in text
+    assert "Known: se_e2_a, " in text
     assert not Path("frozen_model.dp").exists()
 
 
@@ -111,7 +111,7 @@ def test_freeze_refuses_it_by_name(folder, capsys):
         ({"widht": 4}, r"model\.descriptor\.widht: unknown key\. Did you mean width\?"),
         ({"sel": [9, 9]}, r"model\.descriptor\.sel: unknown key here\. It belongs to type se_e2_a"),
         ({"width": 1}, r"model\.descriptor\.width = 1: expected at least 2, one for each element"),
-        ({"type": "fakee"}, r'model\.descriptor\.type = "fakee": unknown\. Did you mean fake\? Known: se_e2_a, fake'),
+        ({"type": "fakee"}, r'model\.descriptor\.type = "fakee": unknown\. Did you mean fake\? Known: se_e2_a, .*fake'),
         ({"rcut": "four"}, r'model\.descriptor\.rcut = "four": expected a number > 0'),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_manual_the_schema_and_dargs_know_its_options():
 
     assert "model.descriptor[fake].width" in manual("model.descriptor")
     schema = json_schema()["properties"]["model"]["properties"]["descriptor"]
-    assert [s["properties"]["type"]["enum"] for s in schema["oneOf"]] == [["se_e2_a", "se_a"], ["fake", "make_believe"]]
+    assert [s["properties"]["type"]["enum"] for s in schema["oneOf"]][-1] == ["fake", "make_believe"]
     values = tiny_input(["train"], model__descriptor={"type": "make_believe", "width": 3})
     whole = Argument("input", dict, arguments(RunConfig))
     normal = whole.normalize_value(values)
@@ -184,7 +184,7 @@ def test_no_room_reads_an_option_of_a_descriptor():
     package = Path(deepmd_ema.__file__).parent
     own = {"config/descriptor", "model/descriptor", "interchange/dp"}
     module = {"layout", "measure", "apply_statistics", "sum_names", "stat_identity", "stat_settings", "blocks",
-              "dim_out", "dtype"}  # fmt: skip
+              "dim_out", "dtype", "mixed_types"}  # fmt: skip
     files = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parent.as_posix() not in own]
     found = [
         f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepmd_ema.config.schema.se_e2_a import auto_sel
+from deepmd_ema.config.schema.shared import auto_sel
 from deepmd_ema.geometry import find_pairs, neighbor_statistics
 
 RCUT = 4.37  # no lattice distance of the cells below

@@ -17,7 +17,7 @@ from deepmd_ema.interchange import read_dp
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 SAME_MATH = 1e-10
-MODELS = ("se_e2_a", "se_e2_a_two_side", "se_e2_a_excluded")
+MODELS = ("se_e2_a", "se_e2_a_two_side", "se_e2_a_excluded", "dpa1", "dpa1_strip", "dpa1_v2")
 SYSTEMS = ("triclinic", "molecule", "grid")
 
 
@@ -27,13 +27,16 @@ def golden(request):
     return config, model, np.load(GOLDEN / f"{request.param}.npz")
 
 
-def frames_of(name, num_fparam):
+def frames_of(name, fitting):
+    """Return the frames of a system with the parameters that make_golden.py gave them."""
     with np.load(GOLDEN / "systems.npz") as systems:
         coord, types, box = (systems[f"{name}_{key}"] for key in ("coord", "type", "box"))
-    fparam = 0.1 * np.arange(len(coord) * num_fparam).reshape(len(coord), num_fparam)
+    frames, atoms = coord.shape[:2]
+    fparam = 0.1 * np.arange(frames * fitting.numb_fparam).reshape(frames, -1)
+    aparam = 0.01 * np.arange(frames * atoms * fitting.numb_aparam).reshape(frames, atoms, -1)
     return [
         Frame(x.reshape(-1, 3), types.astype(np.int64), box[k].reshape(3, 3) if box.size else None,
-              fparam=fparam[k] if num_fparam else None)
+              fparam=fparam[k] if fparam.size else None, aparam=aparam[k] if aparam.size else None)
         for k, x in enumerate(coord)
     ]  # fmt: skip
 
@@ -61,7 +64,7 @@ def with_order_of_the_peer(model, batch, atom_energy):
 @pytest.mark.parametrize("training", [False, True])
 def test_numbers_are_those_of_deepmd_kit(golden, system, training):
     config, model, expected = golden
-    batch = collate(frames_of(system, config.fitting_net.numb_fparam), model.layout)
+    batch = collate(frames_of(system, config.fitting_net), model.layout)
     if system == "triclinic":
         theirs = torch.from_numpy(expected[f"{system}_atom_energy"]).reshape(-1)[batch.atom_order]
         batch = with_order_of_the_peer(model, batch, theirs)
@@ -76,9 +79,9 @@ def test_numbers_are_those_of_deepmd_kit(golden, system, training):
 def test_the_slots_of_a_batch_do_not_matter(golden):
     """The empty slots up to ``sel`` count whether a batch holds them or not."""
     config, model, _ = golden
-    frames = frames_of("molecule", config.fitting_net.numb_fparam)
+    frames = frames_of("molecule", config.fitting_net)
     few = collate(frames, model.layout)
-    many = collate([pair_frame(frame, model.layout, round_to=100) for frame in frames], model.layout)
+    many = collate([pair_frame(frame, model.layout, round_to=max(model.layout.sel)) for frame in frames], model.layout)
     assert sum(few.slots) < sum(many.slots) == sum(model.layout.sel)
     for name, value in model(few).items():
         torch.testing.assert_close(model(many)[name], value, rtol=1e-12, atol=1e-12)

@@ -16,8 +16,13 @@ TYPES = ["O", "H", "Na"]
 SECTIONS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
                 "axis_neuron": 4},
+    "se_atten": {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4,
+                 "attn": 8, "attn_layer": 2, "tebd_dim": 4, "smooth_type_embedding": True},
+    "se_atten_v2": {"type": "se_atten_v2", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
+                    "axis_neuron": 4, "attn": 8, "attn_layer": 1, "tebd_dim": 4},
 }  # fmt: skip
-MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}}  # for cells with more neighbors than the small section keeps
+# for cells with more neighbors than the small section keeps
+MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120}, "se_atten_v2": {"sel": 120}}
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
@@ -49,6 +54,8 @@ def disturb(model, seed=5):
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
         if leaf == "mean":
+            if getattr(model.descriptor.section, "set_davg_zero", False):
+                continue  # it stays zero in training, too
             buffer[..., 0] = 0.1 + 0.05 * draw(buffer[:, :1, 0])
         elif leaf == "stddev":
             buffer.copy_(0.15 + 0.1 * draw(buffer[:, :1, :1]))

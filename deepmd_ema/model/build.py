@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.batch import both_orders
+from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
@@ -16,9 +17,14 @@ if TYPE_CHECKING:
     from deepmd_ema.model.interface import Descriptor, Fitting
 
 # by the ``type`` of their sections; called with the section, the number of elements and the seed
-DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {"se_e2_a": SeE2ADescriptor}
-# called with the section, the number of features, the number of elements, excluded types and the seed
-FITTINGS: dict[str, Callable[[Any, int, int, tuple[int, ...], int], Fitting]] = {"ener": EnergyFitting}
+DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
+    "se_e2_a": SeE2ADescriptor,
+    "se_atten": DPA1Descriptor,
+    "se_atten_v2": DPA1Descriptor,
+}
+# called with the section, the number of features, the number of elements, excluded types, the seed, and whether the
+# features tell the elements apart
+FITTINGS: dict[str, Callable[[Any, int, int, tuple[int, ...], int, bool], Fitting]] = {"ener": EnergyFitting}
 
 
 def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
@@ -36,6 +42,6 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     start = seed_for("model", seed or 0)
     descriptor = DESCRIPTORS[config.descriptor.type](config.descriptor, num_types, start)
     fitting = FITTINGS[config.fitting_net.type](
-        config.fitting_net, descriptor.dim_out, num_types, excluded_types, start
+        config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
     )
     return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types)

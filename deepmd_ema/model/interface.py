@@ -34,9 +34,11 @@ class Descriptor(Protocol):
 
     Attributes:
         dtype: precision of the parameters and of the features.
+        mixed_types: whether the features tell the elements apart, so that one fitting network serves all of them.
     """
 
     dtype: torch.dtype
+    mixed_types: bool
 
     @property
     def dim_out(self) -> int:

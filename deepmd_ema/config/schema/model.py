@@ -34,8 +34,8 @@ class EnerFittingConfig:
     )
     dim_case_embd: int = option(
         0,
-        check=Check(lambda v: v == 0, f"0: case embeddings are {NOT_AVAILABLE}"),
-        doc="Number of cases of a multi-task model; 0 here.",
+        check=shared.num_parameters,
+        doc="Numbers that tell the tasks of a multi-task model apart, an input of the network; zeros with one task.",
     )
     neuron: list[int] = option(
         [120, 120, 120],

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, option, positive_int
-from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.texts import ActivationName
 
@@ -17,21 +14,17 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-_LARGEST_RATIO = 100  # of `sel: auto` to the neighbors found
-SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
-
 
 def _is_sel(value: Any) -> bool:
     if isinstance(value, str):
-        found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-        return found is not None and (found[1] is None or 1 <= float(found[1]) <= _LARGEST_RATIO)
+        return shared.is_auto_sel(value)
     return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.LARGEST_SIZE
 
 
 _sel = Check(
     _is_sel,
     f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.LARGEST_SIZE:,} together, "
-    f'or "auto" or "auto:1.2", the number from 1 to {_LARGEST_RATIO}',
+    f'or "auto" or "auto:1.2", the number from 1 to {shared.LARGEST_RATIO}',
 )
 
 
@@ -104,7 +97,7 @@ class SeE2AConfig:
         """Return the section with ``sel: auto`` as numbers."""
         if not isinstance(self.sel, str):
             return self
-        return replace(self, sel=auto_sel(found.max_neighbors, float(self.sel.partition(":")[2] or 1.1)))
+        return replace(self, sel=shared.auto_sel(found.max_neighbors, shared.ratio_of(self.sel)))
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> SeE2AConfig:
         """Return the section with ``sel: auto`` as in ``saved``."""
@@ -114,12 +107,8 @@ class SeE2AConfig:
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
-        if self.rcut_smth >= self.rcut:
-            found = f" = {self.rcut_smth:g}: expected less than rcut = {self.rcut:g} (angstrom)"
-            yield "rcut_smth", f"{found}. Try rcut_smth = {0.1 * self.rcut:.2g}."
-        if self.axis_neuron > self.neuron[-1]:
-            most = f"{self.neuron[-1]}, the last number of neuron = {show(self.neuron)}"
-            yield "axis_neuron", f" = {self.axis_neuron}: expected at most {most}."
+        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        yield from shared.axis_fits(self.axis_neuron, self.neuron)
         if not isinstance(self.sel, str):
             yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
         excluded = [t for pair in self.exclude_types for t in pair]
@@ -142,8 +131,3 @@ class SeE2AConfig:
     def vacuum_needs(self) -> str:
         """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
         return "" if self.set_davg_zero else "set_davg_zero = true"
-
-
-def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
-    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four."""
-    return [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.texts import ActivationName, is_readable
+
+if TYPE_CHECKING:
+    from deepmd_ema.geometry import NeighborStatistics
 
 LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
 layer_widths = Check(
@@ -20,6 +25,82 @@ type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )
 _bent_silu = Check(lambda v: v.startswith("silut:") and is_readable(ActivationName, v), "silut:T, e.g. silut:3")
+
+
+LARGEST_RATIO = 100  # of `sel: auto` to the neighbors found
+SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
+
+
+def is_auto_sel(value: str) -> bool:
+    """Whether a text says that the number of neighbors is counted: ``auto`` or ``auto:1.2``."""
+    found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
+    return found is not None and (found[1] is None or 1 <= float(found[1]) <= LARGEST_RATIO)
+
+
+def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
+    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four."""
+    return [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
+
+
+def ratio_of(sel: str) -> float:
+    """Return the ratio that ``auto:1.2`` asks for; that of ``auto`` is 1.1."""
+    return float(sel.partition(":")[2] or 1.1)
+
+
+def _is_total_sel(value: Any) -> bool:
+    if isinstance(value, str):
+        return is_auto_sel(value)
+    numbers = value if isinstance(value, list) else [value]
+    return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= LARGEST_SIZE
+
+
+_total_sel = Check(
+    _is_total_sel,
+    f"a whole number > 0 (or a list of them, which are added up), at most {LARGEST_SIZE:,}, "
+    f'or "auto" or "auto:1.2", the number from 1 to {LARGEST_RATIO}',
+)
+
+
+def sel_option() -> Any:
+    """Declare an option ``sel`` of a descriptor that keeps its neighbors in one list for all elements."""
+    return option(
+        "auto",
+        check=_total_sel,
+        doc="Most neighbors kept, of all elements together, the nearest first; a list is added up. `auto` counts the "
+        "neighbors in the training data and takes 1.1 times the largest number, rounded up to a multiple of 4; "
+        "`auto:1.2` takes 1.2 times.",
+    )
+
+
+def total_sel(sel: int | list[int] | str) -> tuple[int, ...] | None:
+    """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
+    if isinstance(sel, str):
+        return None
+    return (sum(sel) if isinstance(sel, list) else sel,)
+
+
+def auto_total_sel(sel: int | list[int] | str, found: NeighborStatistics) -> int | list[int]:
+    """Return ``sel`` with ``auto`` as the number that follows from the data."""
+    return auto_sel([found.max_total], ratio_of(sel))[0] if isinstance(sel, str) else sel
+
+
+def sel_text(sel: int | list[int] | str) -> str:
+    """Return ``sel`` in words."""
+    return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
+
+
+def smooth_before(rcut_smth: float, rcut: float) -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if the switch does not begin before it ends."""
+    if rcut_smth >= rcut:
+        found = f" = {rcut_smth:g}: expected less than rcut = {rcut:g} (angstrom)"
+        yield "rcut_smth", f"{found}. Try rcut_smth = {0.1 * rcut:.2g}."
+
+
+def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if there are more axis channels than channels."""
+    if axis_neuron > neuron[-1]:
+        most = f"{neuron[-1]}, the last number of neuron = {show(neuron)}"
+        yield "axis_neuron", f" = {axis_neuron}: expected at most {most}."
 
 
 def activation_option(doc: str) -> Any:

@@ -26,7 +26,7 @@ class EnerTree(PartTree):
         network = {
             "@class": "FittingNetwork",
             "@version": 1,
-            "in_dim": part.dim_in + section.numb_fparam + section.numb_aparam,
+            "in_dim": part.networks[0].stack[0].weight.shape[0],
             "out_dim": 1,
             **common,
             "bias_out": True,
@@ -39,12 +39,19 @@ class EnerTree(PartTree):
             "dim_descrpt": part.dim_in,
             **common,
             **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
-            "mixed_types": False,
+            "mixed_types": part.mixed_types,
             "exclude_types": list(config.atom_exclude_types),
-            "nets": network_trees("fitting_network", part.networks, network, ndim=1, ntypes=ntypes, hidden_only=False),
+            "nets": network_trees(
+                "fitting_network",
+                part.networks,
+                network,
+                ndim=0 if part.mixed_types else 1,
+                ntypes=ntypes,
+                hidden_only=False,
+            ),
             VARIABLES: {
                 "bias_atom_e": array(part.bias_atom_e),
-                "case_embd": None,
+                "case_embd": array(part.case_embd),
                 **{name: array(getattr(part, name, None)) for name in STATISTICS},
             },
             "type_map": list(config.type_map),
@@ -62,10 +69,8 @@ class EnerTree(PartTree):
         """Return features that are not available here, and whether the tree uses them."""
         return {
             "spin": bool(tree.get("spin")),
-            "case embeddings": bool(tree.get("dim_case_embd")),
             "aparam as mask": bool(tree.get("use_aparam_as_mask")),
             "tot_ener_zero": bool(tree.get("tot_ener_zero")),
-            "one fitting net for all types": bool(tree.get("mixed_types")),
         }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
@@ -75,8 +80,13 @@ class EnerTree(PartTree):
 
     def fill(self, part: EnergyFitting, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the fitting network."""
+        if bool(tree.get("mixed_types")) != part.mixed_types:
+            raise ValueError(
+                f"mixed_types of the fitting is {tree.get('mixed_types')}, which its descriptor is not made for"
+            )
         fill_networks("nets", part.networks, tree["nets"]["networks"])
         fill("bias_atom_e", part.bias_atom_e, tree[VARIABLES]["bias_atom_e"])
+        fill("case_embd", part.case_embd, tree[VARIABLES].get("case_embd"))
         for name in STATISTICS:
             if hasattr(part, name):  # only where there are such parameters
                 fill(name, getattr(part, name), tree[VARIABLES][name])

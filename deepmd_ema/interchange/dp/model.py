@@ -13,11 +13,13 @@ import torch
 from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.model import EnerFittingConfig
+from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
+from deepmd_ema.interchange.dp.se_atten import SeAttenTree
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -25,7 +27,11 @@ from deepmd_ema.model.energy import EnergyModel
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
 # by the ``type`` of their sections; a descriptor without a tree trains, but cannot be frozen
-DESCRIPTOR_TREES: dict[str, PartTree] = {"se_e2_a": SeE2ATree(SeE2AConfig)}
+DESCRIPTOR_TREES: dict[str, PartTree] = {
+    "se_e2_a": SeE2ATree(SeE2AConfig),
+    "se_atten": SeAttenTree(SeAttenConfig),
+    "se_atten_v2": SeAttenTree(SeAttenV2Config),
+}
 FITTING_TREES: dict[str, PartTree] = {"ener": EnerTree(EnerFittingConfig)}
 
 
@@ -187,8 +193,8 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
         "type_map": model["type_map"],
-        "descriptor": {**_seed(script.get("descriptor")), **DESCRIPTOR_TREES[descriptor["type"]].section(descriptor)},
-        "fitting_net": {**_seed(script.get("fitting_net")), **FITTING_TREES[fitting["type"]].section(fitting)},
+        "descriptor": {**_seed(script.get("descriptor")), **_tree_of(DESCRIPTOR_TREES, descriptor).section(descriptor)},
+        "fitting_net": {**_seed(script.get("fitting_net")), **_tree_of(FITTING_TREES, fitting).section(fitting)},
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],
         "preset_out_bias": model.get("preset_out_bias"),
@@ -224,14 +230,19 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
     used: dict[str, bool] = {}
     for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
         found = tree.get(part) or {}
-        if found.get("type") in known:
-            used |= {name: True for name, is_used in known[found["type"]].unavailable(found).items() if is_used}
+        if found.get("type") in {name for tree in known.values() for name in tree.names}:
+            used |= {name: True for name, is_used in _tree_of(known, found).unavailable(found).items() if is_used}
         else:
             names = ", ".join(known)
             problems.append(f"{path}: {part} {found.get('type')!r} is not available here. Known: {names}.")
     problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in used]
     if problems:
         raise CheckpointError(problems)
+
+
+def _tree_of(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> PartTree:
+    """Return what reads a tree, by its ``type``."""
+    return next(tree for tree in known.values() if found["type"] in tree.names)
 
 
 def _seed(section: Any) -> Tree:

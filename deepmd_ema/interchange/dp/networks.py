@@ -10,8 +10,11 @@ import numpy as np
 import torch
 
 from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.fields import type_names
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.layers import Layer, Network
+from deepmd_ema.model.nn.norm import LayerNorm
+from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 
 class PartTree:
@@ -21,9 +24,13 @@ class PartTree:
 
     Args:
         section: class of its section in the config.
+
+    Attributes:
+        names: values of ``type`` of its trees.
     """
 
     def __init__(self, section: Any) -> None:
+        self.names = type_names([section])
         self._options = ("type", *(field.name for field in fields(section)))
 
     def write(self, part: Any, config: ModelConfig) -> Tree:
@@ -68,24 +75,104 @@ def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, n
             {
                 **common,
                 "layers": [
-                    {
-                        "@class": "Layer",
-                        "@version": 2,
-                        "bias": True,
-                        "use_timestep": layer.idt is not None,
-                        "activation_function": layer.activation.name,
-                        # DeePMD-kit adds the input only where the widths allow it
-                        "resnet": hidden_only or layer is not net.stack[-1],
-                        "precision": common["precision"],
-                        "trainable": layer.weight.requires_grad,
-                        VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
-                    }
+                    # DeePMD-kit adds the input only where the widths allow it
+                    layer_tree(layer, resnet=hidden_only or layer is not net.stack[-1])
                     for layer in net.stack
                 ],
             }
             for net in nets
         ],
     }
+
+
+def layer_tree(layer: Layer, resnet: bool) -> Tree:
+    """Return the tree of a dense layer."""
+    return {
+        "@class": "Layer",
+        "@version": 2,
+        "bias": layer.bias is not None,
+        "use_timestep": layer.idt is not None,
+        "activation_function": layer.activation.name,
+        "resnet": resnet,
+        "precision": precision_of(layer.weight.dtype),
+        "trainable": layer.weight.requires_grad,
+        VARIABLES: {"w": array(layer.weight), "b": array(layer.bias), "idt": array(layer.idt)},
+    }
+
+
+def fill_layer(name: str, layer: Layer, tree: Mapping[str, Any]) -> None:
+    """Write the arrays of the tree of a dense layer into ``layer``; ``name`` is for messages.
+
+    Raises:
+        ValueError: if a shape differs or an array is missing.
+    """
+    for parameter, theirs in ((layer.weight, "w"), (layer.bias, "b"), (layer.idt, "idt")):
+        fill(f"{name}: {theirs}", parameter, tree[VARIABLES].get(theirs))
+
+
+def embedding_tree(net: Network, activation: str, timestep: bool) -> Tree:
+    """Return the entries of an embedding network before its layers; the network has no linear layer at the end."""
+    first = net.stack[0]
+    return {
+        "@class": "EmbeddingNetwork",
+        "@version": 2,
+        "in_dim": first.weight.shape[0],
+        "neuron": [layer.weight.shape[1] for layer in net.stack],
+        "activation_function": activation,
+        "resnet_dt": timestep,
+        "bias": first.bias is not None,
+        "precision": precision_of(first.weight.dtype),
+    }
+
+
+def norm_tree(norm: LayerNorm) -> Tree:
+    """Return the tree of a layer normalisation."""
+    return {
+        "@class": "LayerNorm",
+        "@version": 1,
+        "eps": norm.eps,
+        "trainable": norm.weight.requires_grad,
+        "precision": precision_of(norm.weight.dtype),
+        VARIABLES: {"w": array(norm.weight), "b": array(norm.bias)},
+    }
+
+
+def fill_norm(name: str, norm: LayerNorm, tree: Mapping[str, Any]) -> None:
+    """Write the arrays of a tree into ``norm``; ``name`` is for messages.
+
+    Raises:
+        ValueError: if a shape differs.
+    """
+    fill(f"{name}: w", norm.weight, tree[VARIABLES]["w"])
+    fill(f"{name}: b", norm.bias, tree[VARIABLES]["b"])
+
+
+def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], trainable: bool) -> Tree:
+    """Return the tree of a type embedding. Its row of zeros for virtual atoms is not stored."""
+    net = embedding.net
+    entry = embedding_tree(net, "Linear", timestep=False)
+    layers = [{**layer_tree(layer, resnet=True), "activation_function": "Linear"} for layer in net.stack]
+    return {
+        "@class": "TypeEmbedNet",
+        "@version": 2,
+        "ntypes": len(type_map),
+        **chosen(entry, ("neuron", "resnet_dt", "precision", "activation_function")),
+        "trainable": trainable,
+        "padding": True,
+        "use_econf_tebd": False,
+        "use_tebd_bias": entry["bias"],
+        "type_map": list(type_map),
+        "embedding": {**entry, "layers": layers},
+    }
+
+
+def fill_type_embedding(embedding: TypeEmbedding, tree: Mapping[str, Any]) -> None:
+    """Write the arrays of a tree into ``embedding``.
+
+    Raises:
+        ValueError: if a shape differs.
+    """
+    fill_networks("type_embedding", [embedding.net], [tree["embedding"]])
 
 
 def fill_networks(name: str, nets: list[Network], trees: list[Tree]) -> None:
@@ -100,9 +187,7 @@ def fill_networks(name: str, nets: list[Network], trees: list[Tree]) -> None:
         if len(net.stack) != len(tree["layers"]):
             raise ValueError(f"{name}[{index}]: {len(tree['layers'])} layers, expected {len(net.stack)}")
         for number, (layer, values) in enumerate(zip(net.stack, tree["layers"])):
-            where, stored = f"{name}[{index}].layers[{number}]", values[VARIABLES]
-            for parameter, theirs in ((layer.weight, "w"), (layer.bias, "b"), (layer.idt, "idt")):
-                fill(f"{where}: {theirs}", parameter, stored.get(theirs))
+            fill_layer(f"{name}[{index}].layers[{number}]", layer, values)
 
 
 def fill(name: str, target: torch.Tensor | None, value: Any) -> None:

@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout, both_orders
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
 from deepmd_ema.model.kernels.env_mat import Environment
 from deepmd_ema.model.kernels.moments import Moments, moments_kernel
-from deepmd_ema.model.kernels.switch import switch
 from deepmd_ema.model.nn.layers import Network, freeze
-from deepmd_ema.model.statistics import mean_and_spread, sum_by_type
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
     from deepmd_ema.model.interface import Block
-
-SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
-SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, X axis channels
 
@@ -38,6 +34,8 @@ class SeE2ADescriptor(nn.Module):
         num_types: T.
         seed: of the initial parameters when the section has none.
     """
+
+    mixed_types = False
 
     def __init__(self, config: SeE2AConfig, num_types: int, seed: int) -> None:
         super().__init__()
@@ -67,6 +65,15 @@ class SeE2ADescriptor(nn.Module):
         self.stddev: Tensor
         self.register_buffer("mean", torch.zeros(num_types, sum(self.sel), 4, dtype=self.dtype))
         self.register_buffer("stddev", torch.ones(num_types, sum(self.sel), 4, dtype=self.dtype))
+        self._statistics = EnvironmentStatistics(
+            num_types,
+            config.rcut,
+            config.rcut_smth,
+            config.env_protection,
+            self.sel,
+            by_type=True,
+            exclude_types=config.exclude_types,
+        )
         table = torch.tensor([[(i, j) in self.excluded for j in range(num_types)] for i in range(num_types)])
         self._excluded_table: Tensor
         self.register_buffer("_excluded_table", table, persistent=False)
@@ -88,64 +95,25 @@ class SeE2ADescriptor(nn.Module):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """Radial and angular sums by type of centre, as DeePMD-kit names them in a stat file."""
-        return tuple(f"{kind}_{t}" for kind in "ra" for t in range(self.num_types))
+        return self._statistics.sum_names
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return count, sum and sum of squares (3,) of the radial column of the environment matrix, ``r_<type>``, and
-        of its three angular columns together, ``a_<type>``, by type of centre.
-
-        All ``sel`` slots are counted; empty ones are zeros.
-        """  # noqa: D205
-        section, vector = self.section, batch.vector
-        distance = torch.linalg.vector_norm(vector, dim=-1)
-        inverse = (distance + section.env_protection).reciprocal_()
-        radial = switch(distance, section.rcut, section.rcut_smth).mul_(inverse)
-        atoms, slots = batch.atoms_by_type, batch.sections
-        for first, second in self.excluded:
-            radial[atoms[first], slots[second]] = 0
-        angular = inverse.mul_(radial)
-        along = torch.bmm(angular[:, None], vector).sum((1, 2))
-        square = angular.mul_(distance).square_().sum(1)
-        count = torch.full_like(along, sum(self.sel))
-        by_type = sum_by_type(
-            torch.stack([count, radial.sum(1), (radial * radial).sum(1), 3 * count, along, square], 1), batch
-        )
-        return dict(zip(self.sum_names, [*by_type[:, :3], *by_type[:, 3:]], strict=True))
+        """Return sums over the environment matrix by type of centre."""
+        return self._statistics.measure(batch, self._dropped(batch))
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
-        radial, angular = np.split(np.stack([sums[name] for name in self.sum_names]), 2)
-        radial_mean, radial_spread = mean_and_spread(radial, SMALLEST_SPREAD)
-        _, angular_spread = mean_and_spread(angular, SMALLEST_SPREAD)
-        unseen = radial[:, 0] == 0
-        spread = np.stack([radial_spread, angular_spread, angular_spread, angular_spread], 1)
-        mean = np.zeros_like(spread)
-        if not self.section.set_davg_zero:
-            mean[:, 0] = np.where(unseen, 0.0, radial_mean)
-        spread[unseen] = SPREAD_UNSEEN
-        self.mean.copy_(torch.as_tensor(mean[:, None]))
-        self.stddev.copy_(torch.as_tensor(spread[:, None]))
+        mean, spread = self._statistics.mean_and_spread(sums, self.section.set_davg_zero)
+        self.mean.copy_(mean)
+        self.stddev.copy_(spread)
 
     def stat_identity(self) -> dict[str, Any]:
         """Return what DeePMD-kit hashes for the name of the folder."""
-        return {
-            "type": "se_a",
-            "ntypes": self.num_types,
-            "rcut": round(self.section.rcut, 2),
-            "rcut_smth": round(self.section.rcut_smth, 2),
-            "nsel": sum(self.sel),
-            "sel": list(self.sel),
-            "mixed_types": False,
-        }
+        return self._statistics.identity()
 
     def stat_settings(self) -> dict[str, Any]:
         """Return what DeePMD-kit's hash rounds or leaves out."""
-        return {
-            "rcut": self.section.rcut,
-            "rcut_smth": self.section.rcut_smth,
-            "exclude_types": sorted(sorted(pair) for pair in self.section.exclude_types),
-            "env_protection": self.section.env_protection,
-        }
+        return self._statistics.settings()
 
     def blocks(self) -> list[Block]:
         """Return none: the embedding nets are small, and all of them are used in every step."""
@@ -179,10 +147,6 @@ class SeE2ADescriptor(nn.Module):
             torch.cat([table[:, start : start + n] for start, n in sections], 1).double()[batch.atom_type]
             for table in (self.mean, self.stddev)
         )
-        dropped = None
-        if self.excluded:
-            rows = self._excluded_table[batch.atom_type]
-            dropped = torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
         return Environment(
             batch.vector,
             mean,
@@ -190,9 +154,16 @@ class SeE2ADescriptor(nn.Module):
             rcut=self.rcut,
             rcut_smth=self.rcut_smth,
             protection=self.protection,
-            dropped=dropped,
+            dropped=self._dropped(batch),
             dtype=self.dtype,
         )
+
+    def _dropped(self, batch: Batch) -> Tensor | None:
+        """Return (A, K) bool, pairs that do not see each other, or None where all do."""
+        if not self.excluded:
+            return None
+        rows = self._excluded_table[batch.atom_type]
+        return torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
 
     def _trimmed_moments(self, batch: Batch) -> Tensor:
         """Return what the empty slots beyond those of the batch add to the moments (A, 4, M).

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EnergyFitting(nn.Module):
-    """Atomic energies, one network per type that sees only the atoms of its type.
+    """Atomic energies: one network per type that sees only the atoms of its type, or one network for all.
 
     Args:
         config: the section ``model.fitting_net``.
@@ -33,44 +33,60 @@ class EnergyFitting(nn.Module):
         num_types: T.
         excluded_types: types whose atoms have no energy of their own.
         seed: of the initial parameters when the section has none.
+        mixed_types: whether one network serves all types, because the features tell them apart.
     """
 
     def __init__(
-        self, config: EnerFittingConfig, dim_in: int, num_types: int, excluded_types: tuple[int, ...], seed: int
+        self,
+        config: EnerFittingConfig,
+        dim_in: int,
+        num_types: int,
+        excluded_types: tuple[int, ...],
+        seed: int,
+        mixed_types: bool,
     ) -> None:
         super().__init__()
+        self.mixed_types = mixed_types
         self.dtype = precision(config.precision)
         self.dim_in, self.num_fparam, self.num_aparam = dim_in, config.numb_fparam, config.numb_aparam
         self.excluded_types = frozenset(excluded_types)
-        # types whose energy is measured from that of an atom without neighbors
-        self.from_vacuum = frozenset(t for t, e in enumerate(config.atom_ener or ()) if e is not None)
+        # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures that of one net for
+        # all types so as soon as one type has an energy
+        given = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
+        self.from_vacuum = frozenset({0} if given and mixed_types else given)
         self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
         self.nets = nn.ModuleList(
             Network(
-                [dim_in + config.numb_fparam + config.numb_aparam, *config.neuron],
+                [dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd, *config.neuron],
                 config.activation_function,
                 timestep=config.resnet_dt,
                 dtype=self.dtype,
                 seed=seed_for("fitting", start, t),
                 num_out=1,
             )
-            for t in range(num_types)
+            for t in range(1 if mixed_types else num_types)
         )
         freeze(self.nets, config.trainable)
+        counted = torch.tensor([t not in self.excluded_types for t in range(num_types)], dtype=torch.float64)
+        self._counted: Tensor
+        self.register_buffer("_counted", counted, persistent=False)
         self.bias_atom_e: Tensor
         self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=self.dtype))
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
                 self.register_buffer(f"{name}_inv_std", torch.ones(count, dtype=self.dtype))
+        self.case_embd: Tensor | None
+        case = torch.zeros(config.dim_case_embd, dtype=self.dtype) if config.dim_case_embd else None
+        self.register_buffer("case_embd", case)
         default = None if config.default_fparam is None else torch.tensor(config.default_fparam, dtype=torch.float64)
         self._default_fparam: Tensor | None
         self.register_buffer("_default_fparam", default, persistent=False)
 
     @property
     def networks(self) -> list[Network]:
-        """The networks, one per type."""
+        """The networks, one per type or one for all."""
         return cast("list[Network]", list(self.nets))
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray], protect: float) -> None:
@@ -87,20 +103,23 @@ class EnergyFitting(nn.Module):
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
         inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
+        shares = [len(inputs)] if self.mixed_types else list(batch.type_counts)
         energies, gradients = [], []
-        for t, (net, mine) in enumerate(zip(self.networks, inputs.split(batch.type_counts), strict=True)):
+        for index, (net, mine) in enumerate(zip(self.networks, inputs.split(shares), strict=True)):
             if not len(mine) and self.skips_absent and not torch.is_grad_enabled():
                 continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
             energy, gradient = net.value_and_gradient(mine)
-            if t in self.from_vacuum:
+            if index in self.from_vacuum:
                 vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
                 energy = energy - net(vacuum)[:, 0]
-            energy = energy.double() + self.bias_atom_e[t].double()
-            if t in self.excluded_types:
-                energy, gradient = 0 * energy, 0 * gradient
             energies.append(energy)
             gradients.append(gradient)
-        return torch.cat(energies), torch.cat(gradients)[:, : self.dim_in].to(features.dtype)
+        energy = torch.cat(energies).double() + self.bias_atom_e.double().view(-1)[batch.atom_type]
+        gradient = torch.cat(gradients)[:, : self.dim_in].to(features.dtype)
+        if not self.excluded_types:
+            return energy, gradient
+        counted = self._counted[batch.atom_type]
+        return energy * counted, gradient * counted[:, None].to(gradient)
 
     def _parameters_of(self, batch: Batch) -> list[Tensor]:
         out = []
@@ -115,6 +134,8 @@ class EnergyFitting(nn.Module):
             if APARAM not in batch.conditions:
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
             out.append(self._normalised(APARAM, batch.conditions[APARAM]))
+        if self.case_embd is not None:
+            out.append(self.case_embd.expand(len(batch.atom_type), -1))
         return out
 
     def _normalised(self, name: str, values: Tensor) -> Tensor:

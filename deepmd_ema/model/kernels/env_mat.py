@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.switch import switch_and_derivative
+from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import Kernel
 
 # A atoms, K neighbor slots, S slots up to sel, T types
@@ -38,6 +38,24 @@ def radial_parts(distance: Tensor, rcut: float, rcut_smth: float, protection: fl
     ds = (dweight - s) * inverse
     dc = (ds - c) * inverse
     return RadialParts(s, c, ds / distance, dc / distance)
+
+
+def environment_rows(
+    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float
+) -> tuple[Tensor, Tensor]:
+    """Return the raw rows ``(s, c x, c y, c z)`` (..., 4) and the switch w (...), for autograd to differentiate.
+
+    Args:
+        vector: (..., 3) float64, angstrom.
+        distance: (...) its length.
+        rcut: cutoff radius, angstrom.
+        rcut_smth: start of the switch, angstrom.
+        protection: added to distances before division, angstrom.
+    """
+    weight = switch(distance, rcut, rcut_smth)
+    inverse = (distance + protection).reciprocal()
+    s = weight * inverse
+    return torch.cat([s.unsqueeze(-1), (s * inverse).unsqueeze(-1) * vector], -1), weight
 
 
 class Environment:

@@ -17,6 +17,8 @@ from deepmd_ema.model.nn.activation import activation
 class Layer(nn.Module):
     """``y = act(x W + b) * idt``, plus ``x`` if M == N, or ``[x, x]`` if M == 2 N, when ``residual`` is on.
 
+    ``b`` and ``idt`` are left out where there are none.
+
     Args:
         num_in: N.
         num_out: M.
@@ -25,6 +27,7 @@ class Layer(nn.Module):
         timestep: whether a skip connection comes with a trained step size ``idt``.
         dtype: precision of the parameters.
         generator: source of the initial parameters.
+        bias: whether there is a ``b``.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Layer(nn.Module):
         timestep: bool,
         dtype: torch.dtype,
         generator: torch.Generator,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.activation = activation(act)
@@ -48,7 +52,7 @@ class Layer(nn.Module):
             return nn.Parameter(values.to(dtype))
 
         self.weight = draw((num_in, num_out), 0.0, (num_in + num_out) ** -0.5)
-        self.bias = draw((num_out,), 0.0, 1.0)
+        self.bias = draw((num_out,), 0.0, 1.0) if bias else None
         self.idt = draw((num_out,), 0.1, 0.001) if timestep and self.copies else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,6 +83,8 @@ class Layer(nn.Module):
         return back
 
     def _affine(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return x @ self.weight
         if len(self.weight) == 1:  # inductor chooses a product of matrices by the number of rows: one graph more
             return torch.addcmul(self.bias, x, self.weight[0])
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], len(self.bias))
@@ -99,6 +105,7 @@ class Network(nn.Module):
         dtype: precision of the parameters.
         seed: of the initial parameters.
         num_out: outputs of a linear layer at the end, or None to end with the last hidden layer.
+        bias: whether the hidden layers have a ``b``.
     """
 
     def __init__(
@@ -110,11 +117,12 @@ class Network(nn.Module):
         dtype: torch.dtype,
         seed: int,
         num_out: int | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         hidden = [
-            Layer(n, m, act, residual=True, timestep=timestep, dtype=dtype, generator=generator)
+            Layer(n, m, act, residual=True, timestep=timestep, dtype=dtype, generator=generator, bias=bias)
             for n, m in pairwise(widths)
         ]
         if num_out is not None:

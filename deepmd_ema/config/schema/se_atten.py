@@ -1,0 +1,189 @@
+"""The sections of the descriptors se_atten (DPA-1) and se_atten_v2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.messages import NOT_AVAILABLE
+from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.texts import ActivationName
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
+    from deepmd_ema.geometry import NeighborStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeAttenV2Config:
+    """Descriptor with attention among neighbors for any number of elements, smooth, elements in a network apart."""
+
+    type: ClassVar[str] = "se_atten_v2"
+    aliases: ClassVar[tuple[str, ...]] = ()
+    neighbors_option: ClassVar[str] = "sel"
+
+    sel: int | list[int] | str = shared.sel_option()
+    rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
+    rcut_smth: float = option(
+        0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
+    )
+    neuron: list[int] = option(
+        [10, 20, 40],
+        check=shared.layer_widths,
+        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
+        "wide, has a skip connection.",
+    )
+    axis_neuron: int = option(
+        4,
+        alias=("n_axis_neuron",),
+        check=positive_int,
+        doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
+    )
+    lmax: int = option(
+        1,
+        check=Check(lambda v: v == 1, f"1: higher angular degrees are {NOT_AVAILABLE}"),
+        doc="Largest angular degree of the moments; 1 here.",
+    )
+    activation_function: ActivationName = shared.activation_option("Activation function of the embedding network.")
+    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
+    type_one_side: bool = option(
+        False, doc="Whether the embedding depends on the element of the neighbor only, not on that of the centre."
+    )
+    precision: str = shared.precision_option()
+    trainable: bool = option(True, doc="Whether the parameters are trained.")
+    seed: int | None = shared.seed_option()
+    exclude_types: list[list[int]] = option(
+        [],
+        check=shared.type_pairs,
+        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
+    )
+    env_protection: float = option(
+        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
+    )
+    attn: int = option(128, check=positive_int, doc="Width of queries, keys and values of the attention.")
+    attn_layer: int = option(2, check=not_negative_int, doc="Number of attention layers.")
+    attn_dotr: bool = option(
+        True, doc="Whether attention weights are multiplied by the cosines of the angles between neighbors."
+    )
+    attn_mask: bool = option(
+        False,
+        check=Check(lambda v: not v, "false: true has no effect in DeePMD-kit either"),
+        doc="Whether the diagonal of the attention is masked. Only false.",
+    )
+    set_davg_zero: bool = option(
+        False,
+        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
+        "energy jump where a neighbor enters, and depend on which atom stands first, as in DeePMD-kit.",
+    )
+    trainable_ln: bool = option(True, doc="Whether shift and scale of the layer normalisation are trained.")
+    ln_eps: float | None = option(
+        None, check=positive, doc="Added to the variance in the layer normalisation; null is 1e-5."
+    )
+    tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
+    use_econf_tebd: bool = option(
+        False,
+        check=Check(lambda v: not v, f"false: embeddings of electronic configurations are {NOT_AVAILABLE}"),
+        doc="Whether elements are told apart by their electronic configurations. Only false here.",
+    )
+    use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
+    scaling_factor: float = option(
+        1.0,
+        check=positive,
+        doc="Factor s in the scale 1 / sqrt(attn * s) of queries; without effect beside `temperature`.",
+    )
+    normalize: bool = option(True, doc="Whether queries, keys and values have length 1.")
+    temperature: float | None = option(
+        None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
+    )
+    concat_output_tebd: bool = option(
+        True, doc="Whether the embedding of its element is among the features of an atom."
+    )
+
+    tebd_input_mode: ClassVar[str] = "strip"
+    smooth: ClassVar[bool] = True
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``rcut``."""
+        return self.rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
+        return shared.total_sel(self.sel)
+
+    def with_neighbors(self, found: NeighborStatistics) -> SeAttenV2Config:
+        """Return the section with ``sel: auto`` as a number."""
+        return replace(self, sel=shared.auto_total_sel(self.sel, found))
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> SeAttenV2Config:
+        """Return the section with ``sel: auto`` as in ``saved``."""
+        if isinstance(saved, SeAttenV2Config) and isinstance(self.sel, str):
+            return replace(self, sel=saved.sel)
+        return self
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together."""
+        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        yield from shared.axis_fits(self.axis_neuron, self.neuron)
+        excluded = [t for pair in self.exclude_types for t in pair]
+        yield from (("exclude_types", text) for text in shared.unknown_types(excluded, type_map))
+
+    def summary(self) -> str:
+        """Return the main options in words."""
+        attention = f"{self.attn_layer} attention layers of {self.attn}" if self.attn_layer else "no attention"
+        return (
+            f"{self.type} (DPA-1), rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), "
+            f"sel {shared.sel_text(self.sel)}, neuron {shared.dashes(self.neuron)}, axis_neuron {self.axis_neuron}, "
+            f"{attention}, {shared.dtype_name(self.precision)}"
+        )
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of the layers, forward and backward; attention holds one per pair of neighbors."""
+        sel = (self.neighbors or (100,))[0]
+        return 3 * sum(self.neuron) + 30 + self.attn_layer * (6 * sel + 12 * self.attn + 6 * self.neuron[-1])
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return what makes an isolated atom a row of zeros."""
+        if self.concat_output_tebd:
+            return "concat_output_tebd = false"
+        return "" if self.set_davg_zero else "set_davg_zero = true"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeAttenConfig(SeAttenV2Config):
+    """Descriptor with attention among neighbors for any number of elements (DPA-1)."""
+
+    type: ClassVar[str] = "se_atten"
+    aliases: ClassVar[tuple[str, ...]] = ("dpa1",)
+
+    set_davg_zero: bool = redefined(SeAttenV2Config, "set_davg_zero", True)
+    tebd_input_mode: str = option(  # type: ignore[misc]  # an option here, fixed in se_atten_v2
+        "concat",
+        choices=("concat", "strip"),
+        doc="`concat` puts the embeddings of the elements beside the distance, `strip` into a network apart, whose "
+        "output is computed once per pair of elements: faster, about equally accurate.",
+    )
+    stripped_type_embedding: bool | None = option(
+        None, doc="True stands for `tebd_input_mode: strip`, the later name of this option."
+    )
+    smooth_type_embedding: bool = option(
+        False,
+        alias=("smooth_type_embdding",),
+        doc="Whether attention weights, and the gate of `strip`, vanish smoothly at the cutoff. False makes the "
+        "potential energy jump where a neighbor enters.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.stripped_type_embedding:
+            object.__setattr__(self, "tebd_input_mode", "strip")
+            object.__setattr__(self, "stripped_type_embedding", None)
+
+    @property
+    def smooth(self) -> bool:  # type: ignore[override]
+        """Return ``smooth_type_embedding``."""
+        return self.smooth_type_embedding

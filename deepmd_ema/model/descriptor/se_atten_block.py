@@ -1,0 +1,171 @@
+"""Moments of the environment of an atom, embedded by distance and elements, with attention among neighbors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
+from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.nn.norm import DEFAULT_EPS, LayerNorm
+from deepmd_ema.seeds import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.se_atten import SeAttenV2Config
+
+# A atoms, K neighbor slots, S slots up to sel, T types, E numbers of a type embedding, M channels, X axis channels,
+# F frames
+
+
+class SeAttenBlock(nn.Module):
+    """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``, R_k the normalised row of neighbor k.
+
+    ``G_k`` is a network of ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k E(elements))`` with two networks
+    (``strip``, w_k the switch if smooth); then attention layers mix the ``G_k`` (DPA-1, Zhang et al.,
+    arXiv:2208.08236; strip: arXiv:2312.15492).
+
+    Args:
+        options: of the block, with the names that they have in the section se_atten.
+        sel: S, most neighbors.
+        num_types: T.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
+        self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
+        self.strip, self.one_side = options.tebd_input_mode == "strip", options.type_one_side
+        self.num_channels, self.num_axis = options.neuron[-1], options.axis_neuron
+        width = options.tebd_dim * (1 if self.one_side else 2)
+
+        def network(num_in: int, name: str) -> Network:
+            return Network(
+                [num_in, *options.neuron],
+                options.activation_function,
+                timestep=options.resnet_dt,
+                dtype=dtype,
+                seed=seed_for(name, seed),
+            )
+
+        self.embedding = network(1 if self.strip else 1 + width, "embedding")
+        self.pair_embedding = network(width, "pair_embedding") if self.strip else None
+        scaling = options.temperature
+        if scaling is None:
+            scaling = (options.attn * options.scaling_factor) ** -0.5
+        eps = DEFAULT_EPS if options.ln_eps is None else options.ln_eps
+        self.layers = nn.ModuleList(
+            AttentionLayer(
+                GatedAttention(
+                    self.num_channels,
+                    options.attn,
+                    gated=options.attn_dotr,
+                    normalize=options.normalize,
+                    scaling=scaling,
+                    smooth=options.smooth,
+                    dtype=dtype,
+                    seed=seed_for("attention", seed, index),
+                ),
+                LayerNorm(self.num_channels, eps=eps, trainable=options.trainable_ln, dtype=dtype),
+            )
+            for index in range(options.attn_layer)
+        )
+        if not options.trainable:
+            freeze(self, False)
+        self.mean: Tensor
+        self.stddev: Tensor
+        self.register_buffer("mean", torch.zeros(num_types, sel, 4, dtype=dtype))
+        self.register_buffer("stddev", torch.ones(num_types, sel, 4, dtype=dtype))
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The attention layers, first to last."""
+        return cast("list[AttentionLayer]", list(self.layers))
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return self.num_channels * self.num_axis
+
+    def forward(
+        self, vector: Tensor, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+    ) -> Tensor:
+        """Return the features (A, M X), which can be differentiated by ``vector``.
+
+        Args:
+            vector: (A, K, 3) those of ``hood``.
+            hood: neighbors inside the cutoff.
+            table: (T, E) type embeddings.
+            batch: the batch that the neighbors are of.
+            dropped: (A, K) bool, pairs that do not see each other here, or None.
+        """
+        filler = _first_types(batch)
+        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        neighbor_type = batch.atom_type[hood.neighbor.clamp(max=len(batch.atom_type) - 1)]
+        neighbor_type = torch.where(mask, neighbor_type, filler[batch.atom_frame][:, None])
+        width = vector.shape[1]
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
+        mean, stddev = (t[:, :width].double()[batch.atom_type] for t in (self.mean, self.stddev))
+        rows = (torch.where(hood.mask[..., None], raw, 0) - mean) / stddev
+        if dropped is not None:
+            rows = rows * (~(dropped & hood.mask))[..., None]
+        rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
+        pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
+        if self.layers:
+            direction = (vector / distance[..., None] * mask[..., None]).to(self.dtype)
+            for layer in self.attention_layers:
+                pairs = layer(pairs, mask, switch, direction, self.sel)
+        moments = torch.bmm(rows.transpose(1, 2), pairs)
+        if width < self.sel:
+            moments = moments + self._absent_moments(width, table, filler, batch)
+        moments = moments / self.sel
+        return torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
+
+    def _embed(self, s: Tensor, table: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
+        """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
+        if self.pair_embedding is None:
+            shape = s.shape[:-1]
+            types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
+            return cast("Tensor", self.embedding(torch.cat([s, *(_pick(table, t) for t in types)], -1)))
+        num_types = len(table)
+        if self.one_side:
+            of_elements, index = self.pair_embedding(table), neighbor
+        else:  # a row for each pair, of centre * T + neighbor
+            both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
+            of_elements, index = self.pair_embedding(torch.cat(both, -1)), centre * num_types + neighbor
+        gate = _pick(of_elements, index)
+        radial: Tensor = self.embedding(s)
+        return radial + radial * (gate * switch if self.smooth else gate)
+
+    def _absent_moments(self, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
+        """Return what the slots beyond those of the batch add to the moments (A, 4, M).
+
+        They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the centre,
+        and the type embedding of the first atom of the frame, as DeePMD-kit has it: constants per type and frame.
+        """
+        num_types = len(table)
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[:, width:]  # (T, S - K, 4)
+        centre = torch.arange(num_types, device=rows.device)[None, :, None]
+        neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
+        s = rows[None, ..., :1].expand(len(filler), -1, -1, -1)
+        pairs = self._embed(s, table, centre, neighbor, torch.zeros_like(s))
+        for layer in self.attention_layers:
+            pairs = layer.of_no_neighbor(pairs)
+        moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
+        return moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
+
+
+def _first_types(batch: Batch) -> Tensor:
+    """Return the type of the first atom of each frame (F,), in the order of the files."""
+    return batch.in_file_order(batch.atom_type)[batch.num_atoms.cumsum(0) - batch.num_atoms]
+
+
+def _pick(table: Tensor, index: Tensor) -> Tensor:
+    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any device."""
+    return (index[..., None] == torch.arange(len(table), device=index.device)).to(table) @ table

@@ -1,0 +1,108 @@
+"""Attention among the neighbors of an atom, gated by the angles between them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepmd_ema.model.nn.layers import Layer
+from deepmd_ema.model.nn.norm import LayerNorm
+from deepmd_ema.seeds import seed_for
+
+LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
+
+# A atoms, K neighbor slots, M channels of a pair, H hidden width
+
+
+class GatedAttention(nn.Module):
+    """Self-attention over the neighbors of an atom (DPA-1, Zhang et al., arXiv:2208.08236, eq. 11 to 14).
+
+    Args:
+        width: M.
+        hidden: H.
+        gated: whether weights are multiplied by the cosines of the angles between neighbors.
+        normalize: whether queries, keys and values have length 1.
+        scaling: factor of the product of query and key.
+        smooth: whether weights vanish with the switch of either neighbor.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        gated: bool,
+        normalize: bool,
+        scaling: float,
+        smooth: bool,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.gated, self.normalize, self.scaling, self.smooth = gated, normalize, scaling, smooth
+
+        def linear(num_in: int, num_out: int, name: str) -> Layer:
+            generator = torch.Generator().manual_seed(seed_for(name, seed))
+            return Layer(num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator)
+
+        self.in_proj = linear(width, 3 * hidden, "in_proj")
+        self.out_proj = linear(hidden, width, "out_proj")
+
+    def forward(self, pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int) -> Tensor:
+        """Return what attention adds to the channels of each pair (A, K, M).
+
+        Args:
+            pairs: (A, K, M).
+            mask: (A, K) bool, where there is a neighbor.
+            switch: (A, K), 0 where there is none.
+            direction: (A, K, 3), unit vectors, 0 where there is none.
+            num_slots: slots of an atom with those that are not here; the empty ones count in a smooth softmax.
+        """
+        query, key, value = self.in_proj(pairs).chunk(3, -1)
+        if self.normalize:
+            query, key, value = (functional.normalize(x, dim=-1) for x in (query, key, value))
+        logits = torch.bmm(query * self.scaling, key.transpose(1, 2))
+        both = switch[:, :, None] * switch[:, None, :]
+        if self.smooth:
+            logits = (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT
+            absent = torch.full_like(logits[:, :, :1], num_slots - pairs.shape[1]).log() - LOGIT_SHIFT
+            weights = torch.cat([logits, absent], -1).softmax(-1)[..., :-1] * both
+        else:
+            # finite, so that a row of empty slots has no nan
+            weights = logits.masked_fill(~mask[:, None, :], torch.finfo(logits.dtype).min).softmax(-1)
+        weights = weights * mask[:, :, None]
+        if self.gated:
+            weights = weights * torch.bmm(direction, direction.transpose(1, 2))
+        return self.out_proj(torch.bmm(weights, value))
+
+    def of_no_neighbor(self, pairs: Tensor) -> Tensor:
+        """Return what attention adds to the channels (..., M) of an empty slot, which attends to nothing."""
+        nothing = pairs.new_zeros(*pairs.shape[:-1], len(self.out_proj.weight))
+        return self.out_proj(nothing)
+
+
+class AttentionLayer(nn.Module):
+    """Attention with a skip connection, normalised.
+
+    Args:
+        attention: the attention.
+        norm: the normalisation.
+    """
+
+    def __init__(self, attention: GatedAttention, norm: LayerNorm) -> None:
+        super().__init__()
+        self.attention, self.norm = attention, norm
+
+    def forward(self, pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int) -> Tensor:
+        """Return the channels of each pair (A, K, M)."""
+        attended: Tensor = self.attention(pairs, mask, switch, direction, num_slots)
+        return cast("Tensor", self.norm(pairs + attended))
+
+    def of_no_neighbor(self, pairs: Tensor) -> Tensor:
+        """Return the channels (..., M) of an empty slot."""
+        return cast("Tensor", self.norm(pairs + self.attention.of_no_neighbor(pairs)))

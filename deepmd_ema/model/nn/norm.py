@@ -1,0 +1,30 @@
+"""Normalisation of features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+DEFAULT_EPS = 1e-5
+
+
+class LayerNorm(nn.Module):
+    """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al., arXiv:1607.06450).
+
+    Args:
+        width: numbers of the last dimension.
+        eps: added to the variance.
+        trainable: whether weight and bias are trained.
+        dtype: precision of the parameters.
+    """
+
+    def __init__(self, width: int, *, eps: float, trainable: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=trainable)
+        self.bias = nn.Parameter(torch.zeros(width, dtype=dtype), requires_grad=trainable)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y, of the shape of x."""
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
