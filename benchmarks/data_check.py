@@ -21,7 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common import ROOT
-from data_check_new import Recipe, new_sets
 
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
@@ -178,6 +177,8 @@ def record(frames: Iterator[Any]) -> dict[str, Any]:
 
 def make(work: Path, only: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield name, kind and arrays of every set that is made here; those made before are read."""
+    from data_check_new import Recipe, new_sets
+
     work.mkdir(parents=True, exist_ok=True)
     recipes = {name: Recipe(*made) for name, made in made_sets().items()} | new_sets()
     for name, recipe in recipes.items():

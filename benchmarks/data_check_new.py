@@ -1,10 +1,13 @@
-"""Recipes of the sets of `benchmarks/data_check.py` that were made after the check, to see it on data it was not made with.
+"""Recipes of sets that were made after the check of units: data that it was not made with.
 
-Pair potentials of salts and noble gases have published parameters; the rest is EMT and Tersoff of ASE, and xTB by tblite.
+Salts and noble gases have pair potentials with published parameters; the rest is EMT and Tersoff of ASE, and xTB.
 """
+
+# ruff: noqa: TID253 (imported where sets are made, which needs ASE)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +24,8 @@ from ase.data.s22 import create_s22_system
 from deepmd_ema.geometry import find_pairs
 
 COULOMB = 14.39964  # eV angstrom
-# eV and angstrom, of A exp((sigma - r) / rho) - C / r^6 - D / r^8 + q q' / r for ++, +- and --: Fumi and Tosi 1964 (NaCl),
-# Lewis and Catlow 1985 (MgO)
+# eV and angstrom, of A exp((sigma - r) / rho) - C / r^6 - D / r^8 + q q' / r for ++, +- and --
+# NaCl: Tosi and Fumi 1964, MgO: Lewis and Catlow 1985
 SALTS: dict[str, tuple[tuple[str, str, float], tuple[tuple[float, ...], ...]]] = {
     "NaCl": (
         ("Na", "Cl", 1.0),
@@ -52,8 +55,6 @@ class Salt(Calculator):
 
     def calculate(self, atoms: Any = None, properties: Any = None, system_changes: Any = all_changes) -> None:
         """Fill in energy, forces and stress."""
-        from scipy.special import erfc
-
         super().calculate(atoms, properties, system_changes)
         is_anion = np.array([symbol != self._cation for symbol in atoms.symbols]).astype(int)
         coord, box = atoms.get_positions(), atoms.cell.array
@@ -66,7 +67,7 @@ class Salt(Calculator):
         charges = COULOMB * self._charge**2 * np.where(kind == 1, -1, 1)
 
         def coulomb(x: Any) -> tuple[Any, Any]:
-            value = erfc(self._damping * x) / x
+            value = np.vectorize(math.erfc)(self._damping * x) / x
             return value, -value / x - 2 * self._damping / np.sqrt(np.pi) * np.exp(-((self._damping * x) ** 2)) / x
 
         (value, slope), (end, end_slope) = coulomb(r), coulomb(self._rcut)
@@ -84,7 +85,7 @@ class Salt(Calculator):
 
 
 class Recipe(NamedTuple):
-    """How a set is made; frames that have nothing to do with each other are atoms off their sites, or ``independent``."""
+    """How a set is made; in independent frames atoms are off their sites, unless ``independent`` says otherwise."""
 
     atoms: Callable[[], Any]
     calculator: Callable[[], Any]
