@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -139,6 +140,22 @@ def be_terminated_at_start():
 def die_early():
     """Be killed before the first step."""
     _at_start(_die)
+
+
+def die_at_the_rendezvous():
+    """Be killed when all ranks have come and those of the others wait for this one inside torch."""
+    _at_the_rendezvous(_die)
+
+
+def be_terminated_at_the_rendezvous():
+    """Be sent SIGTERM while waiting inside torch for a rank that has been killed, as by a launcher."""
+
+    def later():
+        for _ in range(2):  # whatever torch makes of the first one
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _at_the_rendezvous(threading.Thread(target=later, daemon=True).start)
 
 
 def ask_to_stop():
@@ -317,6 +334,19 @@ def _at_start(action):
     World.broadcast_from_rank0 = act
 
 
+def _at_the_rendezvous(action):
+    from torch import distributed
+
+    init = distributed.init_process_group
+
+    def act(*arguments, **options):
+        _note()
+        action()
+        init(*arguments, **options)
+
+    distributed.init_process_group = act
+
+
 def _after_step(action):
     def after_step(trainer):
         if trainer.step == AT_STEP:
@@ -352,7 +382,8 @@ def _note():
 FAULTS = {
     act.__name__: act
     for act in (
-        fail, die, die_in_validation, die_at_start, die_early, be_terminated_at_start, ask_to_stop, ask_in_validation,
+        fail, die, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
+        be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
         ask_often, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
         come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,
     )

@@ -118,6 +118,15 @@ def test_a_rank_that_a_launcher_ends_before_the_first_step_names_the_killed_one(
     assert "did not answer: if it was killed, the launcher has ended the others." in line
 
 
+@pytest.mark.usefixtures("no_last_words")
+def test_a_rank_that_a_launcher_ends_inside_the_rendezvous_of_torch_says_so(tmp_path):
+    """Python runs no handler there: the rank waited for half an hour, or ended without a message when it was killed."""
+    codes, said = run(make_run(tmp_path / "run"), "be_terminated_at_the_rendezvous", "die_at_the_rendezvous")
+    assert codes == [128 + signal.SIGTERM, -signal.SIGKILL]
+    (line,) = said
+    assert line.startswith("dp-ema (rank 0): stopped by SIGTERM"), line
+
+
 def test_all_ranks_that_are_told_to_stop_before_the_first_step_report_it_once(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "PEER_ERROR_S", 10.0)  # a rank that a loaded machine holds up is not lost
     codes, said = run(make_run(tmp_path / "run"), "be_terminated_at_start", "be_terminated_at_start")

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from deepmd_ema.dist.launch import ADDRESS, END_SIGNALS, Launch
+from deepmd_ema.dist.launch import ADDRESS, END_SIGNALS, Launch, write_error_file
 from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
@@ -21,6 +21,7 @@ PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one ha
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
 LONGEST_POLL_S = 0.5
+REACT_S = 2.0  # for a rank to come back from torch after a signal
 
 
 class Rendezvous:
@@ -183,6 +184,40 @@ def join_ranks(launch: Launch) -> Iterator[Rendezvous]:
         if report is error:
             raise
         raise (report or ReportedElsewhere()) from error
+
+
+@contextmanager
+def ends_at_once(rank: int) -> Iterator[None]:
+    """Let a signal that ends a process end it in the body, which waits inside torch, where Python runs no handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while number := reader.recv(1):
+            # else the main thread has come back to Python, and reports it
+            if number[0] in (*END_SIGNALS, signal.SIGINT) and not left.wait(REACT_S):
+                error = Terminated(signal_number=signal.Signals(number[0]))
+                message = f"dp-ema (rank {rank}): {error}. Another rank does not answer: it may have been killed."
+                if rank <= 1:  # rank 0 may be the one that was killed
+                    os.write(2, f"{message}\n".encode())
+                    write_error_file(message)
+                os._exit(128 + error.signal_number)
+
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 def is_peer_lost(error: BaseException) -> bool:
