@@ -13,7 +13,7 @@ from deepmd_ema.averaging.binding import Shard
 from deepmd_ema.averaging.profile import Profile
 
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
-_AT_ONCE = 1 << 16  # elements of live weights that are widened and averaged together: they stay in the cache of a core
+_AT_ONCE = 1 << 17  # elements of live weights that are widened and averaged together: they stay in the cache of a core
 
 
 class Storage:
