@@ -15,7 +15,7 @@ from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
 from deepmd_ema.errors import CheckpointError, collect_problems
-from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync_folder, writing
+from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.weights import LIVE
 
@@ -153,7 +153,7 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
             pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
     roots = {root for root, _ in places.values()}
     for folder in roots | {path.parent for path in moved}:
-        sync_folder(folder)
+        sync(folder)
     return sorted(root / f"{EARLIER}-{number}" for root in roots)
 
 
