@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,7 @@ def made_sets() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]
     return sets
 
 
-def trajectory(atoms: Any, temperature: float, seed: int) -> Iterator[Any]:
+def trajectory(atoms: Any, temperature: float, seed: int, step: float = 1.0) -> Iterator[Any]:
     """Yield the atoms at frames of a trajectory."""
     from ase import units
     from ase.md.langevin import Langevin
@@ -138,7 +140,7 @@ def trajectory(atoms: Any, temperature: float, seed: int) -> Iterator[Any]:
     rng = np.random.default_rng(seed)
     atoms.rattle(0.03, seed=seed)
     MaxwellBoltzmannDistribution(atoms, temperature_K=2 * temperature, rng=rng)
-    run = Langevin(atoms, 1 * units.fs, temperature_K=temperature, friction=0.01 / units.fs, rng=rng)
+    run = Langevin(atoms, step * units.fs, temperature_K=temperature, friction=0.01 / units.fs, rng=rng)
     run.run(RUN_UP)
     for _ in range(FRAMES):
         run.run(EVERY)
@@ -175,16 +177,19 @@ def record(frames: Iterator[Any]) -> dict[str, Any]:
 
 def make(work: Path, only: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield name, kind and arrays of every set that is made here; those made before are read."""
+    from data_check_new import Recipe, new_sets
+
     work.mkdir(parents=True, exist_ok=True)
-    for name, (atoms, calculator, temperature) in made_sets().items():
+    recipes = {name: Recipe(*made) for name, made in made_sets().items()} | new_sets()
+    for name, recipe in recipes.items():
         if only and name not in only:
             continue
-        for kind, frames in zip(KINDS, (trajectory, rattled)):
-            file = work / f"{name.replace(' ', '_').replace(',', '')}.{kind}.npz"
+        for kind, frames in zip(KINDS, (partial(trajectory, step=recipe.step), recipe.independent or rattled)):
+            file = work / f"{re.sub('[^A-Za-z0-9]+', '_', name)}.{kind}.npz"
             if not file.exists():
-                start, one = time.perf_counter(), atoms()
-                one.calc = calculator()
-                np.savez(file, **record(frames(one, temperature, 7)))
+                start, one = time.perf_counter(), recipe.atoms()
+                one.calc = recipe.calculator()
+                np.savez(file, **record(frames(one, recipe.temperature, 7)))
                 print(f"made {file} in {time.perf_counter() - start:.0f} s", flush=True)
             with np.load(file) as stored:
                 yield name, kind, dict(stored)

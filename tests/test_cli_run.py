@@ -71,7 +71,7 @@ def test_the_averaged_file_is_the_average_inside_the_checkpoint(run):
     for name, tensor in inside.model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), beside.model.state_dict()[name].numpy(), err_msg=name)
     assert inside.info.in_words() == beside.info.in_words()
-    assert inside.info.in_words().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, updates {STEPS}")
+    assert inside.info.in_words().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, {STEPS} updates")
 
 
 def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):

@@ -74,6 +74,7 @@ COMMANDS: dict[str, Command] = {
     "plot": plot,
     "doc": doc,
 }
+WITHOUT_LOG = ("check", "show", "plot", "doc")  # they print what was asked for, and nothing else
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +124,6 @@ def build_parser() -> _Parser:
     parser = _Parser(prog="dp-ema", description="Train Deep Potential models with averaged weights.",
                      parents=[common], allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
-    parser.set_defaults(debug=False, log_level="INFO", log_path=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     for name, command in COMMANDS.items():
         line = command.SUMMARY
@@ -210,7 +210,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    args, rest = parser.parse_known_args(list(words))
+    # defaults of the parser would overwrite what stands before the command
+    args, rest = parser.parse_known_args(list(words), argparse.Namespace(debug=False, log_level="INFO", log_path=None))
+    if args.log_path is not None and args.command in WITHOUT_LOG:
+        name = args.command
+        raise UserError(f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`.")
     if not rest:
         return args
     of_peer = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
