@@ -34,11 +34,13 @@ class Pairs:
         i: (P,) int64, the atom.
         j: (P,) int64, its neighbor.
         shift: (P, 3) int32, cell vectors to add to the neighbor's position as given (atoms may lie outside the cell).
+        nearest: shortest distance, angstrom; infinite without pairs.
     """
 
     i: Array
     j: Array
     shift: Array
+    nearest: float
 
     def vector(self, coord: Array, box: Array | None) -> Array:
         """Return (P, 3): the image of ``j`` minus ``i``, in the unit of ``coord``."""
@@ -89,7 +91,7 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
     if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
         order = np.lexsort((*shift.T, j, distance, i))
-    return Pairs(i[order], j[order], shift[order])
+    return Pairs(i[order], j[order], shift[order], nearest=float(distance.min(initial=np.inf)))
 
 
 def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> tuple[Array, Array, Array, Array]:

@@ -230,9 +230,10 @@ _SECTIONS = _all(
 )  # fmt: skip
 _OF_RUN = _all(_SECTIONS, _parts({"training": _parts({"seed": _or_none(WHOLE)})}))
 _ALL: dict[str, Rule] = {"version": TEXT, "weights": TEXT, "step": COUNT, "config": _SECTIONS, "model": TENSORS}
+_DISTANCE = _value(lambda v: _is_number(v) and v > 0, "a length above 0")
 _COMMON: dict[str, Rule] = {
     "run": _or_none(TEXT),  # files of 0.1.0 have none
-    "min_nbor_dist": _or_none(_of_one_or_each_task(_is_number, _or_none(NUMBER))),
+    "min_nbor_dist": _or_none(_of_one_or_each_task(_is_number, _or_none(_DISTANCE))),
 }
 
 

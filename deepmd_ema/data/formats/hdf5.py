@@ -27,10 +27,13 @@ class Hdf5Store:
     name: str
 
     def set_names(self) -> list[str]:
-        """Return the names of the set.* groups, sorted; DataError if one is a link to what does not exist."""
+        """Return the names of the set.* groups, sorted; DataError if one is anything else."""
         with _readable(self.name):
             names = sorted(name for name in self.group if name.startswith("set."))
-        return [name for name in names if hasattr(self._item(name), "keys")]  # a dataset has no keys
+        for name in names:
+            if not hasattr(self._item(name), "keys"):
+                raise DataError(f"{self.name}/{name}: is no group, expected one with coord.npy. Remove or rename it.")
+        return names
 
     def has(self, file: str) -> bool:
         """Whether there is a dataset or group ``file``; DataError if it is a link to what does not exist."""
