@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,14 @@ from deepmd_ema.data.source import ReadSpec
 
 BOHR, HARTREE, KCAL, KJ, GPA = 0.52917721, 27.211386, 23.060548, 96.485332, 160.21766
 LABELS = ("energy", "force", "virial")
+# what a trap changes -> beginnings of lines which say that it cannot be told
+UNTOLD = {
+    "energy": ("  cannot be told: energies",),
+    "force": ("  cannot be told: forces",),
+    "virial": ("  cannot be told: virials",),
+    "coord": ("  cannot be told: lengths",),
+    "both": ("  cannot be told: a unit common", "  cannot be told: forces"),
+}
 KINDS = ("correlated", "independent")
 FRAMES, RUN_UP, EVERY = 30, 40, 3  # of a set; steps of 1 fs before the first frame and between two
 
@@ -65,19 +75,19 @@ TRAPS: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...], str]] 
     "E, F kcal/mol": (
         scaled(energy=KCAL, force=KCAL, virial=KCAL),
         ("kcal/mol and kcal/mol/angstrom",),
-        "energy",
+        "both",
     ),
-    "E, F kJ/mol": (scaled(energy=KJ, force=KJ, virial=KJ), ("kJ/mol and kJ/mol/angstrom",), "energy"),
+    "E, F kJ/mol": (scaled(energy=KJ, force=KJ, virial=KJ), ("kJ/mol and kJ/mol/angstrom",), "both"),
     "E, F hartree": (
         scaled(energy=1 / HARTREE, force=BOHR / HARTREE, virial=1 / HARTREE),
         ("Hartree and Hartree/bohr",),
-        "energy",
+        "both",
     ),
-    "x bohr": (scaled(coord=1 / BOHR, box=1 / BOHR), ("lengths look like bohr",), "energy"),
+    "x bohr": (scaled(coord=1 / BOHR, box=1 / BOHR), ("lengths look like bohr",), "coord"),
     "all atomic": (
         scaled(coord=1 / BOHR, box=1 / BOHR, energy=1 / HARTREE, force=BOHR / HARTREE, virial=1 / HARTREE),
         ("lengths look like bohr", "Hartree and Hartree/bohr"),
-        "energy",
+        "coord",
     ),
     "V sign": (scaled(virial=-1), ("virials have the wrong sign",), "virial"),
     "V GPa A^3": (scaled(virial=GPA), ("virials look like GPa * angstrom^3",), "virial"),
@@ -129,7 +139,7 @@ def made_sets() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]
     return sets
 
 
-def trajectory(atoms: Any, temperature: float, seed: int) -> Iterator[Any]:
+def trajectory(atoms: Any, temperature: float, seed: int, step: float = 1.0) -> Iterator[Any]:
     """Yield the atoms at frames of a trajectory."""
     from ase import units
     from ase.md.langevin import Langevin
@@ -138,7 +148,7 @@ def trajectory(atoms: Any, temperature: float, seed: int) -> Iterator[Any]:
     rng = np.random.default_rng(seed)
     atoms.rattle(0.03, seed=seed)
     MaxwellBoltzmannDistribution(atoms, temperature_K=2 * temperature, rng=rng)
-    run = Langevin(atoms, 1 * units.fs, temperature_K=temperature, friction=0.01 / units.fs, rng=rng)
+    run = Langevin(atoms, step * units.fs, temperature_K=temperature, friction=0.01 / units.fs, rng=rng)
     run.run(RUN_UP)
     for _ in range(FRAMES):
         run.run(EVERY)
@@ -175,16 +185,19 @@ def record(frames: Iterator[Any]) -> dict[str, Any]:
 
 def make(work: Path, only: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield name, kind and arrays of every set that is made here; those made before are read."""
+    from data_check_new import Recipe, new_sets
+
     work.mkdir(parents=True, exist_ok=True)
-    for name, (atoms, calculator, temperature) in made_sets().items():
+    recipes = {name: Recipe(*made) for name, made in made_sets().items()} | new_sets()
+    for name, recipe in recipes.items():
         if only and name not in only:
             continue
-        for kind, frames in zip(KINDS, (trajectory, rattled)):
-            file = work / f"{name.replace(' ', '_').replace(',', '')}.{kind}.npz"
+        for kind, frames in zip(KINDS, (partial(trajectory, step=recipe.step), recipe.independent or rattled)):
+            file = work / f"{re.sub('[^A-Za-z0-9]+', '_', name)}.{kind}.npz"
             if not file.exists():
-                start, one = time.perf_counter(), atoms()
-                one.calc = calculator()
-                np.savez(file, **record(frames(one, temperature, 7)))
+                start, one = time.perf_counter(), recipe.atoms()
+                one.calc = recipe.calculator()
+                np.savez(file, **record(frames(one, recipe.temperature, 7)))
                 print(f"made {file} in {time.perf_counter() - start:.0f} s", flush=True)
             with np.load(file) as stored:
                 yield name, kind, dict(stored)
@@ -243,8 +256,7 @@ def verdict(
     """Return one cell of the table."""
     text = " ".join(warnings)
     if not warnings:
-        what = {"energy": "energies", "force": "forces", "virial": "virials"}[label]
-        said = any(line.startswith(f"  cannot be told: {what}") for line in untold)
+        said = any(line.startswith(UNTOLD[label]) for line in untold)
         return "told otherwise" if others else "not told" if said else "**missed**"
     return "found" if all(word in text for word in words) else "found, other name"
 
@@ -258,7 +270,7 @@ def rows(sets: Iterator[tuple[str, str, dict[str, Any]]], work: Path, say: Calla
         say(f"{name}, {kind}: {right} ({seconds:.2f} s) {warnings} {others} {untold}")
         cells = [name, kind, right]
         for trap, (change, words, label) in TRAPS.items():
-            if label not in arrays:
+            if {"both": "energy"}.get(label, label) not in arrays:
                 cells.append("")
                 continue
             changed = dict(arrays)

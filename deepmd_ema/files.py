@@ -105,7 +105,7 @@ def writing(path: str | Path, advice: str = "") -> Iterator[None]:
 def move(old: Path, new: Path) -> None:
     """Give the file ``old`` the name ``new``; a crash afterwards does not undo it."""
     os.replace(old, new)
-    sync_folder(new.parent)
+    sync(new.parent)
 
 
 def link(path: Path, target: Path) -> None:
@@ -122,7 +122,7 @@ def link(path: Path, target: Path) -> None:
 
 
 def append(path: Path, text: str, anew: bool = False) -> None:
-    """Add ``text`` to a file, or begin it ``anew``; it is on the disk when this returns.
+    """Add ``text`` to a file, or begin it ``anew``; a power cut may lose it until :func:`sync` is called.
 
     Raises:
         WriteError: if the system refuses to write.
@@ -131,9 +131,6 @@ def append(path: Path, text: str, anew: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w" if anew else "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
-            file.flush()
-            with suppress(OSError):  # a device or a pipe has nothing to flush
-                os.fsync(file.fileno())
 
 
 def refuse_to_lose(path: str | Path, option: str, kind: Kind, inputs: Iterable[str | Path | None] = ()) -> None:
@@ -204,9 +201,9 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
     except OSError as error:

@@ -105,10 +105,12 @@ def _refuse_living(handle: int, path: Path, is_sure: bool) -> None:
     if holder["machine"] == this_machine():
         if not is_sure and holder["pid"] != os.getpid() and is_running(holder["pid"]):
             raise _in_use(path, holder)
-    elif time.time() - os.fstat(handle).st_mtime < GONE_S:
+    elif (silent := time.time() - os.fstat(handle).st_mtime) < GONE_S:
         logger.warning(
-            "%s names process %s on %s: watching for %.0f s whether it still runs", path, holder["pid"],
-            holder["host"], WATCH_S,
+            "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be asked on its own machine "
+            "only. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
+            "ended, stop this run, remove the file and start again.",
+            path.absolute(), holder["pid"], holder["host"], max(0.0, silent), WATCH_S,
         )  # fmt: skip
         if _shows_life(path):
             raise _in_use(path, holder)

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from helpers import tiny_input, write_system
 from parallel_runs import PRELOADED
 
 LAST, SAVE_EVERY, AT_STEP = 20, 10, 12
+HELD_UP_S = 1.5
 STAMP = "fault"  # file that is made when the fault happens
 SPOKEN = ("dp-ema", "stopped by", "This should", "  1. ")  # how the lines begin that a run ends with
 
@@ -73,11 +75,11 @@ def start_rank(folder, environ, fault="", words=("train", "input.json", "--devic
 
 
 def be_a_rank(fault, words):
-    """Run the command line with a fault."""
+    """Run the command line with faults, whose names are separated by spaces."""
     from deepmd_ema import cli
 
-    if fault:
-        FAULTS[fault]()
+    for name in fault.split():
+        FAULTS[name]()
     return cli.main(list(words))
 
 
@@ -138,6 +140,22 @@ def be_terminated_at_start():
 def die_early():
     """Be killed before the first step."""
     _at_start(_die)
+
+
+def die_at_the_rendezvous():
+    """Be killed when all ranks have come and those of the others wait for this one inside torch."""
+    _at_the_rendezvous(_die)
+
+
+def be_terminated_at_the_rendezvous():
+    """Be sent SIGTERM while waiting inside torch for a rank that has been killed, as by a launcher."""
+
+    def later():
+        for _ in range(2):  # whatever torch makes of the first one
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _at_the_rendezvous(threading.Thread(target=later, daemon=True).start)
 
 
 def ask_to_stop():
@@ -226,6 +244,50 @@ def be_quick():
     rendezvous.JOIN_S = 2.0
 
 
+def come_late():
+    """Be held up before it joins."""
+    time.sleep(HELD_UP_S)
+
+
+def meet_late():
+    """Be held up between joining and the first collective."""
+    _hold_up("torch.distributed", "init_process_group")
+
+
+def speak_late():
+    """Be held up before it says why it ends."""
+    _hold_up("deepmd_ema.dist.rendezvous", "Rendezvous.report_of")
+
+
+def leave_late():
+    """Be held up after the last step."""
+    _hold_up("torch.distributed", "destroy_process_group")
+
+
+def lack_device():
+    """Have no such device on this machine."""
+    from deepmd_ema.dist import world
+
+    def refuse(name, _local_rank):
+        raise world.UserError(f"--device {name}: is not usable here.")
+
+    world.select_device = refuse
+
+
+def be_terminated_while_joining():
+    """Be sent SIGTERM while it waits for the others."""
+    from deepmd_ema.dist.rendezvous import Rendezvous
+
+    missing = Rendezvous._missing
+
+    def terminate(self, key):
+        if key == "joined":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return missing(self, key)
+
+    Rendezvous._missing = terminate
+
+
 def _load_once():
     """Load what training needs, before the fork."""
     with warnings.catch_warnings():
@@ -242,6 +304,20 @@ def _die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _hold_up(module, name):
+    """Let the function ``name`` of ``module`` begin later."""
+    *owners, last = name.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function = getattr(owner, last)
+
+    @functools.wraps(function)
+    def late(*args, **kwargs):
+        time.sleep(HELD_UP_S)
+        return function(*args, **kwargs)
+
+    setattr(owner, last, late)
+
+
 def _without_cache():
     from deepmd_ema.data.collate import PairCache
 
@@ -256,6 +332,19 @@ def _at_start(action):
         action()
 
     World.broadcast_from_rank0 = act
+
+
+def _at_the_rendezvous(action):
+    from torch import distributed
+
+    init = distributed.init_process_group
+
+    def act(*arguments, **options):
+        _note()
+        action()
+        init(*arguments, **options)
+
+    distributed.init_process_group = act
 
 
 def _after_step(action):
@@ -293,7 +382,9 @@ def _note():
 FAULTS = {
     act.__name__: act
     for act in (
-        fail, die, die_in_validation, die_at_start, die_early, be_terminated_at_start, ask_to_stop, ask_in_validation,
+        fail, die, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
+        be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
         ask_often, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
+        come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,
     )
 }  # fmt: skip

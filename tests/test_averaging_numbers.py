@@ -21,7 +21,7 @@ from averaging_nets import (
 )
 from torch import nn
 
-from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
+from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile, storage
 
 
 @pytest.fixture
@@ -193,6 +193,38 @@ def test_an_update_is_one_operation_per_average(net):
     with Recorded() as seen:
         bank.update()
     assert seen.names == ["aten::_foreach_lerp_.Scalar"] * 2
+
+
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_averages_that_are_updated_together_have_the_bits_of_one_tensor_at_a_time(dtype, at_once, monkeypatch):
+    monkeypatch.setattr(storage, "_AT_ONCE", at_once)
+    net = make_net(dtype=dtype)
+    decays = {"a": 0.9, "b": 0.99, "narrow": 0.5, "every_second": 0.8}
+    more = {"narrow": {"dtype": "float32"}, "every_second": {"update_every": 2, "buffers": "average"}}
+    bank = AverageBank(net, [EmaProfile(n, d, warmup=False, **more.get(n, {})) for n, d in decays.items()])
+    wide = {n: bank[n].storage.buffers[0].flat.dtype for n in decays}
+    expected = {n: {key: p.detach().to(wide[n], copy=True) for key, p in net.named_parameters()} for n in decays}
+    for step in range(1, 5):
+        move(net, step)
+        bank.update()
+        for name, averages in expected.items():
+            if name != "every_second" or step % 2 == 0:
+                decay = decays[name] ** (2 if name == "every_second" else 1)
+                for key, p in net.named_parameters():
+                    averages[key] = averages[key].lerp(p.detach().to(averages[key].dtype), 1 - decay)
+    for name, averages in expected.items():
+        found = bank.weights(name)
+        assert all(torch.equal(found[key], average) for key, average in averages.items()), name
+
+
+def test_averages_in_another_precision_widen_the_weights_once():
+    net = make_net(dtype=torch.float32)
+    bank = AverageBank(net, [EmaProfile(f"e{i}", 0.9) for i in range(3)])
+    bank.update()
+    with Recorded() as seen:
+        bank.update()
+    assert seen.names == ["aten::_foreach_copy_", *["aten::_foreach_lerp_.Scalar"] * 3]
 
 
 @pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)

@@ -13,6 +13,7 @@ from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Shard
 from deepmd_ema.averaging.exchange import Exchange
+from deepmd_ema.averaging.storage import lerp
 from deepmd_ema.errors import ConfigError
 
 
@@ -269,7 +270,7 @@ def test_a_gathered_average_is_swapped_in_by_the_part_of_this_rank():
     average.seed(0)
     with torch.no_grad():
         weight.mul_(3)
-        average.update(1, None)
+        lerp(average.update(1, None))
     exchange = Exchange(average)
     exchange.swap_in()
     assert torch.equal(weight[:2], 2 * first)

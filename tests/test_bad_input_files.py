@@ -373,8 +373,30 @@ def test_a_forgotten_restart_loses_nothing_and_is_told_before_the_first_step(des
         assert checkpoint.load(Path("earlier-1") / link)["step"] == LAST
     assert checkpoint.load("model.ckpt.pt")["step"] == 8
     assert not Path(LOCK).exists()
-    desk.train().must_say("moved to earlier-2", code=GOOD)
+    assert "are kept" not in told.text
+    told = desk.train()
+    told.must_say("moved to earlier-2", r"2 such folders are kept, ", f"MB: {Path.cwd()}/earlier-*. Remove", code=GOOD)
     assert checkpoint.load(Path("earlier-1") / ".")["step"] == LAST
+
+
+def test_a_run_that_left_neither_rows_nor_checkpoints_is_not_kept(clean):
+    """A run that ends before its first row leaves its normalized input alone; another file of the name is kept."""
+    clean.train().must_say(code=GOOD)
+    normalized = Path("out.json").read_text()
+    for path in Path().iterdir():
+        if path.name.startswith(("model", "lcurve", "val", "best", "checkpoint")) and not path.is_dir():
+            path.unlink()
+    Path("out.json").write_text(normalized.replace('"numb_steps": 2', '"numb_steps": 3'))
+    assert Path("out.json").read_text() != normalized
+    clean.train().must_say(code=GOOD)
+    assert not list(Path().glob("earlier*"))
+    assert Path("out.json").read_text() == normalized
+
+
+def test_an_input_of_the_user_under_the_name_of_the_output_is_kept(clean):
+    shutil.copy("input.json", "out.json")
+    clean.train().must_say("moved to earlier-1", code=GOOD)
+    assert Path("earlier-1/out.json").read_bytes() == Path("input.json").read_bytes()
 
 
 def test_a_restart_sets_nothing_aside(desk):

@@ -262,3 +262,43 @@ def test_a_launcher_that_ends_the_ranks_while_torch_is_loaded_leaves_a_message(
     assert ("stopped by" in said) is speaks
     if speaks and error is Terminated:
         assert said == f"dp-ema (rank {rank}): stopped by SIGTERM outside the training steps; nothing was saved\n"
+
+
+@pytest.mark.parametrize("words", [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]])
+def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
+    """The file was not written, and nothing said so."""
+    for place in (0, len(words)):
+        assert cli.main([*words[:place], "-l", "a.log", *words[place:]]) == 2
+        told = f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} ... > FILE`.\n"
+        assert capsys.readouterr().err == told
+
+
+def test_options_before_the_command_count(tmp_path, monkeypatch, capsys):
+    """They were taken and overwritten by the defaults of the command."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["-l", "a.log", "-v", "DEBUG", "freeze", "-c", "nowhere.pt"]) == 2
+    assert (tmp_path / "a.log").is_file()
+    assert "nowhere.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, True), (2, False)])
+def test_a_rank_that_is_ended_while_the_command_line_is_loaded_leaves_a_message(rank, speaks, tmp_path):
+    """It was silent until the first imports were done."""
+    code = (
+        "import builtins, os, signal, deepmd_ema.__main__ as program\n"
+        "load = builtins.__import__\n"
+        "def end(name, *rest):\n"
+        "    if name == 'deepmd_ema.cli': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return load(name, *rest)\n"
+        "builtins.__import__ = end\n"
+        "program.main()"
+    )
+    found = run_python("-c", code, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3"})
+    assert found.returncode == (143 if speaks else -15)
+    assert found.stderr == f"dp-ema (rank {rank}): stopped by SIGTERM\n" * speaks
+
+
+def test_a_name_cannot_steer_the_terminal(capsys):
+    """Names of files come from archives and other people."""
+    assert cli.main(["show", "\x1b[2Jmodel.pt"]) == 2
+    assert capsys.readouterr().err.startswith("dp-ema: \\x1b[2Jmodel.pt: no such file")

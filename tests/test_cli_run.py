@@ -71,7 +71,7 @@ def test_the_averaged_file_is_the_average_inside_the_checkpoint(run):
     for name, tensor in inside.model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), beside.model.state_dict()[name].numpy(), err_msg=name)
     assert inside.info.in_words() == beside.info.in_words()
-    assert inside.info.in_words().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, updates {STEPS}")
+    assert inside.info.in_words().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, {STEPS} updates")
 
 
 def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):
@@ -101,8 +101,9 @@ def test_letters_that_the_terminal_lacks_do_not_cost_the_result(run, water_like_
     assert b"meV/A" in done.stdout
 
 
-def test_a_full_disk_under_the_results_is_told(run, water_like_valid):
-    done = shell(f"test -m model.ckpt.pt -s {water_like_valid} > /dev/full", run)
+@pytest.mark.parametrize("words", ["test -m model.ckpt.pt -s {}", "--help", "train --help", "--version", "doc"])
+def test_a_full_disk_under_the_results_is_told(run, water_like_valid, words):
+    done = shell(f"{words.format(water_like_valid)} > /dev/full", run)
     assert done.returncode == 2
     assert re.fullmatch(rb"dp-ema: .*No space left on device.*Make room on the disk.*\n", done.stderr)
 

@@ -321,6 +321,23 @@ def test_frame_and_atomic_parameters_are_shown(tmp_path):
     assert f"{path}" in text
 
 
+def test_parameters_that_the_model_does_not_take_are_told_once(tmp_path):
+    """They were left out in silence."""
+    path = write_system(tmp_path / "w", frames=8, fparam=2, aparam=1, sets=2)
+    write_system(tmp_path / "v", frames=4, seed=5)
+    names = [str(tmp_path / name) for name in "vw"]
+    told = [w for w in check(names).warnings if "is not read" in w]
+    assert told == [
+        f"set.*/fparam.npy in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_fparam is 0. "
+        "Set it to the numbers per frame, or leave it if the model shall not depend on them.",
+        f"set.*/aparam.npy in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_aparam is 0. "
+        "Set it to the numbers per atom, or leave it if the model shall not depend on them.",
+    ]
+    opened = open_data([str(path)], ELEMENTS, LABELS, numb_fparam=2, numb_aparam=1)
+    report = check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
+    assert not [w for w in report.warnings if "is not read" in w]
+
+
 def test_a_set_of_very_many_elements_fits_the_screen(tmp_path):
     """Nearest pairs of 53 elements were a wall of 1,431 numbers."""
     names = [f"E{k}" for k in range(53)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from infer_models import write_run
@@ -12,7 +13,7 @@ from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.export import freeze
-from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.infer.show import describe
 
 
@@ -60,7 +61,7 @@ def test_an_averaged_file_is_described(run):
 def test_a_frozen_file_is_described(run, tmp_path):
     text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
     assert "frozen model of dp-ema 0" in text
-    assert row(text, "weights") == "averaged weights (ema) of step 7: decay 0.99, updates 7, mean age 4.5"
+    assert row(text, "weights") == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
     assert row(text, "sizes") == row(describe(run[0]), "sizes")
 
 
@@ -87,3 +88,10 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, run, capsys):
     (tmp_path / "t.pt").write_bytes(run[0].read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"t.pt: damaged"):
         describe(tmp_path / "t.pt")
+
+
+def test_large_numbers_of_an_average_have_separators():
+    facts = {"type": "swa", "updates": 20000, "mean_age": 9999.5}
+    info = Provenance(Path("m.pt"), "average", "flat", 20000, facts)
+    words = "equal weights, 20,000 updates, mean age 9,999.5 steps"
+    assert info.in_words() == f"averaged weights (flat) of step 20,000: {words}"

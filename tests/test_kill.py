@@ -81,7 +81,7 @@ class Reaper:
         os.replace = self.before(os.replace)
         Path.unlink, Path.symlink_to = self.before(Path.unlink), self.before(Path.symlink_to)
         torch.save = self.within_save(torch.save)
-        tables._Table._add = self.within_row(tables._Table._add)
+        tables.RowTable._add = self.within_row(tables.RowTable._add)
 
     def before(self, call):
         def change(*arguments, **options):

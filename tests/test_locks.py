@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -104,13 +105,25 @@ def test_a_run_on_another_machine_is_told_by_its_signs_of_life(lock, quick):
         os.close(handle)
 
 
-def test_a_lock_of_another_machine_without_a_sign_of_life_is_taken(lock, quick, caplog):
+def test_the_wait_for_a_run_on_another_machine_is_told_at_its_start(lock, caplog, monkeypatch):
     caplog.set_level("INFO")
+    write_lock(lock)
+    said_before = []
+    monkeypatch.setattr(locks, "_shows_life", lambda path: said_before.append(caplog.text))
+    with locked([lock]):
+        assert json.loads(lock.read_text())["machine"] == this_machine()
+    assert re.search(
+        rf"{lock}: process 7 on node12 held this lock, with a sign of life \d s ago, and can be asked on its own "
+        r"machine only\. Waiting up to 70 s for another sign; this run begins if there is none\. .*remove the file",
+        said_before[0],
+    )
+    assert "process 7 on node12, which has ended, is taken over" in caplog.text
+
+
+def test_a_lock_of_another_machine_without_a_sign_of_life_is_taken(lock, quick):
     write_lock(lock)
     with locked([lock]):
         assert json.loads(lock.read_text())["machine"] == this_machine()
-    assert "watching for" in caplog.text
-    assert "process 7 on node12, which has ended, is taken over" in caplog.text
 
 
 def test_an_old_lock_of_another_machine_is_taken_without_waiting(lock):

@@ -18,6 +18,7 @@ from helpers import assert_same, tiny_input, write_system
 from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
+from deepmd_ema.report import tables
 from deepmd_ema.train.run import run_training
 from deepmd_ema.train.trainer import Callback
 
@@ -121,6 +122,46 @@ def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
     before = (folder / "lcurve.out").read_bytes()
     start("run", 20, restart="model.ckpt-10.pt")
     assert (folder / "lcurve.out").read_bytes() == before
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.0])
+def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monkeypatch, seconds):
+    """A restart does not write rows of before its checkpoint again; those after it may be lost in a power cut."""
+    monkeypatch.setattr(tables, "SYNC_S", seconds)
+    events = []  # rows that are added, files that are flushed, links that are moved
+    fsync, add, move = os.fsync, tables.RowTable._add, os.replace
+
+    def note_fsync(handle):
+        events.append(("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+        fsync(handle)
+
+    def note_row(table, line):
+        events.append(("row", table._path.name))
+        add(table, line)
+
+    def note_move(old, new):
+        events.append(("moved", Path(new).name))
+        move(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(tables.RowTable, "_add", note_row)
+    monkeypatch.setattr(os, "replace", note_move)
+    start("run", 20)
+    waiting, saved, flushed = set(), 0, 0
+    for kind, name in events:
+        if kind == "row":
+            waiting.add(name)
+        elif kind == "flushed":
+            waiting.discard(name)
+            flushed += name == "lcurve.out"
+        elif re.fullmatch(r"model\.ckpt-\d+\.pt", name):
+            saved += 1
+            assert not waiting
+    rows = events.count(("row", "lcurve.out"))
+    assert (saved, rows) == (2, 5)
+    assert flushed == (
+        1 + saved if seconds else rows
+    )  # the first row, as nothing was flushed before, and each checkpoint
 
 
 def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start):

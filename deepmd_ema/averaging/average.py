@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepmd_ema.averaging.binding import Binding, Shard
 from deepmd_ema.averaging.profile import Profile
-from deepmd_ema.averaging.storage import Storage
+from deepmd_ema.averaging.storage import Buffer, Storage, lerp
 from deepmd_ema.tensors import check_weights
 
 logger = logging.getLogger(__name__)
@@ -46,20 +46,24 @@ class Average:
         """Whether ``start_step`` is reached; before it the average is the live weights."""
         return self._counter.updates >= 0 or self.counts()[0] >= 0
 
-    def update(self, step: int, ok: Tensor | None) -> None:
-        """Update with the live weights after ``step``, unless ``ok`` (not on the host) turns out to be 0."""
+    def update(self, step: int, ok: Tensor | None) -> list[tuple[Buffer, float]]:
+        """Update with the live weights after ``step``, unless ``ok`` (not on the host) turns out to be 0.
+
+        Returns:
+            Buffers and shares that are left to :func:`deepmd_ema.averaging.storage.lerp`, for all averages at once.
+        """
         storage = self.storage
         if storage.staging is not None:
             self.flush()
             storage.staging.start(step, ok)
         elif ok is None and self._counter.on_device is None:
             share = self._counter.count(step)
-            for buffer in storage.buffers:
-                buffer.lerp(buffer.live(), share)
+            return [(buffer, share) for buffer in storage.buffers]
         elif storage.buffers:
             good, share_on_device = self._counter.count_if(step, ok, storage.buffers[0].source.device)
             for buffer in storage.buffers:
                 buffer.lerp_if(good, buffer.live(), share_on_device)
+        return []
 
     def flush(self) -> None:
         """Wait for a copy of the weights that was enqueued, and update with it."""
@@ -68,7 +72,7 @@ class Average:
             step, weights = arrived
             share = self._counter.count(step)
             for buffer, live in zip(self.storage.buffers, weights):
-                buffer.lerp(live, share)
+                lerp([(buffer, share)], live)
 
     def seed(self, step: int) -> None:
         """Start from the live weights, which are those after ``step`` steps."""

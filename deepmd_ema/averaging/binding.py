@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+from deepmd_ema.dist.dtensor import all_gather_rows, from_local, full_tensor, local_shard, shard_like
 from deepmd_ema.tensors import prefix_of
 
 _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -116,11 +116,7 @@ class RangeShard(Shard):
         """Return the tensor of which ``part`` is the local range. A collective."""
         if self._size == 1:
             return part.detach().view(self.shape)
-        padded = part.new_zeros(self._length)  # all_gather needs parts of one size
-        padded[: part.numel()] = part
-        ranges = [torch.empty_like(padded) for _ in range(self._size)]
-        dist.all_gather(ranges, padded)
-        return torch.cat(ranges)[: self.parameter.numel()].view(self.shape)
+        return all_gather_rows(part.detach(), self.parameter.numel(), self._size).view(self.shape)
 
     def local_shard(self, full: Tensor) -> Tensor:
         """Return the local range of ``full``."""

@@ -1,9 +1,9 @@
-"""The memory of one average: flat buffers, and staging memory for averages that are on the host."""
+"""The memory of one average: flat buffers, their update, and staging memory for averages that are on the host."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from deepmd_ema.averaging.binding import Shard
 from deepmd_ema.averaging.profile import Profile
 
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
+_AT_ONCE = 1 << 17  # elements of live weights that are widened and averaged together: they stay in the cache of a core
 
 
 class Storage:
@@ -78,7 +79,9 @@ class Buffer:
     Attributes:
         flat: the averages.
         views: one view of ``flat`` per tensor.
+        parts: ``views`` of the tensors that are updated at once.
         source: one of the live tensors.
+        key: the same in buffers of the same live tensors, device and precision.
     """
 
     def __init__(self, shards: Sequence[Shard], home: torch.device, dtype: torch.dtype, gathered: bool) -> None:
@@ -88,24 +91,30 @@ class Buffer:
         self._shards, self._gathered = shards, gathered
         self._local = [shard.local for shard in shards]
         self.source = self._local[0]
-        self._one_dtype = self.source.dtype == dtype
+        self._slices = list(_slices(self.shapes)) if home.type == "cpu" else [slice(None)]
+        self.parts = [self.views[chosen] for chosen in self._slices]
+        self._wide: list[list[Tensor]] | None = None
+        self.key = (home, dtype, gathered, tuple(map(id, self._local)))
 
     def live(self) -> list[Tensor]:
         """Return the live tensors that belong to ``views``. A collective when gathered."""
         return [shard.full_tensor(shard.local) for shard in self._shards] if self._gathered else self._local
 
-    def lerp(self, live: list[Tensor], share: float) -> None:
-        """Move the averages towards ``live`` by ``share`` of the distance."""
-        if self._one_dtype:
-            torch._foreach_lerp_(self.views, live, share)
-        elif self.flat.device.type == "cpu":  # one tensor at a time in the wider precision stays in the cache
-            for mine, tensor in zip(self.views, live):
-                mine.lerp_(tensor.to(self.flat.dtype), share)
+    def live_parts(self, live: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield ``live`` in the precision of the averages, as ``parts``; use each before the next is made."""
+        if live[0].dtype == self.flat.dtype:
+            yield from (live[chosen] for chosen in self._slices)
+        elif self.flat.device.type == "cpu":
+            if self._wide is None:
+                self._wide = _shared_views([self.shapes[chosen] for chosen in self._slices], self.flat.dtype)
+            for wide, chosen in zip(self._wide, self._slices):
+                torch._foreach_copy_(wide, live[chosen])
+                yield wide
         else:
-            torch._foreach_lerp_(self.views, [tensor.to(self.flat.dtype) for tensor in live], share)
+            yield [tensor.to(self.flat.dtype) for tensor in live]
 
     def lerp_if(self, good: Tensor, live: list[Tensor], share: Tensor) -> None:
-        """Do :meth:`lerp` if ``good`` is 1, and nothing if it is 0; the device decides."""
+        """Do :func:`lerp` if ``good`` is 1, and nothing if it is 0; the device decides."""
         copy = torch.zeros_like(self.flat)
         torch._foreach_copy_(_views(copy, self.shapes), live)
         # not share 0 alone: 0 * nan would poison the average
@@ -161,6 +170,29 @@ class Staging:
         self._step = None
 
 
+def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None) -> None:
+    """Move the averages of each buffer towards the live tensors by its share of the distance.
+
+    Buffers of the same tensors go on together, part by part, so that each is read from memory and widened once.
+
+    Args:
+        moves: buffers and their shares.
+        live: what they are moved towards, if not the live tensors as they are now.
+    """
+    together: dict[Any, list[tuple[Buffer, float]]] = {}
+    for move in moves:
+        together.setdefault(move[0].key, []).append(move)
+    for alike in together.values():
+        first, share = alike[0]
+        targets = first.live() if live is None else live
+        if len(alike) == 1 and targets[0].dtype == first.flat.dtype:
+            torch._foreach_lerp_(first.views, targets, share)  # nothing to be done once for several
+            continue
+        for k, part in enumerate(first.live_parts(targets)):
+            for buffer, share in alike:
+                torch._foreach_lerp_(buffer.parts[k], part, share)
+
+
 def needs_staging(buffers: Sequence[Buffer]) -> bool:
     """Whether some averages are on another device than their weights."""
     return any(b.source.device != b.flat.device for b in buffers)
@@ -178,3 +210,21 @@ def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 def _stride(shape: tuple[int, ...]) -> int:
     """Return the elements from the start of a tensor of ``shape`` to that of the next one."""
     return -(-math.prod(shape) // _ALIGN) * _ALIGN
+
+
+def _slices(shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
+    """Yield slices of neighboring tensors with at most ``_AT_ONCE`` elements together, or of one tensor."""
+    first = size = 0
+    for i, shape in enumerate(shapes):
+        size += _stride(shape)
+        if size > _AT_ONCE and i > first:
+            yield slice(first, i)
+            first, size = i, _stride(shape)
+    yield slice(first, len(shapes))
+
+
+def _shared_views(parts: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype) -> list[list[Tensor]]:
+    """Return tensors of these shapes; all parts share the memory of the largest."""
+    largest = max(sum(map(_stride, shapes)) for shapes in parts)
+    memory = torch.empty(largest, dtype=dtype)
+    return [_views(memory[: sum(map(_stride, shapes))], shapes) for shapes in parts]

@@ -354,10 +354,10 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
     """Return ``payload`` without its digest, once it is clear that a run has written it and that it is whole."""
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
         found = payload["format"]
-        if not isinstance(found, int) or found > FORMAT:
+        if not isinstance(found, int) or not 1 <= found <= FORMAT:
             raise CheckpointError(
-                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format {found}; this "
-                f"version reads up to format {FORMAT}. Update dp-ema."
+                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
+                f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
         check_content(payload, path)
         return {name: part for name, part in payload.items() if name != _DIGEST}

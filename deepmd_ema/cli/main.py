@@ -74,6 +74,7 @@ COMMANDS: dict[str, Command] = {
     "plot": plot,
     "doc": doc,
 }
+WITHOUT_LOG = ("check", "show", "plot", "doc")  # they print what was asked for, and nothing else
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +124,6 @@ def build_parser() -> _Parser:
     parser = _Parser(prog="dp-ema", description="Train Deep Potential models with averaged weights.",
                      parents=[common], allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
-    parser.set_defaults(debug=False, log_level="INFO", log_path=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     for name, command in COMMANDS.items():
         line = command.SUMMARY
@@ -161,8 +161,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
 
 def _is_of_memory(error: BaseException) -> bool:
     """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
-    said = r"out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable"
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(said, str(error))))
+    said = "out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable|failed to map"
+    kinds = (RuntimeError, ImportError)  # of a library that does not fit
+    return isinstance(error, MemoryError) or (isinstance(error, kinds) and bool(re.search(said, str(error))))
 
 
 def _first_line(error: BaseException) -> str:
@@ -194,6 +195,10 @@ class _Parser(argparse.ArgumentParser):
         # that of Python before 3.14 takes -1e2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)  # argparse says nothing of a disk that is full
+        flush_results()
+
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
         if found is None:
@@ -210,7 +215,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    args, rest = parser.parse_known_args(list(words))
+    # defaults of the parser would overwrite what stands before the command
+    args, rest = parser.parse_known_args(list(words), argparse.Namespace(debug=False, log_level="INFO", log_path=None))
+    if args.log_path is not None and args.command in WITHOUT_LOG:
+        name = args.command
+        raise UserError(f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`.")
     if not rest:
         return args
     of_peer = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})

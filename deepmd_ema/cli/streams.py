@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import sys
 import unicodedata
 from contextlib import suppress
@@ -48,7 +49,8 @@ def settle_streams() -> None:
 
 
 def say_error(text: str) -> None:
-    """Write ``text`` to standard error, if anybody is there to read it."""
+    """Write ``text`` to standard error, if anybody is there; what would steer a terminal is shown as a code."""
+    text = re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

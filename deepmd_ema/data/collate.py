@@ -41,6 +41,7 @@ class PairedFrame:
         table: (S, 3) cartesian shifts of the images, angstrom.
         reverse: (N, M) int32 slots ``row * K + k`` whose neighbor is the row; ``N * K`` is none.
         most: per section the most neighbors inside the cutoff that an atom has; those beyond ``sel`` are not here.
+        nearest: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
     """
 
     frame: Frame
@@ -53,6 +54,7 @@ class PairedFrame:
     table: Array
     reverse: Array
     most: tuple[int, ...]
+    nearest: float
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +106,7 @@ def pair_frame(
         table=table,
         reverse=_reverse_slots(flat, column, natoms, total, round_to),
         most=most,
+        nearest=pairs.nearest,
     )
 
 

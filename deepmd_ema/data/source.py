@@ -123,6 +123,10 @@ class FrameSource(Protocol):
     def frame_sizes(self) -> Array:
         """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
 
+    @property
+    def unread(self) -> Sequence[str]:
+        """Frame and atomic parameters that are stored, and that the model does not take."""
+
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""
 

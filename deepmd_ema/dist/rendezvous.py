@@ -13,22 +13,23 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from deepmd_ema.dist.launch import ADDRESS, END_SIGNALS, Launch
+from deepmd_ema.dist.launch import ADDRESS, END_SIGNALS, Launch, write_error_file
 from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
-PEER_ERROR_S = 2.0  # that a rank which lost another one waits for one that knows why
-LINGER_S = 10.0  # that the host of the store waits for ranks that have not read it: a loaded machine takes seconds
+PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one has failed: it may be dead
+LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
 LONGEST_POLL_S = 0.5
+REACT_S = 2.0  # for a rank to come back from torch after a signal
 
 
 class Rendezvous:
     """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
-    Keys: ``joined K`` of rank K (its process and machine), ``ending K``, ``left K`` (it will not ask the store any more),
-    and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of torch where the host of
-    the store has ended.
+    Keys: ``joined K`` of rank K (its process and machine), ``ready K``, ``ending K``, ``left K`` (it will not ask the
+    store any more), and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of torch
+    where the host of the store has ended.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -72,9 +73,26 @@ class Rendezvous:
                 f"another process has come as rank {rank} already: RANK is the same twice, or two runs have the same "
                 f"MASTER_PORT = {self._address[1]}. Give every process its own RANK and every run its own port."
             )
-        if _wait_for(lambda: not self._missing("joined"), JOIN_S):
+        self._wait_for_all("joined")
+
+    def be_ready(self) -> None:
+        """Wait until all ranks are about to exchange tensors: connecting to one that has ended takes until a timeout.
+
+        Raises:
+            UserError: naming the ranks that are missing.
+            RankLostError: if another rank has ended.
+        """
+        self._tell("ready")
+        self._wait_for_all("ready")
+
+    def _wait_for_all(self, key: str) -> None:
+        rank, size = self._launch.rank, self._launch.size
+        answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
+        missing = self._missing(key)
+        if not missing:
             return
-        missing = self._missing("joined")
+        if answered:
+            raise RankLostError("ended because another rank could not go on; its message says why")
         names = f"rank{'s' if len(missing) > 1 else ''} {first_few([str(k) for k in missing], 8)}"
         if rank > min(set(range(size)) - set(missing)):
             raise RankLostError("the ranks did not find each other")  # the first that is here reports it
@@ -89,11 +107,12 @@ class Rendezvous:
         if isinstance(error, Interrupted):  # all ranks have it
             return error if rank == 0 else None
         lost = is_peer_lost(error)
+        patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S  # our own: it knows of the other
         try:
             if self._is_up():  # asked first, because the store would wait minutes for a machine that is gone
                 self._tell("ending")
                 if lost:  # a rank that knows why comes first, if there is one
-                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), PEER_ERROR_S)
+                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), patience)
                 is_first = self.store.add("error", 1) == 1
                 if lost and is_first:
                     error = self._lost_error(error)
@@ -101,7 +120,8 @@ class Rendezvous:
                 if lost and not is_first:
                     time.sleep(HEAD_START_S)
                 if self._is_host:
-                    _wait_for(lambda: not self._missing("left"), LINGER_S)
+                    _wait_for(lambda: not self._missing("left"), PEER_ERROR_S)
+                    _wait_for(lambda: set(self._missing("left")) <= set(self._missing("ending")), LINGER_S)
                 return error if is_first else None
         except RuntimeError:  # it was closed in between
             pass
@@ -112,7 +132,8 @@ class Rendezvous:
 
     def _lost_error(self, error: BaseException) -> BaseException:
         """Return the report of a rank that lost others, which have ended without a message."""
-        names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in self._missing("ending")]
+        came = (k for k in self._missing("ending") if self.store.check([f"joined {k}"]))  # get() waits for the others
+        names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in came]
         places = first_few(names, 4) or "another rank"
         if isinstance(error, Terminated):
             # sent by a user to all ranks, or by a launcher to those that are left
@@ -143,8 +164,8 @@ class Rendezvous:
 
 
 @contextmanager
-def join_ranks(launch: Launch) -> Iterator[dist.Store]:
-    """Find the other ranks and yield their store; of what ends the body, one rank reports it.
+def join_ranks(launch: Launch) -> Iterator[Rendezvous]:
+    """Find the other ranks and yield where they meet; of what ends the body, one rank reports it.
 
     Raises:
         UserError: if the environment does not say where the ranks meet, or they do not.
@@ -154,7 +175,7 @@ def join_ranks(launch: Launch) -> Iterator[dist.Store]:
     rendezvous = Rendezvous(launch)
     try:
         rendezvous.join()
-        yield rendezvous.store
+        yield rendezvous
     except (Exception, KeyboardInterrupt) as error:
         if threading.current_thread() is threading.main_thread():
             for number in END_SIGNALS:  # a launcher that ends the others would cut the report off
@@ -163,6 +184,40 @@ def join_ranks(launch: Launch) -> Iterator[dist.Store]:
         if report is error:
             raise
         raise (report or ReportedElsewhere()) from error
+
+
+@contextmanager
+def ends_at_once(rank: int) -> Iterator[None]:
+    """Let a signal that ends a process end it in the body, which waits inside torch, where Python runs no handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while number := reader.recv(1):
+            # else the main thread has come back to Python, and reports it
+            if number[0] in (*END_SIGNALS, signal.SIGINT) and not left.wait(REACT_S):
+                error = Terminated(signal_number=signal.Signals(number[0]))
+                message = f"dp-ema (rank {rank}): {error}. Another rank does not answer: it may have been killed."
+                if rank <= 1:  # rank 0 may be the one that was killed
+                    os.write(2, f"{message}\n".encode())
+                    write_error_file(message)
+                os._exit(128 + error.signal_number)
+
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from deepmd_ema.dist.device import keep_freed_memory, select_device
 from deepmd_ema.dist.launch import ADDRESS, Launch
-from deepmd_ema.dist.rendezvous import is_peer_lost, join_ranks
+from deepmd_ema.dist.rendezvous import ends_at_once, is_peer_lost, join_ranks
 from deepmd_ema.errors import RankLostError, UserError
 
 T = TypeVar("T")
@@ -120,16 +120,20 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
     if not launch.launched or (launch.size == 1 and any(name not in os.environ for name in ADDRESS)):
         yield World(**vars(launch), device=select_device(device, launch.local_rank))
         return
-    with join_ranks(launch) as store:
+    with join_ranks(launch) as rendezvous:
         chosen = select_device(device, launch.local_rank)
         cuda = chosen.type == "cuda"
         if cuda:
             torch.cuda.set_device(chosen)
+        rendezvous.be_ready()
         try:
             backend = "nccl" if cuda else "gloo"
-            dist.init_process_group(backend, timeout=STEP_TIMEOUT, rank=launch.rank, world_size=launch.size, store=store)
-            cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
-            long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+            with ends_at_once(launch.rank):
+                dist.init_process_group(
+                    backend, timeout=STEP_TIMEOUT, rank=launch.rank, world_size=launch.size, store=rendezvous.store
+                )
+                cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
+                long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             if is_peer_lost(error):
                 raise

@@ -11,13 +11,22 @@ from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
 from deepmd_ema.config import ModelConfig, model_config_from_dict
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.tensors import check_weights
 from deepmd_ema.weights import LIVE
 
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo")
+_AVERAGE_WORDS = {
+    "decay": "decay {:g}",
+    "sigma_rel": "sigma_rel {:.4g}",
+    "gamma": "gamma {:.4g}",
+    "updates": "{}",
+    "snapshots": "made of {:,} snapshots",
+    "mean_age": "mean age {:,.1f} steps",
+    "residual": "residual {:.2%}",
+}
 
 
 @dataclass(frozen=True)
@@ -54,17 +63,12 @@ class Provenance:
 
     def in_words(self) -> str:
         """Return one line: live or which average, of which step."""
-        step = "an unknown step" if self.step is None else f"step {self.step}"
+        step = "an unknown step" if self.step is None else f"step {self.step:,}"
         if not self.weights:
             return f"weights of {step}; the file does not say whether they are live or averaged"
         if self.weights == LIVE:
             return f"live weights of {step}"
-        about = [
-            f"{name.replace('_', ' ')} {f'{value:.6g}' if isinstance(value, float) else value}"
-            for name, value in facts_of_average(self.average).items()
-            if name in ("decay", "sigma_rel", "updates", "mean_age")
-        ]
-        return f"averaged weights ({self.weights}) of {step}" + (f": {', '.join(about)}" if about else "")
+        return ": ".join(filter(None, (f"averaged weights ({self.weights}) of {step}", average_in_words(self.average))))
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,15 @@ def load_model(path: str | Path, use_average: bool = False, average: str | None 
     return loaded
 
 
-def facts_of_average(average: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what people want to know of an average, of whatever type, in the order in which it is said."""
+def average_in_words(average: Mapping[str, Any]) -> str:
+    """Return what people want to know of an average, of whatever type, on one line."""
     facts = dict(average)
     if "gamma" in facts:
         facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))
-    names = ("decay", "sigma_rel", "gamma", "updates", "snapshots", "mean_age", "residual")
-    return {name: facts[name] for name in names if name in facts}
+    if "updates" in facts:  # -1 before the first step
+        facts["updates"] = counted(max(0, facts["updates"]), "update")
+    words = [text.format(facts[name]) for name, text in _AVERAGE_WORDS.items() if name in facts]
+    return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 
 def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None) -> LoadedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import gt
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from deepmd_ema.batch import Batch
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
@@ -112,34 +112,35 @@ class Potential:
 
     def _predict(self, frames: Sequence[Frame]) -> dict[str, NDArray[np.float64]]:
         paired = [pair_frame(frame, self._layout) for frame in frames]
-        batch = collate(paired, self._layout)
-        self._warn_once(paired, batch)
-        batch = batch.to(self._device)
+        self._warn_once(paired)
+        batch = collate(paired, self._layout).to(self._device)
         found = self._model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
 
-    def _warn_once(self, frames: Sequence[PairedFrame], batch: Batch) -> None:
+    def _warn_once(self, frames: Sequence[PairedFrame]) -> None:
         """Log what the model was not made for: neighbors that it drops, and atoms nearer than it was trained on."""
-        most, kept = np.max([frame.most for frame in frames], axis=0), np.array(self._layout.sel)
-        if "neighbors" not in self._warned and (most > kept).any():
-            self._warned.add("neighbors")
-            logger.warning(
+        most, kept = np.max([frame.most for frame in frames], axis=0).tolist(), list(self._layout.sel)
+        if any(map(gt, most, kept)):
+            self._warn(
                 "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): the farthest are "
                 "dropped, which makes the energy jump. Train with a larger sel. This is said once.",
-                most.tolist(), self.rcut, kept.tolist(),
+                most, self.rcut, kept,
             )  # fmt: skip
-        trained = self.info.min_nbor_dist or 0.0
-        if "distance" not in self._warned and 0 < trained < self.rcut and batch.vector.numel():
-            nearest = float(torch.linalg.vector_norm(batch.vector, dim=-1).min())
-            if nearest < trained * (1 - _ROUNDING):
-                self._warned.add("distance")
-                logger.warning(
-                    "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: what the model "
-                    "says of such frames is a guess. This is said once.",
-                    nearest, trained,
-                )  # fmt: skip
+        # the neighbor search has measured it already
+        nearest, trained = min(frame.nearest for frame in frames), self.info.min_nbor_dist or 0.0
+        if trained < self.rcut and nearest < trained * (1 - _ROUNDING):
+            self._warn(
+                "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: what the model "
+                "says of such frames is a guess. This is said once.",
+                nearest, trained,
+            )  # fmt: skip
+
+    def _warn(self, text: str, *values: Any) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, *values)
 
     def _frames(self, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
         kinds = self._type_numbers(types)

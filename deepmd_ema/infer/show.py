@@ -13,7 +13,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict, config_summary, model_config_from_dict
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, facts_of_average, load_model
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, average_in_words, load_model
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.table import facts, render
 from deepmd_ema.weights import LIVE
@@ -25,15 +25,6 @@ KINDS = {
     "snapshot": "snapshot of an average",
     "weights": "weights",
     "frozen": "frozen model",
-}
-_AVERAGE_WORDS = {
-    "decay": "decay {:g}",
-    "sigma_rel": "sigma_rel {:.4g}",
-    "gamma": "gamma {:.4g}",
-    "updates": "{:,} updates",
-    "snapshots": "made of {:,} snapshots",
-    "mean_age": "mean age {:.1f} steps",
-    "residual": "residual {:.2%}",
 }
 
 
@@ -66,12 +57,12 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
 
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name = payload["weights"]
-    own = LIVE if name == LIVE else f"average {name}: {_average(payload.get('average', {}))}"
+    own = LIVE if name == LIVE else f"average {name}: {average_in_words(payload.get('average', {}))}"
     yield "weights", f"{own}, step {payload['step']:,}"
     profiles = payload.get("averages", {}).get("profiles", {})
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
-        yield "average", f"{average}: {_average(state)} (freeze it with {option})"
+        yield "average", f"{average}: {average_in_words(state)} (freeze it with {option})"
     yield from _bias(payload.get("bias", {}), payload.get("refitted_bias", {}))
 
 
@@ -107,12 +98,6 @@ def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     numbers = sum(t.numel() for t in tensors.values())
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     return "sizes", f"{numbers:,} numbers in {len(tensors)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}"
-
-
-def _average(state: Mapping[str, Any]) -> str:
-    known = facts_of_average({**state, "updates": max(0, state["updates"])} if "updates" in state else state)
-    words = [_AVERAGE_WORDS[name].format(value) for name, value in known.items()]
-    return ", ".join(["equal weights"] * (state.get("type") == "swa") + words)
 
 
 def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[tuple[str, str]]:

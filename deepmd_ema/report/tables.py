@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from deepmd_ema.config.outputs import BEST
-from deepmd_ema.files import append, atomic_write
+from deepmd_ema.files import append, atomic_write, sync, writing
 from deepmd_ema.labels import METRICS
 
 ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 # the line of a best file: whose weights it holds (None: the live ones), and its step
 BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.pt ")
 _DIGITS = 5  # significant ones of an error in val.log
+SYNC_S = 10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
 
 
 class HasMetrics(Protocol):
@@ -29,15 +31,16 @@ class HasMetrics(Protocol):
         """Return the error, nan without a label."""
 
 
-class _Table:
+class RowTable:
     """A text file with one header, to which rows are added; each is in the file at once.
 
-    The file starts anew with the first row, unless :meth:`cut_after` was called before.
+    The file starts anew with the first row, unless :meth:`cut_after` was called before. Rows are flushed to the disk,
+    which takes milliseconds, when :meth:`sync` is called, and now and then by themselves.
     """
 
     def __init__(self, path: str | Path, header: str) -> None:
         self._path, self._header = Path(path), header
-        self._begun = False
+        self._begun, self._is_synced, self._synced_at = False, True, -math.inf
 
     def cut_after(self, step: int) -> None:
         """Go on with the file as it was after ``step``: later rows and a torn last line are removed.
@@ -59,12 +62,21 @@ class _Table:
             part.write_text(text, encoding="utf-8")
         self._begun = True
 
+    def sync(self) -> None:
+        """Bring all rows to the disk: call it before a checkpoint, because a restart does not write them again."""
+        if not self._is_synced and self._path.is_file():  # a device or a pipe has nothing to flush
+            with writing(self._path):
+                sync(self._path)
+            self._is_synced, self._synced_at = True, time.monotonic()
+
     def _add(self, line: str) -> None:
         append(self._path, line if self._begun else self._header + line, anew=not self._begun)
-        self._begun = True
+        self._begun, self._is_synced = True, False
+        if time.monotonic() - self._synced_at > SYNC_S:
+            self.sync()
 
 
-class LcurveFile(_Table):
+class LcurveFile(RowTable):
     """The learning curve: one row per displayed step, columns sorted by name, validation before training.
 
     Args:
@@ -102,7 +114,7 @@ class LcurveFile(_Table):
         self._add(f"{row}   {lr:8.1e}\n")
 
 
-class ValidationLog(_Table):
+class ValidationLog(RowTable):
     """Errors over the whole validation set: one row per full validation, and a line for each best file.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.table import render
-from deepmd_ema.report.tables import LcurveFile, ValidationLog
+from deepmd_ema.report.tables import LcurveFile, RowTable, ValidationLog
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
 from deepmd_ema.train.bias import refit
@@ -69,13 +69,15 @@ def assemble(
     )
     times = IntervalTimes()
     validator = _build_validator(prepared, bank, num_steps, builder, world)
+    reporter = _build_reporter(config, tasks, bank, num_steps, start.step, times, world)
+    tables = [*reporter.curves.values(), *(row.log for row in validator.rows)]
     trainer = Trainer(
         tasks=tasks,
         take_step=_build_step(prepared, num_steps, world),
         bank=bank,
         validator=validator,
-        saver=_build_saver(config, num_steps, start.step, builder, validator, world),
-        reporter=_build_reporter(config, tasks, bank, num_steps, start.step, times, world),
+        saver=_build_saver(config, num_steps, start.step, builder, validator, tables, world),
+        reporter=reporter,
         times=times,
         num_steps=num_steps,
         world=world,
@@ -161,8 +163,9 @@ def _build_validator(
 
 
 def _build_saver(
-    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, validator: FullValidation, world: World
-) -> Saver:
+    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, validator: FullValidation,
+    tables: Iterable[RowTable | None], world: World,
+) -> Saver:  # fmt: skip
     """Return what writes the files of the live weights and of every average.
 
     Args:
@@ -171,6 +174,7 @@ def _build_saver(
         start: steps done before it, at a restart.
         builder: makes the content of the files.
         validator: whose best files are pruned once a checkpoint knows of them.
+        tables: whose rows are older than a checkpoint; None on ranks that write nothing.
         world: the processes of the run.
     """
     training, folder = config.training, Outputs(config).snapshot_folder
@@ -192,6 +196,7 @@ def _build_saver(
             if (every := snapshot_every(a, training.save_freq))
         ],
         world=world,
+        tables=[table for table in tables if table is not None],
     )
 
 

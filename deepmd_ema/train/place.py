@@ -12,10 +12,10 @@ from pathlib import Path
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered
-from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
-from deepmd_ema.errors import CheckpointError, collect_problems
-from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync_folder, writing
+from deepmd_ema.errors import CheckpointError, UserError, collect_problems
+from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.weights import LIVE
 
@@ -92,16 +92,38 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
             files.append(path)
     files = list(dict.fromkeys(path for path in files if path.is_file()))
-    if files:
+    if files and not (files == [Path(output)] and _is_normalized(files[0])):
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
             "files of an earlier run%s stand here: moved to %s. To go on with that run instead, stop this one, move "
-            "them back and use --restart.",
-            f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)),
+            "them back and use --restart.%s",
+            f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
         )  # fmt: skip
     with atomic_write(output, "Choose another -o.") as part:
         part.write_text(text, encoding="utf-8")
+
+
+def _is_normalized(path: Path) -> bool:
+    """Whether a file is what a run writes there: beside it such a run, which ended before its first row, left nothing.
+
+    An input of the user, which says less, is kept.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return isinstance(found, dict) and to_dict(config_from_dict(found, str(path))) == found
+    except (ValueError, UserError):
+        return False
+
+
+def _pile(folder: Path) -> str:
+    """Return what is said where several earlier runs have been set aside."""
+    kept = [path for path in folder.glob(f"{EARLIER}-*") if path.is_dir()]
+    if len(kept) < 2:
+        return ""
+    size = sum(file.stat().st_size for path in kept for file in path.rglob("*") if not file.is_symlink())
+    where = f"{folder.absolute()}/{EARLIER}-*"
+    return f" {len(kept)} such folders are kept, {size / 1e6:,.1f} MB: {where}. Remove those that you do not need."
 
 
 def _names(config: RunConfig) -> list[str]:
@@ -153,7 +175,7 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
             pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
     roots = {root for root, _ in places.values()}
     for folder in roots | {path.parent for path in moved}:
-        sync_folder(folder)
+        sync(folder)
     return sorted(root / f"{EARLIER}-{number}" for root in roots)
 
 

@@ -14,6 +14,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.dist.world import World
+from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
@@ -100,6 +101,7 @@ class Saver:
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step.
         world: the processes of the run; rank 0 writes.
+        tables: their rows are on the disk before a checkpoint, from which a restart goes on without writing them again.
     """
 
     builder: StateBuilder
@@ -109,6 +111,7 @@ class Saver:
     every: int
     snapshots: Sequence[Snapshots]
     world: World
+    tables: Sequence[RowTable] = ()
 
     @property
     def link(self) -> Path:
@@ -152,6 +155,8 @@ class Saver:
         written: list[Path] = []
         with self.world.all_ranks_ok():
             if self.world.is_main:
+                for table in self.tables:
+                    table.sync()
                 written = save_together(step, files, self.bests)
         return [str(path) for path in written]
 

@@ -130,6 +130,7 @@ def check_systems(
     report.problems += _no_labels(report.training, labels)
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
+    report.warnings += _unread_warnings(every)
     report.warnings += _element_warnings(report, type_map)
     report.warnings += duplicate_warnings(report.training, report.validation)
     report.warnings += energy_outliers(report.training, report.validation)
@@ -231,6 +232,17 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
                 f"{lacking[0].system.name}): they do not count in this term of the loss."
             )
     return warnings
+
+
+def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[str]:
+    """Yield a warning for each kind of parameters that the data have and the model does not take."""
+    for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
+        if having := [scan.system.name for scan in scans if name in scan.system.unread]:
+            yield (
+                f"set.*/{name}.npy in {len(having)} of {counted(len(scans), 'system')} (first: {having[0]}) is not "
+                f"read: model.fitting_net.numb_{name} is 0. Set it to the numbers per {each}, or leave it if the model "
+                "shall not depend on them."
+            )
 
 
 def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:

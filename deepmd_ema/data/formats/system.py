@@ -79,6 +79,7 @@ class DeepmdSystem:
         sets: its parts.
         atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
         index_of: type in the files to model type, with -1 for itself at the end.
+        unread: parameters that the files have and the model does not take.
     """
 
     name: str
@@ -88,6 +89,7 @@ class DeepmdSystem:
     sets: Sequence[FrameSet] = field(repr=False)
     atom_type: Array | None = field(repr=False)
     index_of: Array = field(repr=False)
+    unread: Sequence[str] = ()
 
     @cached_property
     def num_frames(self) -> int:
@@ -202,7 +204,9 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     if problems:
         raise DataError(problems)
     atom_type = None if is_mixed else index_of[file_types]
-    return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of)
+    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    unread = [p for p, number in taken.items() if not number and any(store.has(f"{s}/{p}.npy") for s in set_names)]
+    return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of, unread)
 
 
 def _read_types(store: ArrayStore) -> Array:
