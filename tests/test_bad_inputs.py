@@ -110,6 +110,7 @@ def test_sizes_and_texts_that_nothing_can_hold_are_told(desk, changes, phrase):
         RuntimeError("[enforce fail at alloc_cpu.cpp:116] err == 0. DefaultCPUAllocator: can't allocate memory: you "
                      "tried to allocate 8000000000000 bytes. Error code 12 (Cannot allocate memory)"),
         RuntimeError("Resource temporarily unavailable"),
+        ImportError("_backend_agg.so: failed to map segment from shared object"),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."),
     ],
 )  # fmt: skip

@@ -101,8 +101,9 @@ def test_letters_that_the_terminal_lacks_do_not_cost_the_result(run, water_like_
     assert b"meV/A" in done.stdout
 
 
-def test_a_full_disk_under_the_results_is_told(run, water_like_valid):
-    done = shell(f"test -m model.ckpt.pt -s {water_like_valid} > /dev/full", run)
+@pytest.mark.parametrize("words", ["test -m model.ckpt.pt -s {}", "--help", "train --help", "--version", "doc"])
+def test_a_full_disk_under_the_results_is_told(run, water_like_valid, words):
+    done = shell(f"{words.format(water_like_valid)} > /dev/full", run)
     assert done.returncode == 2
     assert re.fullmatch(rb"dp-ema: .*No space left on device.*Make room on the disk.*\n", done.stderr)
 

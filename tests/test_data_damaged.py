@@ -271,7 +271,7 @@ def test_hdf5_that_lacks_something_is_told(system, damage, name):
     import h5py
 
     path = hdf5(system)
-    if name == "set.000" and damage in (folder, empty, never_written):
+    if name == "set.000" and damage in (folder, never_written):  # of a group the arrays are told
         return
     with h5py.File(path, "a") as file:
         damage(file["w"], name)
@@ -279,8 +279,28 @@ def test_hdf5_that_lacks_something_is_told(system, damage, name):
     assert f"data.h5#/w/{name}" in problem
     assert any(
         words in problem
-        for words in ("is a link to what does not exist", "is a group", "holds no data", "cannot be read as HDF5")
+        for words in (
+            "is a link to what does not exist",
+            "is a group",
+            "is no group",
+            "holds no data",
+            "cannot be read as HDF5",
+        )
     ), problem
+
+
+def test_hdf5_of_which_a_part_was_never_written_is_told(system):
+    """The part was read as zeros, and a trillion of them took all memory."""
+    import h5py
+
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        data = file["w/set.000/force.npy"][()]
+        del file["w/set.000/force.npy"]
+        file.create_dataset("w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1]))[:1] = data[:1]
+    [problem] = problems_of(path)
+    assert problem.startswith("data.h5#/w/set.000/force.npy: has shape (")
+    assert f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
 
 
 def test_hdf5_with_damaged_bytes_is_told(system):
@@ -297,3 +317,15 @@ def test_hdf5_with_damaged_bytes_is_told(system):
     Path(path).write_bytes(content.replace(start, b"\xff" * 8 + start[8:]))
     [problem] = problems_of(path)
     assert problem.startswith("data.h5#/w/set.000/force.npy: cannot be read as HDF5: the file is damaged")
+
+
+@pytest.mark.parametrize("name", ["set.002", "set.000.tar"])
+def test_a_set_that_is_a_file_is_told(tmp_path, name):
+    """Its frames were left out in silence; an archive of a set is none."""
+    path = write_system(tmp_path / "w", frames=4)
+    (path / name).touch()
+    if name == "set.002":
+        with pytest.raises(DataError, match=r"w/set\.002: is a file, expected a folder with coord.npy"):
+            open_data([path], ["O", "H"])
+    else:
+        assert len(open_data([path], ["O", "H"])) == 1

@@ -161,8 +161,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
 
 def _is_of_memory(error: BaseException) -> bool:
     """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
-    said = r"out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable"
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(said, str(error))))
+    said = "out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable|failed to map"
+    kinds = (RuntimeError, ImportError)  # of a library that does not fit
+    return isinstance(error, MemoryError) or (isinstance(error, kinds) and bool(re.search(said, str(error))))
 
 
 def _first_line(error: BaseException) -> str:
@@ -193,6 +194,10 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         # that of Python before 3.14 takes -1e2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)  # argparse says nothing of a disk that is full
+        flush_results()
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)

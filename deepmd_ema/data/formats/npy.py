@@ -31,10 +31,16 @@ class NpyStore:
         return str(self.path)
 
     def set_names(self) -> list[str]:
-        """Return the names of the set.* folders, sorted; DataError if one is a link to what does not exist."""
+        """Return the names of the set.* folders, sorted; DataError if one is anything else."""
         with _readable(self.path):
             names = sorted(name for name in os.listdir(self.path) if name.startswith("set."))
-        return [name for name in names if is_there(self.path / name) and (self.path / name).is_dir()]
+        folders = [name for name in names if is_there(self.path / name) and (self.path / name).is_dir()]
+        for name in set(names) - set(folders):
+            if name.removeprefix("set.").isdigit():  # not set.000.tar.gz
+                raise DataError(
+                    f"{self.path / name}: is a file, expected a folder with coord.npy. Remove or rename it."
+                )
+        return folders
 
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
