@@ -54,8 +54,8 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
 @contextmanager
 def _held(path: Path) -> Iterator[int]:
     handle = _take(path)
-    me = {"machine": this_machine(), "host": socket.gethostname(), "pid": os.getpid()}
-    me["since"] = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    since = datetime.now().isoformat(" ", "seconds")
+    me = {"machine": this_machine(), "host": socket.gethostname(), "pid": os.getpid(), "since": since}
     try:
         with writing(path):
             os.truncate(handle, 0)
