@@ -28,9 +28,7 @@ _MOST_PAIRS = 5e5  # of a frame; 12 frames of 4,000 atoms of copper, with half o
 _MOST_FITTED = 200  # atoms of a frame whose forces are fitted: 600 equations, for at most 250 unknowns
 _MOST_UNKNOWNS = 250  # 5 elements; with more pairs of elements they share one function of the scaled distance
 _RIDGE = 1e-4  # of the mean of the diagonal; for functions that no pair reaches
-_NEIGHBOR = (
-    1.15  # a neighbor is nearest if it is at most this much farther than the nearest one; bcc has others at 1.155
-)
+_NEIGHBOR = 1.15  # a neighbor is nearest if at most this much farther than the nearest one; in bcc others have 1.155
 _CLEAR = 4.0  # Student's t of a correlation; unrelated numbers reach it once in 10,000 times
 _MIDDLING = 0.5  # least correlation of a ratio: the two regressions of one on the other then give it to a factor of 4
 _SLOPE = 0.3  # least correlation of forces along bonds with their length: other bonds pull as well
