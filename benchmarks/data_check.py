@@ -29,6 +29,14 @@ from deepmd_ema.data.source import ReadSpec
 
 BOHR, HARTREE, KCAL, KJ, GPA = 0.52917721, 27.211386, 23.060548, 96.485332, 160.21766
 LABELS = ("energy", "force", "virial")
+# what a trap changes -> beginnings of lines which say that it cannot be told
+UNTOLD = {
+    "energy": ("  cannot be told: energies",),
+    "force": ("  cannot be told: forces",),
+    "virial": ("  cannot be told: virials",),
+    "coord": ("  cannot be told: lengths",),
+    "both": ("  cannot be told: a unit common", "  cannot be told: forces"),
+}
 KINDS = ("correlated", "independent")
 FRAMES, RUN_UP, EVERY = 30, 40, 3  # of a set; steps of 1 fs before the first frame and between two
 
@@ -67,19 +75,19 @@ TRAPS: dict[str, tuple[Callable[[dict[str, Any]], None], tuple[str, ...], str]] 
     "E, F kcal/mol": (
         scaled(energy=KCAL, force=KCAL, virial=KCAL),
         ("kcal/mol and kcal/mol/angstrom",),
-        "energy",
+        "both",
     ),
-    "E, F kJ/mol": (scaled(energy=KJ, force=KJ, virial=KJ), ("kJ/mol and kJ/mol/angstrom",), "energy"),
+    "E, F kJ/mol": (scaled(energy=KJ, force=KJ, virial=KJ), ("kJ/mol and kJ/mol/angstrom",), "both"),
     "E, F hartree": (
         scaled(energy=1 / HARTREE, force=BOHR / HARTREE, virial=1 / HARTREE),
         ("Hartree and Hartree/bohr",),
-        "energy",
+        "both",
     ),
-    "x bohr": (scaled(coord=1 / BOHR, box=1 / BOHR), ("lengths look like bohr",), "energy"),
+    "x bohr": (scaled(coord=1 / BOHR, box=1 / BOHR), ("lengths look like bohr",), "coord"),
     "all atomic": (
         scaled(coord=1 / BOHR, box=1 / BOHR, energy=1 / HARTREE, force=BOHR / HARTREE, virial=1 / HARTREE),
         ("lengths look like bohr", "Hartree and Hartree/bohr"),
-        "energy",
+        "coord",
     ),
     "V sign": (scaled(virial=-1), ("virials have the wrong sign",), "virial"),
     "V GPa A^3": (scaled(virial=GPA), ("virials look like GPa * angstrom^3",), "virial"),
@@ -248,8 +256,7 @@ def verdict(
     """Return one cell of the table."""
     text = " ".join(warnings)
     if not warnings:
-        what = {"energy": "energies", "force": "forces", "virial": "virials"}[label]
-        said = any(line.startswith(f"  cannot be told: {what}") for line in untold)
+        said = any(line.startswith(UNTOLD[label]) for line in untold)
         return "told otherwise" if others else "not told" if said else "**missed**"
     return "found" if all(word in text for word in words) else "found, other name"
 
@@ -263,7 +270,7 @@ def rows(sets: Iterator[tuple[str, str, dict[str, Any]]], work: Path, say: Calla
         say(f"{name}, {kind}: {right} ({seconds:.2f} s) {warnings} {others} {untold}")
         cells = [name, kind, right]
         for trap, (change, words, label) in TRAPS.items():
-            if label not in arrays:
+            if {"both": "energy"}.get(label, label) not in arrays:
                 cells.append("")
                 continue
             changed = dict(arrays)

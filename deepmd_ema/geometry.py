@@ -83,9 +83,7 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     Raises:
         DataError: if the search would overflow or not end (see ``frame_faults``).
     """
-    faults = frame_faults(coord[None], None if box is None else box[None], np.array([len(coord)]), rcut)
-    if faults:
-        raise DataError(faults[0])
+    _refuse_faults(coord, box, rcut)
     pairs, shift, distance = _search(coord, box, rcut, "PSd")
     i, j = pairs[:, 0], pairs[:, 1]
     order = np.argsort(distance)
@@ -94,6 +92,16 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
         order = np.lexsort((*shift.T, j, distance, i))
     return Pairs(i[order], j[order], shift[order], nearest=float(distance.min(initial=np.inf)))
+
+
+def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> tuple[Array, Array, Array, Array]:
+    """Return each pair closer than ``rcut`` once, in any order: atoms i and j, (P, 3) vectors to j, and distances.
+
+    Arguments and errors are those of ``find_pairs``.
+    """
+    _refuse_faults(coord, box, rcut)
+    pairs, vector, distance = _search(coord, box, rcut, "PDd", each_twice=False)
+    return pairs[:, 0], pairs[:, 1], vector, distance
 
 
 def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float) -> dict[int, str]:
@@ -111,6 +119,12 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
     text = "a position of {:.3g} angstrom, expected less than {:g}. Is the file damaged?"
     far_off = {k: text.format(far[k], LARGEST_POSITION) for k in np.flatnonzero(~(far <= LARGEST_POSITION)).tolist()}
     return faults | far_off
+
+
+def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
+    faults = frame_faults(coord[None], None if box is None else box[None], np.array([len(coord)]), rcut)
+    if faults:
+        raise DataError(faults[0])
 
 
 def _extent_faults(coord: Array) -> dict[int, str]:

@@ -9,7 +9,7 @@ from parallel_runs import run_ranks
 
 from deepmd_ema.averaging import AverageBank, EmaProfile
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 
 def digest(tensors):

@@ -289,6 +289,20 @@ def test_hdf5_that_lacks_something_is_told(system, damage, name):
     ), problem
 
 
+def test_hdf5_of_which_a_part_was_never_written_is_told(system):
+    """The part was read as zeros, and a trillion of them took all memory."""
+    import h5py
+
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        data = file["w/set.000/force.npy"][()]
+        del file["w/set.000/force.npy"]
+        file.create_dataset("w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1]))[:1] = data[:1]
+    [problem] = problems_of(path)
+    assert problem.startswith("data.h5#/w/set.000/force.npy: has shape (")
+    assert f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
+
+
 def test_hdf5_with_damaged_bytes_is_told(system):
     import h5py
 

@@ -9,7 +9,7 @@ from parallel_runs import run_ranks
 
 from deepmd_ema.dist.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 WHOLE = torch.arange(21.0).reshape(7, 3)  # 7 rows on 2 ranks: 4 and 3
 

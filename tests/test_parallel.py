@@ -12,7 +12,7 @@ from parallel_runs import train
 
 from deepmd_ema.train.run import run_training
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 STAGES = (0, 1, 2, 3)
 GLOBAL_BATCH = 6  # of 16 frames: the last batch has 4, which 3 ranks share as 2, 1, 1

@@ -15,7 +15,7 @@ from parallel_runs import free_port, train
 ROOT = Path(__file__).parents[1]
 STEPS = 4
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_torchrun_starts_a_run(tmp_path, water_like, forked, spelling):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert_trained(tmp_path, forked)
@@ -86,7 +86,7 @@ def test_the_environment_of_srun_starts_a_run(tmp_path, water_like, forked):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=150)[1] for rank in ranks]
+        said = [rank.communicate(timeout=400)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

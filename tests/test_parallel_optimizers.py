@@ -8,7 +8,7 @@ import torch
 from parallel_runs import train
 from test_parallel import STAGES, assert_near, config_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 STEPS, HALF = 8, 4
 KINDS = {"AdaMuon": {"type": "AdaMuon"}, "HybridMuon": {"type": "HybridMuon", "enable_gram": False}}

@@ -12,7 +12,7 @@ from test_parallel import BANK, STEPS, WITH_BANK, assert_same_run, config_of
 
 from deepmd_ema.train.run import run_training
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 HALF = STEPS // 2
 # all best files stay, so that a restart from the middle finds those of its time

@@ -17,7 +17,7 @@ from parallel_runs import run_ranks, train, train_here
 
 from deepmd_ema.data.sampler import Sampler
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 VALIDATED = {
     "training__enable_ema": True,

@@ -26,7 +26,7 @@ from deepmd_ema.train.prepare import prepare
 from deepmd_ema.train.start import FromWeights, Start, find_start
 from deepmd_ema.train.trainer import Callback
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 STEPS = 12
 COMMON = {

@@ -51,11 +51,7 @@ def _refuse(problems: Iterator[str], path: str | Path, what: str) -> None:
 
 
 def _value(test: Callable[[Any], bool], wants: str) -> Rule:
-    def rule(value: Any, place: str) -> Iterator[str]:
-        if not test(value):
-            yield f"{place} is {_kind(value)}, expected {wants}"
-
-    return rule
+    return lambda value, place: iter(() if test(value) else (f"{place} is {_kind(value)}, expected {wants}",))
 
 
 def _parts(required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None) -> Rule:
@@ -66,10 +62,11 @@ def _parts(required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = N
             yield f"{place} is {_kind(value)}, expected a dictionary"
             return
         for name, of_part in {**required, **(optional or {})}.items():
+            there = f"{place}.{name}" if place else name
             if name in value:
-                yield from of_part(value[name], f"{place}.{name}" if place else name)
+                yield from of_part(value[name], there)
             elif name in required:
-                yield f"{place}.{name} is missing" if place else f"{name} is missing"
+                yield f"{there} is missing"
 
     return rule
 
@@ -105,15 +102,7 @@ def _either(test: Callable[[Any], bool], one: Rule, other: Rule) -> Rule:
 
 def _all(*rules: Rule) -> Rule:
     """Return the rule of what follows every one of ``rules``; a later one sees only what passed those before."""
-
-    def rule(value: Any, place: str) -> Iterator[str]:
-        for each in rules:
-            problems = list(each(value, place))
-            if problems:
-                yield from problems
-                return
-
-    return rule
+    return lambda value, place: iter(next(filter(None, (list(rule(value, place)) for rule in rules)), []))
 
 
 def _or_none(rule: Rule) -> Rule:
@@ -145,10 +134,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
-
-
 def _is_plain(value: Any) -> bool:
     """Whether JSON can hold a value."""
     if isinstance(value, Mapping):
@@ -165,7 +150,7 @@ NOT_NEGATIVE = _value(lambda v: _is_number(v) and v >= 0, "a number of at least 
 WHOLE = _value(_is_int, "a whole number")
 COUNT = _value(lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
 POSITIVE = _value(lambda v: _is_int(v) and v > 0, "a whole number above 0")
-TENSOR = _value(lambda v: isinstance(v, Tensor) and v.is_floating_point(), "a tensor of floating-point numbers")
+TENSOR = _value(lambda v: _is_tensor(v) and v.is_floating_point(), "a tensor of floating-point numbers")
 TENSORS = _each(TENSOR)
 TEXTS = _list(TEXT)
 
@@ -193,9 +178,10 @@ _GRADIENT = _parts({"type": TEXT, "state": _each(TENSORS)})
 _KALMAN = _parts(
     {
         "parameters": _each(_list(COUNT)),
-        "memory": _value(lambda v: isinstance(v, Tensor) and v.numel() == 1, "a tensor of one number"),
+        "memory": _value(lambda v: _is_tensor(v) and v.numel() == 1, "a tensor of one number"),
         "covariances": _all(
-            _list(_value(_is_matrix, "a square matrix")), _value(lambda v: len(v) > 0, "at least one matrix")
+            _list(_value(lambda v: _is_tensor(v) and v.ndim == 2 and v.shape[0] == v.shape[1], "a square matrix")),
+            _value(bool, "at least one matrix"),
         ),
     }
 )
@@ -216,9 +202,11 @@ DISPLAY = _parts(
     {"last": _each(TENSORS)},
 )
 AVERAGES = _parts({"steps": COUNT, "tasks": TEXTS, "frozen": TEXTS, "profiles": _each(HELD)})
-BIAS = _all(
-    _parts({"mode": TEXT}, {"source": TEXT, "frames": COUNT}),
-    _either(lambda v: v["mode"] == "given", _parts({}), _parts({"source": TEXT, "frames": COUNT})),
+_FITTED_TO: dict[str, Rule] = {"source": TEXT, "frames": COUNT}
+BIAS = _either(
+    lambda v: isinstance(v, Mapping) and v.get("mode") == "given",
+    _parts({"mode": TEXT}, _FITTED_TO),
+    _parts({"mode": TEXT, **_FITTED_TO}),
 )
 
 _MODEL = _parts({"type_map": TEXTS})
@@ -237,9 +225,6 @@ _COMMON: dict[str, Rule] = {
 }
 
 
-_REFITTED = _each(_of_one_or_each_task(_is_tensor, TENSOR))
-
-
 def _averaged_are_there(payload: Any, place: str) -> Iterator[str]:
     missing = [name for name in payload["averaged"] if name not in payload["model"]]
     if missing:
@@ -256,7 +241,8 @@ KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
          "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
-        {**_COMMON, "averages": AVERAGES, "best": BEST, "refitted_bias": _REFITTED},
+        {**_COMMON, "averages": AVERAGES, "best": BEST,
+         "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),
     "best": _parts(_ALL, {**_COMMON, "average": AVERAGE}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import NamedTuple
 
 import numpy as np
@@ -13,25 +13,30 @@ import numpy as np
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import find_pairs
+from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 BOHR = 0.52917721  # angstrom
 _COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0
-_REACH = 2.7  # sums of covalent radii, how far the pair potential reaches
-_NUM_GAUSSIANS = 12
-_NUM_FINE = 540  # bins of distances, of which energies and virials are sums
-_MOST_FITTED = 200  # atoms of a frame whose forces are fitted
-_NUM_BINS = 54  # of distances up to the reach
-_MOST_UNKNOWNS = 250  # of the fit; with more pairs of elements they share one function of the scaled distance
-_RIDGE = 1e-4  # of the mean of the diagonal
-_NEIGHBOR = 1.15  # a neighbor is nearest if it is at most this much farther than the nearest one
+# lengths are in sums of covalent radii
+_REACH = 2.7  # of the pair potential: hydrogen bonds (1.9) and the first shells of every crystal
+_FIRST = 0.7  # center of the innermost function; the shortest bonds of the sets of benchmarks/data_check.py have 0.76
+_NUM_GAUSSIANS = 12  # a width of 0.18, that of a shell of neighbors
+_NUM_FINE = 540  # bins of distances, of which energies and virials are sums: 0.005, much less than a width
+_NUM_BINS = 54  # of distances, to see shells
+_MOST_PAIRS = 5e5  # of a frame; 12 frames of 4,000 atoms of copper, with half of that, take 2 s and 75 MB
+_MOST_FITTED = 200  # atoms of a frame whose forces are fitted: 600 equations, for at most 250 unknowns
+_MOST_UNKNOWNS = 250  # 5 elements; with more pairs of elements they share one function of the scaled distance
+_RIDGE = 1e-4  # of the mean of the diagonal; for functions that no pair reaches
+_NEIGHBOR = 1.15  # a neighbor is nearest if at most this much farther than the nearest one; in bcc others have 1.155
 _CLEAR = 4.0  # Student's t of a correlation; unrelated numbers reach it once in 10,000 times
-_FEWEST_BONDS = 60
-_FEWEST_FREE = 8  # frames beyond those that the composition explains
-_SEARCHED = 15.0  # angstrom, farthest that pairs are searched
-_LONG_BONDS = 1.4  # sums of covalent radii; nine of ten atoms of any bonded matter have a nearer neighbor
-NO_BONDS = 2.6
+_MIDDLING = 0.5  # least correlation of a ratio: the two regressions of one on the other then give it to a factor of 4
+_SLOPE = 0.3  # least correlation of forces along bonds with their length: other bonds pull as well
+_FEWEST_BONDS = 60  # unrelated numbers have _SLOPE once in 50 times
+_FEWEST_FREE = 8  # frames beyond those that the composition explains: t is _CLEAR at a correlation of 0.82
+_SEARCHED = 15.0  # angstrom, farthest that pairs are searched; francium has 14.0
+_LONG_BONDS = 1.4  # nine of ten atoms of the sets have a neighbor nearer than 1.16; 1.43 to 2.2 if in bohr
+NO_BONDS = 2.6  # farther than bonds in bohr
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}
 # pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
 _RADII = """
@@ -57,7 +62,7 @@ class Ratio(NamedTuple):
         """Whether the correlation is far from that of unrelated numbers."""
         free = max(self.num_free, 1)
         size = min(abs(self.correlation), 1 - 1e-12)
-        return size > 0.5 and size * math.sqrt(free / (1 - size**2)) > _CLEAR
+        return size > _MIDDLING and size * math.sqrt(free / (1 - size**2)) > _CLEAR
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,9 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
 
     A pair potential is fitted to the forces alone. Whatever matter it is, it then gives differences of energies between
     frames of one composition, and virials, to within tens of percent: enough to see a unit or a sign.
+
+    Forces are fitted on at most 200 atoms of a frame, evenly taken. Of frames with more than about 500,000 pairs the
+    nearest are taken; energies and virials of such frames may then not be told.
     """
     types = np.unique(np.concatenate([frame.atom_type for frame in frames]))
     radii = np.array([COVALENT_RADII.get(name, math.nan) for name in type_map])
@@ -125,14 +133,14 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
 
 
 class _Bonds(NamedTuple):
-    """Pairs of a frame; each occurs twice."""
+    """Pairs of a frame; each occurs once."""
 
     i: Array
     j: Array
     unit: Array  # (P, 3) direction from i to j
     distance: Array  # angstrom
-    scaled: Array  # in sums of covalent radii
-    nearest: Array  # (N,) least scaled distance of each atom
+    scaled: Array  # in sums of covalent radii, after the unit of length is mended
+    nearest: Array  # (N,) least scaled distance of each atom, in units of the file
 
 
 class _BondForces(NamedTuple):
@@ -147,20 +155,22 @@ class _BondForces(NamedTuple):
 def _search(frame: Frame, radii: Array, stretch: float) -> _Bonds | None:
     """Return the pairs within reach, None if they cannot be searched; ``stretch`` is an angstrom in the file's unit."""
     own = radii[frame.atom_type]
+    size = np.ptp(frame.coord, axis=0) + 1.0 if frame.box is None else np.linalg.svd(frame.box, compute_uv=False)
+    most = (1.5 / math.pi * _MOST_PAIRS * float(size.prod())) ** (1 / 3) / frame.num_atoms ** (2 / 3)
     try:
-        pairs = find_pairs(frame.coord, frame.box, min(2 * float(own.max()) * _REACH * stretch, _SEARCHED))
+        reach = min(2 * float(own.max()) * _REACH * stretch, _SEARCHED, most)
+        i, j, vector, distance = find_pairs_once(frame.coord, frame.box, reach)
     except DataError:
         return None
-    vector = pairs.vector(frame.coord, frame.box)
-    distance = np.linalg.norm(vector, axis=1)
     if not len(distance) or distance.min() <= 0:
         return None
-    scaled = distance / (own[pairs.i] + own[pairs.j])
+    scaled = distance / (own[i] + own[j])
     nearest = np.full(frame.num_atoms, np.inf)
-    np.minimum.at(nearest, pairs.i, scaled)
+    for atoms in (i, j):
+        np.minimum.at(nearest, atoms, scaled)
     near = scaled < _REACH * stretch
-    i, j = pairs.i[near], pairs.j[near]
-    return _Bonds(i, j, vector[near] / distance[near, None], distance[near], scaled[near] / stretch, nearest)
+    unit = vector[near] / distance[near, None]
+    return _Bonds(i[near], j[near], unit, distance[near], scaled[near] / stretch, nearest)
 
 
 def _stretch(frame: Frame, radii: Array, known: bool) -> float:
@@ -184,7 +194,7 @@ class _Fit:
         low, high = np.minimum.outer(place, place), np.maximum.outer(place, place)
         self._column = low * count - low * (low - 1) // 2 + high - low
         self._num_columns = count * (count + 1) // 2
-        self._centers, self._width = np.linspace(0.7, _REACH, _NUM_GAUSSIANS, retstep=True)
+        self._centers, self._width = np.linspace(_FIRST, _REACH, _NUM_GAUSSIANS, retstep=True)
         unknowns = self._num_columns * _NUM_GAUSSIANS
         self._normal, self._right = np.zeros((unknowns, unknowns)), np.zeros(unknowns)
         self.energies: list[Array] = []  # of each frame, for each unknown
@@ -202,13 +212,13 @@ class _Fit:
         place = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]] * _NUM_FINE + fine
         value, slope = self._functions((np.arange(_NUM_FINE) + 0.5) * _REACH / _NUM_FINE)
         count = np.bincount(place, minlength=shape[0] * shape[1]).reshape(shape)
-        self.energies.append((0.5 * count @ value).ravel())
+        self.energies.append((count @ value).ravel())
         self.histograms.append(count.reshape(shape[0], -1, _NUM_FINE // _NUM_BINS).sum(axis=2))
         virial = np.zeros((3, 3, self._num_columns, _NUM_GAUSSIANS))
         for a, b in combinations_with_replacement(range(3), 2) if frame.box is not None else ():
             weight = bonds.scaled * bonds.unit[:, a] * bonds.unit[:, b]
             total = np.bincount(place, weight, shape[0] * shape[1]).reshape(shape)
-            virial[a, b] = virial[b, a] = -0.5 * total @ slope
+            virial[a, b] = virial[b, a] = -total @ slope
         self.virials.append(virial.reshape(9, -1))
 
     def _force_rows(self, frame: Frame, bonds: _Bonds) -> Array:
@@ -216,15 +226,15 @@ class _Fit:
         chosen, num = self._chosen(frame), self._num_columns
         row = np.full(frame.num_atoms, -1)
         row[chosen] = np.arange(len(chosen))
-        use = row[bonds.i] >= 0
-        i, j = bonds.i[use], bonds.j[use]
-        place = row[i] * num + self._column[frame.atom_type[i], frame.atom_type[j]]
-        slope = self._functions(bonds.scaled[use])[1] * (bonds.scaled[use] / bonds.distance[use])[:, None]
         force = np.zeros((len(chosen), 3, num, _NUM_GAUSSIANS))
-        for k in range(_NUM_GAUSSIANS):
-            for a in range(3):
+        for i, j, sign in ((bonds.i, bonds.j, 1.0), (bonds.j, bonds.i, -1.0)):
+            use = row[i] >= 0
+            place = row[i[use]] * num + self._column[frame.atom_type[i[use]], frame.atom_type[j[use]]]
+            scale = sign * bonds.scaled[use] / bonds.distance[use]
+            slope = self._functions(bonds.scaled[use])[1] * scale[:, None]
+            for k, a in product(range(_NUM_GAUSSIANS), range(3)):
                 along = np.bincount(place, slope[:, k] * bonds.unit[use, a], len(chosen) * num)
-                force[:, a, :, k] = along.reshape(len(chosen), num)
+                force[:, a, :, k] += along.reshape(len(chosen), num)
         return force.reshape(3 * len(chosen), -1)
 
     @staticmethod
@@ -296,9 +306,9 @@ def _ratio(found: Array, fitted: Array, free: _Free, with_volume: bool) -> Ratio
     size_a, size_b = float((a**2).sum()), float((b**2).sum())
     if num_free < _FEWEST_FREE or size_a <= 0 or size_b <= 0:
         return None
-    product = float((a * b).sum())
-    correlation = product / math.sqrt(size_a * size_b)
-    return Ratio(math.copysign(math.sqrt(size_a / size_b), product), correlation, num_free)
+    common = float((a * b).sum())
+    correlation = common / math.sqrt(size_a * size_b)
+    return Ratio(math.copysign(math.sqrt(size_a / size_b), common), correlation, num_free)
 
 
 def _traceless(virial: Array) -> Array:
@@ -308,8 +318,9 @@ def _traceless(virial: Array) -> Array:
 
 def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:
     nearest = np.full(frame.num_atoms, np.inf)
-    np.minimum.at(nearest, bonds.i, bonds.scaled)
-    close = (bonds.scaled <= _NEIGHBOR * np.minimum(nearest[bonds.i], nearest[bonds.j])) & (bonds.i < bonds.j)
+    for atoms in (bonds.i, bonds.j):
+        np.minimum.at(nearest, atoms, bonds.scaled)
+    close = (bonds.scaled <= _NEIGHBOR * np.minimum(nearest[bonds.i], nearest[bonds.j])) & (bonds.i != bonds.j)
     is_noble = noble[frame.atom_type]  # they have no bonds
     close &= ~(is_noble[bonds.i] | is_noble[bonds.j])
     i, j = bonds.i[close], bonds.j[close]
@@ -335,6 +346,6 @@ def _stiffness(bonds: Sequence[_BondForces]) -> float | None:
     y = pull - (np.bincount(kind, pull) / counts)[kind]
     spread = float((x**2).sum())
     correlation = float((x * y).sum()) / math.sqrt(spread * float((y**2).sum()) + 1e-300)
-    if spread <= 1e-8 * len(x) or abs(correlation) < 0.3:
+    if spread <= 1e-8 * len(x) or abs(correlation) < _SLOPE:
         return None
     return -float((x * y * length**3).sum()) / spread / _COULOMB

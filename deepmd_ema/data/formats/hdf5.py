@@ -79,9 +79,8 @@ class Hdf5Store:
         if not hasattr(item, "shape"):
             raise DataError(f"{name}: is a group, expected a dataset.")
         with _readable(name):
-            size = None if item.shape is None else math.prod(item.shape)
-            if size is None or (size and not item.id.get_storage_size() and not item.is_virtual and not item.external):
-                raise DataError(f"{name}: has shape {item.shape} and holds no data. Was the file written completely?")
+            if item.shape is None or (math.prod(item.shape) and not item.is_virtual and not item.external):
+                _refuse_unwritten(item, name)
         return item
 
 
@@ -97,6 +96,20 @@ class Hdf5Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
         with _readable(self.name):
             return np.asarray(self.dataset[start:stop]).reshape(stop - start, -1)
+
+
+def _refuse_unwritten(dataset: Any, name: str) -> None:
+    """Raise DataError if a part of a dataset was never written: it takes no room in the file and is read as zeros."""
+    if dataset.shape is None or not dataset.id.get_storage_size():
+        raise DataError(f"{name}: has shape {dataset.shape} and holds no data. Was the file written completely?")
+    if dataset.chunks is None:
+        return
+    parts = math.prod(-(-length // chunk) for length, chunk in zip(dataset.shape, dataset.chunks))
+    if (written := dataset.id.get_num_chunks()) < parts:
+        raise DataError(
+            f"{name}: has shape {dataset.shape}, and {written:,} of its {parts:,} chunks were written. Was the file "
+            "written completely? Write it again with the frames that there are."
+        )
 
 
 def is_hdf5(path: Path) -> bool:
