@@ -47,6 +47,9 @@ class PartTree:
         raise NotImplementedError
 
 
+_NO_ACTIVATION = {None, "none", "linear"}  # of the last layer, by version
+
+
 def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, ntypes: int, hidden_only: bool) -> Tree:
     """Return the tree of networks.
 
@@ -101,6 +104,9 @@ def fill_networks(name: str, nets: list[Network], trees: list[Tree]) -> None:
             raise ValueError(f"{name}[{index}]: {len(tree['layers'])} layers, expected {len(net.stack)}")
         for number, (layer, values) in enumerate(zip(net.stack, tree["layers"])):
             where, stored = f"{name}[{index}].layers[{number}]", values[VARIABLES]
+            kind = values["activation_function"]
+            if kind != layer.activation.name and {kind, layer.activation.name} - _NO_ACTIVATION:
+                raise ValueError(f"{where}: activation_function {kind!r}, expected {layer.activation.name!r}")
             for parameter, theirs in ((layer.weight, "w"), (layer.bias, "b"), (layer.idt, "idt")):
                 fill(f"{where}: {theirs}", parameter, stored.get(theirs))
 
