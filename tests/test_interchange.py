@@ -169,6 +169,9 @@ def shorten_davg(tree):
         (lambda t: t["model"]["descriptor"]["embeddings"]["networks"].pop(), "embeddings: 8 networks, expected 9"),
         (lambda t: t["model"].pop("type_map"), "an entry of the model is missing or of another kind: KeyError"),
         (lambda t: t["model"]["descriptor"].update(rcut=-1.0), "the model does not fit together: .*rcut"),
+        (lambda t: t["model"]["descriptor"].pop("rcut"), "is missing or of another kind: KeyError"),
+        (lambda t: t["model"]["fitting"]["nets"]["networks"][0]["layers"][0].update(activation_function="relu"),
+         r"layers\[0\]: activation_function 'relu', expected 'tanh'"),
         (lambda t: t.pop("model"), "no model inside"),
     ],
 )  # fmt: skip

@@ -241,8 +241,7 @@ class DPA3Config:
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
-        excluded = [t for pair in self.exclude_types for t in pair]
-        yield from (("exclude_types", text) for text in shared.unknown_types(excluded, type_map))
+        yield from shared.excluded_types_exist(self.exclude_types, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""

@@ -18,7 +18,7 @@ from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.vjp import with_vjp
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, freeze
-from deepmd_ema.model.nn.type_embedding import TypeEmbedding
+from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -146,7 +146,7 @@ class DPA3Descriptor(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product."""
         table: Tensor = self.type_embedding()
-        node = table[batch.atom_type]
+        node = pick(table, batch.atom_type)
         features, vjp = with_vjp(lambda vector: self._nodes(vector, node, batch), batch.vector)
         if not self.section.concat_output_tebd:
             return features, vjp
