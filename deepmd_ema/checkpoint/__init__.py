@@ -222,6 +222,10 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
     try:
         kind = load_facts(path)["kind"] if path.is_file() and path.stat().st_size else ""
+    except DeepmdCheckpointError as error:
+        raise CheckpointError(
+            f"{option} {path}: a checkpoint of DeePMD-kit is there. Choose another {option}."
+        ) from error
     except CheckpointError as error:
         raise CheckpointError(
             f"{option} {path}: a file is there that dp-ema cannot read. Choose another {option}, or move the file away."

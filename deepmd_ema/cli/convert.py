@@ -12,7 +12,7 @@ SUMMARY = "a model file as another kind of model file"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("input", metavar="IN", type=path,
-                        help="a .pt checkpoint of dp-ema or DeePMD-kit, the folder of a run, a .dp or .yaml")  # fmt: skip
+                        help="a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml")  # fmt: skip
     parser.add_argument("output", metavar="OUT", type=file_to_write,
                         help="a .dp, a .yaml, or a .pt with weights only")  # fmt: skip
     parser.add_argument("--head", "--model-branch", dest="head", metavar="NAME",
