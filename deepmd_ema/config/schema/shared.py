@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
 
 Section = TypeVar("Section", bound="OneListSection")
+PerElement = TypeVar("PerElement", bound="ListPerElementSection")
 LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
 layer_widths = Check(
     lambda v: len(v) > 0 and all(0 < n <= LARGEST_SIZE for n in v),
@@ -75,6 +76,22 @@ def sel_option() -> Any:
     )
 
 
+_one_sel = Check(
+    lambda v: is_auto_sel(v) if isinstance(v, str) else 0 < v <= LARGEST_SIZE,
+    f'a whole number > 0, at most {LARGEST_SIZE:,}, or "auto" or "auto:1.2", the number from 1 to {LARGEST_RATIO}',
+)
+
+
+def one_sel_option(doc: str, default: Any = MISSING) -> Any:
+    """Declare an option of the most neighbors of all elements together."""
+    return option(
+        default,
+        check=_one_sel,
+        doc=f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
+        "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
+    )
+
+
 def total_sel(sel: int | list[int] | str) -> tuple[int, ...] | None:
     """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
     if isinstance(sel, str):
@@ -85,6 +102,11 @@ def total_sel(sel: int | list[int] | str) -> tuple[int, ...] | None:
 def auto_total_sel(sel: int | list[int] | str, found: NeighborStatistics) -> int | list[int]:
     """Return ``sel`` with ``auto`` as the number that follows from the data."""
     return auto_sel([found.max_total], ratio_of(sel))[0] if isinstance(sel, str) else sel
+
+
+def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> int:
+    """Return ``sel`` of neighbors nearer than ``rcut`` with ``auto`` as the number that follows from the data."""
+    return auto_sel([found.max_within(rcut)], ratio_of(sel))[0] if isinstance(sel, str) else sel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +138,64 @@ class OneListSection:
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListPerElementSection:
+    """What sections of descriptors tell that keep the nearest ``sel`` neighbors of each element inside ``rcut``."""
+
+    if TYPE_CHECKING:
+        sel: list[int] | str
+        rcut: float
+        set_davg_zero: bool
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``rcut``."""
+        return self.rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as numbers, or None while it is ``auto``."""
+        return None if isinstance(self.sel, str) else tuple(self.sel)
+
+    def with_neighbors(self: PerElement, found: NeighborStatistics) -> PerElement:
+        """Return the section with ``sel: auto`` as numbers."""
+        if not isinstance(self.sel, str):
+            return self
+        return replace(self, sel=auto_sel(found.max_neighbors, ratio_of(self.sel)))
+
+    def with_neighbors_of(self: PerElement, saved: DescriptorConfig) -> PerElement:
+        """Return the section with ``sel: auto`` as in ``saved``."""
+        if isinstance(saved, type(self)) and isinstance(self.sel, str):
+            return replace(self, sel=saved.sel)
+        return self
+
+    def sel_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield an option and the rest of a message if ``sel`` has not one number for each element."""
+        if not isinstance(self.sel, str):
+            yield from (("sel", text) for text in not_one_per_element(self.sel, type_map))
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
+        return "" if self.set_davg_zero else "set_davg_zero = true"
+
+
 def sel_text(sel: int | list[int] | str) -> str:
     """Return ``sel`` in words."""
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
 
 
-def smooth_before(rcut_smth: float, rcut: float) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if the switch does not begin before it ends."""
+def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if the switch does not begin before it ends.
+
+    Args:
+        rcut_smth: where it begins, angstrom.
+        rcut: where it ends, angstrom.
+        prefix: what the names of both options begin with.
+    """
     if rcut_smth >= rcut:
-        found = f" = {rcut_smth:g}: expected less than rcut = {rcut:g} (angstrom)"
-        yield "rcut_smth", f"{found}. Try rcut_smth = {0.1 * rcut:.2g}."
+        found = f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom)"
+        yield f"{prefix}rcut_smth", f"{found}. Try {prefix}rcut_smth = {0.1 * rcut:.2g}."
 
 
 def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, str]]:
@@ -135,10 +205,11 @@ def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, st
         yield "axis_neuron", f" = {axis_neuron}: expected at most {most}."
 
 
-def activation_option(doc: str) -> Any:
+def activation_option(doc: str, default: str = "tanh") -> Any:
     """Declare an option ``activation_function``."""
-    default = ActivationName("tanh")
-    return option(default, choices=ActivationName.known, check=_bent_silu, convert=ActivationName, doc=doc)
+    return option(
+        ActivationName(default), choices=ActivationName.known, check=_bent_silu, convert=ActivationName, doc=doc
+    )
 
 
 def precision_option() -> Any:

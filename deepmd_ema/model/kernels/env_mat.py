@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
+from deepmd_ema.model.kernels.switch import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import Kernel
 
 # A atoms, K neighbor slots, S slots up to sel, T types
@@ -41,7 +41,7 @@ def radial_parts(distance: Tensor, rcut: float, rcut_smth: float, protection: fl
 
 
 def environment_rows(
-    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float
+    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float, exponential: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the raw rows ``(s, c x, c y, c z)`` (..., 4) and the switch w (...), for autograd to differentiate.
 
@@ -51,8 +51,9 @@ def environment_rows(
         rcut: cutoff radius, angstrom.
         rcut_smth: start of the switch, angstrom.
         protection: added to distances before division, angstrom.
+        exponential: whether w is the exponential switch instead of the polynomial.
     """
-    weight = switch(distance, rcut, rcut_smth)
+    weight = (exponential_switch if exponential else switch)(distance, rcut, rcut_smth)
     inverse = (distance + protection).reciprocal()
     s = weight * inverse
     return torch.cat([s.unsqueeze(-1), (s * inverse).unsqueeze(-1) * vector], -1), weight
@@ -103,6 +104,40 @@ class Environment:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
         parts = self._parts
         return _rows_vjp(grad_rows.double() * self._scale, self._vector, parts.c, parts.ds_over_r, parts.dc_over_r)
+
+
+class RadialEnvironment:
+    """Radial column of the normalised environment matrix of a batch and its vector-Jacobian product.
+
+    Arguments are those of `Environment`, ``mean`` and ``spread`` with one column.
+
+    Attributes:
+        rows: (A, K, 1). An empty slot has the row ``-mean / spread``.
+    """
+
+    def __init__(
+        self,
+        vector: Tensor,
+        mean: Tensor,
+        spread: Tensor,
+        *,
+        rcut: float,
+        rcut_smth: float,
+        protection: float = 0.0,
+        dropped: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        parts = radial_parts(distance, rcut, rcut_smth, protection)
+        scale = spread.reciprocal()
+        if dropped is not None:
+            scale = scale * (~(dropped & (distance < rcut))).unsqueeze(-1)
+        self.rows = ((parts.s.unsqueeze(-1) - mean) * scale).to(dtype)
+        self._along = scale * parts.ds_over_r.unsqueeze(-1) * vector  # ds/dvector
+
+    def vjp(self, grad_rows: Tensor) -> Tensor:
+        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
+        return grad_rows.double() * self._along
 
 
 def _plain_vjp(grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""How updates are added to features, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.seeds import seed_for
+
+
+class Update(nn.Module):
+    """``u + sum_k r_k u_k``, ``u + sum_k u_k / sqrt(n)`` or ``(u + sum_k u_k) / sqrt(n + 1)`` for n updates ``u_k``.
+
+    Args:
+        width: of the features and the updates.
+        num_updates: n.
+        style: ``res_residual`` with trained vectors ``r_k``, ``res_incr`` or ``res_avg``, in the order above.
+        size: of the ``r_k`` at the start.
+        init: ``const`` (all are ``size``) or ``norm`` (random, of the spread ``size``).
+        dtype: precision of the ``r_k``.
+        seed: of the ``r_k``.
+    """
+
+    def __init__(
+        self, width: int, num_updates: int, *, style: str, size: float, init: str, dtype: torch.dtype, seed: int
+    ) -> None:
+        super().__init__()
+        self.factor = {"res_incr": num_updates**-0.5}.get(style, 1.0)
+        self.scale = (num_updates + 1) ** -0.5 if style == "res_avg" else 1.0
+        self.factors = nn.ParameterList()
+        for k in range(num_updates if style == "res_residual" else 0):
+            generator = torch.Generator().manual_seed(seed_for("update", seed, k))
+            # drawn in float64 whatever the precision, so that both precisions start from the same numbers
+            drawn = torch.randn(width, dtype=torch.float64, generator=generator)
+            self.factors.append((size * (drawn if init == "norm" else torch.ones_like(drawn))).to(dtype))
+
+    def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
+        """Return the updated features (..., width)."""
+        for k, update in enumerate(updates):
+            features = features + update * (self.factors[k] if len(self.factors) else self.factor)
+        return features * self.scale
