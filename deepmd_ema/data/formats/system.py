@@ -80,6 +80,7 @@ class DeepmdSystem:
         atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
         index_of: type in the files to model type, with -1 for itself at the end.
         unread: parameters that the files have and the model does not take.
+        notes: none: the names of the files say what they hold.
     """
 
     name: str
@@ -90,6 +91,7 @@ class DeepmdSystem:
     atom_type: Array | None = field(repr=False)
     index_of: Array = field(repr=False)
     unread: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @cached_property
     def num_frames(self) -> int:
