@@ -39,7 +39,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         **dict.fromkeys(("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"), Unavailable()),
         "srtab_add_bias": Unavailable((None, True)),
         **dict.fromkeys(("modifier", "compress", "spin", "type_embedding", "model_branch_alias"), _EMPTY),
-        "finetune_head": Unavailable((None, "")),
+        "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
