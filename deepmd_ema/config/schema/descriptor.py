@@ -7,7 +7,7 @@ room knows its options.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
@@ -64,6 +64,14 @@ class DescriptorConfig(Protocol):
     @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero, ``name = true``; empty if they are."""
+
+
+@runtime_checkable
+class HasInnerNeighbors(Protocol):
+    """A section ``model.descriptor`` that keeps further, shorter lists of neighbors inside ``cutoff``."""
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has a number."""
 
 
 # by ``type``; the option ``model.descriptor`` accepts what stands here

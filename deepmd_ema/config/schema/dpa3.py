@@ -221,6 +221,12 @@ class DPA3Config:
         flow = self.repflow
         return None if isinstance(flow.a_sel, str) else shared.total_sel(flow.e_sel)
 
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield ``a_sel``."""
+        flow = self.repflow
+        if flow.update_angle and isinstance(flow.a_sel, int):
+            yield "repflow.a_sel", flow.a_rcut, flow.a_sel
+
     def with_neighbors(self, found: NeighborStatistics) -> DPA3Config:
         """Return the section with ``auto`` as numbers."""
         flow = self.repflow
