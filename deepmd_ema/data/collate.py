@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,25 +66,27 @@ class PairedFrame:
 
 
 def pair_frame(
-    frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None, round_to: int = ROUND_TO
+    frame: Frame,
+    layout: NeighborLayout,
+    find: Callable[[Array, Array | None, float], Pairs] = find_pairs,
+    round_to: int = ROUND_TO,
 ) -> PairedFrame:
     """Return ``frame`` with its neighbors in slots.
 
     Args:
         frame: as it was read.
         layout: how the model wants its neighbors.
-        pairs: neighbors of the frame; searched when not given.
+        find: gives the pairs of positions and a cell within a cutoff.
         round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
 
     Raises:
         DataError: if the pairs of the frame cannot be searched.
     """
-    if pairs is None:
-        problems: list[str] = []
-        with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
-            pairs = find_pairs(frame.coord, frame.box, layout.rcut)
-        if pairs is None:
-            raise DataError(problems)
+    problems: list[str] = []
+    with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
+        pairs = find(frame.coord, frame.box, layout.rcut)
+    if problems:
+        raise DataError(problems)
     natoms = frame.num_atoms
     order = stable_argsort(frame.atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)

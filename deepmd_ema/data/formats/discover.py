@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from deepmd_ema.data.formats.extxyz import find_extxyz, is_extxyz, xyz_files
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
+from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
 from deepmd_ema.data.formats.system import open_system
 from deepmd_ema.data.source import FrameSource, ReadSpec
@@ -39,12 +40,8 @@ def _find_hdf5(file: Path, group: str) -> list[Opener]:
     return [partial(open_system, store) for store in hdf5_stores(file, group)]
 
 
-def _refuse_lmdb(file: Path, group: str) -> list[Opener]:
-    raise DataError(f"{file}: LMDB data sets are not supported yet. Write deepmd/npy or HDF5 instead.")
-
-
 FORMATS = [
-    Format(lambda path: path.suffix == ".lmdb" or (path / "data.mdb").exists(), _refuse_lmdb),
+    Format(is_lmdb, find_lmdb),
     Format(is_hdf5, _find_hdf5),
     Format(is_extxyz, find_extxyz),
 ]
@@ -62,7 +59,7 @@ def open_systems(
 
     Args:
         paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or ``file.h5#/group``,
-            ``file.extxyz`` or ``file.extxyz#energy=REF_energy``.
+            ``file.extxyz`` or ``file.extxyz#energy=REF_energy``, ``data.lmdb``.
         spec: what to read; a set without the file of a label does not have this label.
         rglob_patterns: when given, only folders below each path that match one of these patterns are taken.
         where: what to call ``paths`` in messages.
@@ -95,7 +92,7 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
         found = claiming[0].find(Path(file), group)
     elif not Path(path).is_dir():
         raise DataError(
-            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, or extended XYZ."
+            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended XYZ."
         )
     else:
         found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]

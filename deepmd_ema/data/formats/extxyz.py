@@ -15,9 +15,9 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import is_there
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, labels_of, numbers, parse_choice
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, make_frame, numbers, parse_choice
 from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
-from deepmd_ema.errors import DataError, did_you_mean, show_text
+from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
 
 _SUFFIXES = (".xyz", ".extxyz")
@@ -73,7 +73,7 @@ class ExtxyzFile:
             stored = read_block(block)
             if len(stored.symbols) != self.frame_sizes[index]:
                 raise DataError("has another number of atoms")
-            return _frame(stored, self.inventory, self.spec, (self.name, index))
+            return make_frame(stored, self.inventory.sources(stored), self.spec, (self.name, index))
         except DataError as error:
             raise DataError(f"{self.name}: frame {index} has changed while the file was in use: {error}") from None
 
@@ -109,21 +109,17 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     """
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
     inventory, starts, sizes, problems = Inventory(given), list[int](), list[int](), list[str]()
-    unread: dict[str, None] = {}
+    unread, taken = dict[str, None](), {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
     for start, block in blocks(path):
-        try:
+        with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
             stored = read_block(block)
             inventory.add(stored)
-            _frame(stored, inventory, spec, (name, len(starts)))
-        except DataError as error:
-            problems += [f"{name}: frame {len(starts)} (from 0): {text}" for text in error.problems]
-            if len(problems) >= _MOST_PROBLEMS:
-                raise DataError([*problems, f"{name}: the frames after this one were not read."]) from None
-        else:
-            sizes.append(len(stored.symbols))
             read = inventory.sources(stored)
-            taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+            make_frame(stored, read, spec, (name, len(starts)))
+            sizes.append(len(stored.symbols))
             unread |= {p: None for p, number in taken.items() if not number and p in read}
+        if len(problems) >= _MOST_PROBLEMS:
+            raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
     problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
     if not starts:
@@ -281,34 +277,6 @@ def _unquoted(text: str) -> str:
     if len(text) > 1 and text[0] + text[-1] in ('""', "''", "{}"):
         return re.sub(r"\\(.)", r"\1", text[1:-1])
     return text
-
-
-def _frame(stored: StoredFrame, inventory: Inventory, spec: ReadSpec, source: tuple[str, int]) -> Frame:
-    """Return a frame with the types of the model and what it reads; DataError if it lacks something it must have."""
-    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
-    read = labels_of(stored, inventory.sources(stored), {*spec.labels, *(name for name, n in taken.items() if n)})
-    if spec.numb_fparam and spec.default_fparam is not None:
-        read.setdefault(FPARAM, np.array(spec.default_fparam, np.float64))
-    for name, number in taken.items():
-        if number and (name not in read or read[name].shape[-1] != number):
-            has = f"{read[name].shape[-1]} numbers" if name in read else "none"
-            raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
-    type_of = {element: number for number, element in enumerate(spec.type_map)}
-    unknown = sorted(set(stored.symbols) - type_of.keys())
-    if unknown:
-        raise DataError(
-            f"element {show_text(unknown[0])} is not in model.type_map. {did_you_mean(unknown[0], spec.type_map)} "
-            "Add it to model.type_map, or leave the file out."
-        )
-    return Frame(
-        coord=stored.coord,
-        atom_type=np.array([type_of[element] for element in stored.symbols], np.int64),
-        box=stored.box,
-        labels={name: read[name] for name in spec.labels if name in read},
-        fparam=read.get(FPARAM),
-        aparam=read.get(APARAM),
-        source=source,
-    )
 
 
 def xyz_files(folder: Path) -> list[str]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.source import is_per_atom
-from deepmd_ema.errors import DataError, counted, did_you_mean, first_few
+from deepmd_ema.data.source import Frame, ReadSpec, is_per_atom
+from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, VIRIAL
 
 STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
@@ -176,6 +176,34 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             values = values.reshape(())
         found[label] = values
     return found
+
+
+def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]) -> Frame:
+    """Return a frame with the types of the model and what it reads; DataError if it lacks something it must have."""
+    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    read = labels_of(stored, sources, {*spec.labels, *(name for name, n in taken.items() if n)})
+    if spec.numb_fparam and spec.default_fparam is not None:
+        read.setdefault(FPARAM, np.array(spec.default_fparam, np.float64))
+    for name, number in taken.items():
+        if number and (name not in read or read[name].shape[-1] != number):
+            has = f"{read[name].shape[-1]} numbers" if name in read else "none"
+            raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
+    type_of = {element: number for number, element in enumerate(spec.type_map)}
+    unknown = sorted(set(stored.symbols) - type_of.keys())
+    if unknown:
+        raise DataError(
+            f"element {show_text(unknown[0])} is not in model.type_map. {did_you_mean(unknown[0], spec.type_map)} "
+            "Add it to model.type_map, or leave the data out."
+        )
+    return Frame(
+        coord=stored.coord,
+        atom_type=np.array([type_of[element] for element in stored.symbols], np.int64),
+        box=stored.box,
+        labels={name: read[name] for name in spec.labels if name in read},
+        fparam=read.get(FPARAM),
+        aparam=read.get(APARAM),
+        source=source,
+    )
 
 
 def numbers(name: str, value: Any) -> Array:
