@@ -74,6 +74,14 @@ class HasInnerNeighbors(Protocol):
         """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has a number."""
 
 
+@runtime_checkable
+class HasIdleOptions(Protocol):
+    """A section ``model.descriptor`` of which some options have no effect beside others."""
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why: the end of a sentence."""
+
+
 # by ``type``; the option ``model.descriptor`` accepts what stands here
 DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
     section.type: section
