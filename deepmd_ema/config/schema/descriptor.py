@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 
@@ -65,5 +66,5 @@ class DescriptorConfig(Protocol):
 
 # by ``type``; the option ``model.descriptor`` accepts what stands here
 DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
-    section.type: section for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config)
+    section.type: section for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config, DPA2Config)
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
@@ -72,6 +73,22 @@ def sel_option() -> Any:
     )
 
 
+_one_sel = Check(
+    lambda v: is_auto_sel(v) if isinstance(v, str) else 0 < v <= LARGEST_SIZE,
+    f'a whole number > 0, at most {LARGEST_SIZE:,}, or "auto" or "auto:1.2", the number from 1 to {LARGEST_RATIO}',
+)
+
+
+def one_sel_option(doc: str, default: Any = MISSING) -> Any:
+    """Declare an option of the most neighbors of all elements together."""
+    return option(
+        default,
+        check=_one_sel,
+        doc=f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
+        "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
+    )
+
+
 def total_sel(sel: int | list[int] | str) -> tuple[int, ...] | None:
     """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
     if isinstance(sel, str):
@@ -89,11 +106,17 @@ def sel_text(sel: int | list[int] | str) -> str:
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
 
 
-def smooth_before(rcut_smth: float, rcut: float) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if the switch does not begin before it ends."""
+def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if the switch does not begin before it ends.
+
+    Args:
+        rcut_smth: where it begins, angstrom.
+        rcut: where it ends, angstrom.
+        prefix: what the names of both options begin with.
+    """
     if rcut_smth >= rcut:
-        found = f" = {rcut_smth:g}: expected less than rcut = {rcut:g} (angstrom)"
-        yield "rcut_smth", f"{found}. Try rcut_smth = {0.1 * rcut:.2g}."
+        found = f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom)"
+        yield f"{prefix}rcut_smth", f"{found}. Try {prefix}rcut_smth = {0.1 * rcut:.2g}."
 
 
 def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, str]]:
@@ -103,10 +126,11 @@ def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, st
         yield "axis_neuron", f" = {axis_neuron}: expected at most {most}."
 
 
-def activation_option(doc: str) -> Any:
+def activation_option(doc: str, default: str = "tanh") -> Any:
     """Declare an option ``activation_function``."""
-    default = ActivationName("tanh")
-    return option(default, choices=ActivationName.known, check=_bent_silu, convert=ActivationName, doc=doc)
+    return option(
+        ActivationName(default), choices=ActivationName.known, check=_bent_silu, convert=ActivationName, doc=doc
+    )
 
 
 def precision_option() -> Any:

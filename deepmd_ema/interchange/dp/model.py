@@ -12,10 +12,12 @@ import torch
 
 from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
@@ -31,6 +33,7 @@ DESCRIPTOR_TREES: dict[str, PartTree] = {
     "se_e2_a": SeE2ATree(SeE2AConfig),
     "se_atten": SeAttenTree(SeAttenConfig),
     "se_atten_v2": SeAttenTree(SeAttenV2Config),
+    "dpa2": DPA2Tree(DPA2Config),
 }
 FITTING_TREES: dict[str, PartTree] = {"ener": EnerTree(EnerFittingConfig)}
 
