@@ -97,7 +97,11 @@ BAD = [
         'optimizer.type = "Adma"',
         ["unknown", "Did you mean Adam?", "AdamW, AdaMuon"],
     ),
-    ({"model.descriptor.type": "se_e2"}, 'model.descriptor.type = "se_e2"', ["unknown", "Did you mean se_e2_a?", "Known: se_e2_a, "]),
+    (
+        {"model.descriptor.type": "se_e2"},
+        'model.descriptor.type = "se_e2"',
+        ["unknown", "Did you mean se_e2_a?", "Known: se_e2_a, "],
+    ),
     ({"model.descriptor.type": 3}, "model.descriptor.type = 3", ["unknown", "Known: se_e2_a"]),
     ({"loss.loss_func": "rmse"}, 'loss.loss_func = "rmse"', ["Did you mean mse?", "Known: mse, mae"]),
     ({"model.descriptor.activation_function": "tahn"}, "model.descriptor.activation_function", ["Did you mean tanh?"]),

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.fields import keys_of
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
@@ -20,16 +22,19 @@ SECTIONS = {
                  "attn": 8, "attn_layer": 2, "tebd_dim": 4, "smooth_type_embedding": True},
     "se_atten_v2": {"type": "se_atten_v2", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
                     "axis_neuron": 4, "attn": 8, "attn_layer": 1, "tebd_dim": 4},
+    "se_e3_tebd": {"type": "se_e3_tebd", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4},
 }  # fmt: skip
 # for cells with more neighbors than the small section keeps
-MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120}, "se_atten_v2": {"sel": 120}}
+MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120}, "se_atten_v2": {"sel": 120},
+                  "se_e3_tebd": {"sel": 120}}  # fmt: skip
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
-    """Return the dict of a section ``model``."""
+    """Return the dict of a section ``model``; changes of options that this descriptor does not have are left out."""
+    known = keys_of(DESCRIPTORS[descriptor])
     return {
         "type_map": TYPES,
-        "descriptor": {**SECTIONS[descriptor], **(descriptor_changes or {})},
+        "descriptor": SECTIONS[descriptor] | {k: v for k, v in (descriptor_changes or {}).items() if k in known},
         "fitting_net": {"neuron": [12, 12], **(fitting_changes or {})},
         **changes,
     }

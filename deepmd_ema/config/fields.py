@@ -103,10 +103,14 @@ def option(default: Any = dataclasses.MISSING, *, doc: str, **about: Any) -> Any
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def redefined(section: type, name: str, default: Any) -> Any:
-    """Declare an option as the base class ``section`` has it, with another default."""
+def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare an option as the class ``section`` has it, with another default or with the same."""
     declared = next(f for f in dataclasses.fields(section) if f.name == name)
-    return dataclasses.field(default=default, metadata=declared.metadata)
+    if default is not dataclasses.MISSING:
+        return option(default, **declared.metadata)
+    if declared.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=declared.default_factory, metadata=declared.metadata)
+    return dataclasses.field(default=declared.default, metadata=declared.metadata)
 
 
 @cache

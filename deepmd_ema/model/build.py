@@ -9,6 +9,7 @@ from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
+from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
 from deepmd_ema.seeds import seed_for
@@ -22,6 +23,7 @@ DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_e2_a": SeE2ADescriptor,
     "se_atten": DPA1Descriptor,
     "se_atten_v2": DPA1Descriptor,
+    "se_e3_tebd": SeE3TebdDescriptor,
     "dpa2": DPA2Descriptor,
 }
 # called with the section, the number of features, the number of elements, excluded types, the seed, and whether the

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
@@ -66,5 +67,5 @@ class DescriptorConfig(Protocol):
 
 # by ``type``; the option ``model.descriptor`` accepts what stands here
 DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
-    section.type: section for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config, DPA2Config)
+    section.type: section for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config, SeE3TebdConfig, DPA2Config)
 }

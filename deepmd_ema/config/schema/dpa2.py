@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
-from deepmd_ema.config.messages import NOT_AVAILABLE
+from deepmd_ema.config.fields import not_negative, option, positive_int, redefined
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.se_atten import SeAttenConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
@@ -29,34 +29,22 @@ class RepinitConfig:
         unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
     )
     nsel: int | str = shared.one_sel_option("Most neighbors of an atom, the nearest first.")
-    neuron: list[int] = option(
-        [25, 50, 100],
-        check=shared.layer_widths,
-        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
-        "wide, has a skip connection.",
-    )
+    neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
     axis_neuron: int = option(
         16,
         check=positive_int,
         doc="Number of columns of the embedding matrix that form the second factor of the features.",
     )
-    tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
-    tebd_input_mode: str = option(
-        "concat",
-        choices=("concat", "strip"),
-        doc="`concat` puts the embeddings of the elements beside the distance, `strip` into a network apart, whose "
-        "output is computed once per pair of elements: faster, about equally accurate.",
-    )
+    tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
+    tebd_input_mode: str = redefined(SeAttenConfig, "tebd_input_mode")
     set_davg_zero: bool = option(
         True,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
         "energy jump where a neighbor enters, and depend on which atom stands first, as in DeePMD-kit.",
     )
     activation_function: ActivationName = shared.activation_option("Activation function of the embedding networks.")
-    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
-    type_one_side: bool = option(
-        False, doc="Whether the embedding depends on the element of the neighbor only, not on that of the centre."
-    )
+    resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
+    type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
     use_three_body: bool = option(
         False, doc="Whether features of the angles between neighbors stand beside those of the neighbors."
     )
@@ -89,9 +77,13 @@ class RepinitConfig:
 class RepformerConfig:
     """Layers in which atoms and pairs of neighbors exchange their features."""
 
-    rcut: float = option(unit="angstrom", check=shared.cutoff, doc="Cutoff radius of the messages, below `repinit.rcut`.")
+    rcut: float = option(
+        unit="angstrom", check=shared.cutoff, doc="Cutoff radius of the messages, below `repinit.rcut`."
+    )
     rcut_smth: float = option(
-        unit="angstrom", check=not_negative, doc="Distance from which messages are switched off smoothly towards `rcut`."
+        unit="angstrom",
+        check=not_negative,
+        doc="Distance from which messages are switched off smoothly towards `rcut`.",
     )
     nsel: int | str = shared.one_sel_option("Most neighbors of an atom, the nearest first.")
     nlayers: int = option(3, check=positive_int, doc="Number of layers.")
@@ -125,8 +117,8 @@ class RepformerConfig:
     )
     g1_out_mlp: bool = option(
         True,
-        doc="Whether an atom's own features change it through a layer apart, instead of as an input of the layer of all "
-        "terms.",
+        doc="Whether an atom's own features change it through a layer apart, instead of as an input of the layer of "
+        "all terms.",
     )
     update_h2: bool = option(False, doc="Whether the vectors of the pairs are changed by attention.")
     attn1_hidden: int = option(64, check=positive_int, doc="Width of the attention of atoms, for each head.")
@@ -155,10 +147,8 @@ class RepformerConfig:
         True,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data.",
     )
-    trainable_ln: bool = option(True, doc="Whether shift and scale of the layer normalisation are trained.")
-    ln_eps: float | None = option(
-        None, check=positive, doc="Added to the variance in the layer normalisation; null is 1e-5."
-    )
+    trainable_ln: bool = redefined(SeAttenConfig, "trainable_ln")
+    ln_eps: float | None = redefined(SeAttenConfig, "ln_eps")
 
     @property
     def terms(self) -> int:
@@ -193,36 +183,24 @@ class DPA2Config:
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
     repformer: RepformerConfig = option(doc="The layers in which atoms and pairs exchange their features.")
-    concat_output_tebd: bool = option(
-        True, doc="Whether the embedding of its element is among the features of an atom."
-    )
+    concat_output_tebd: bool = redefined(SeAttenConfig, "concat_output_tebd")
     precision: str = shared.precision_option()
     smooth: bool = option(
         True,
-        doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the potential energy jump where "
-        "a neighbor enters.",
+        doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the potential energy jump "
+        "where a neighbor enters.",
     )
-    exclude_types: list[list[int]] = option(
-        [],
-        check=shared.type_pairs,
-        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
-    )
-    env_protection: float = option(
-        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
-    )
-    trainable: bool = option(True, doc="Whether the parameters are trained.")
+    exclude_types: list[list[int]] = redefined(SeAttenConfig, "exclude_types")
+    env_protection: float = redefined(SeAttenConfig, "env_protection")
+    trainable: bool = redefined(SeAttenConfig, "trainable")
     seed: int | None = shared.seed_option()
     add_tebd_to_repinit_out: bool = option(
         False,
         alias=("repformer_add_type_ebd_to_seq",),
         doc="Whether the embedding of its element is added to the first features of an atom, through a matrix.",
     )
-    use_econf_tebd: bool = option(
-        False,
-        check=Check(lambda v: not v, f"false: embeddings of electronic configurations are {NOT_AVAILABLE}"),
-        doc="Whether elements are told apart by their electronic configurations. Only false here.",
-    )
-    use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
+    use_econf_tebd: bool = redefined(SeAttenConfig, "use_econf_tebd")
+    use_tebd_bias: bool = redefined(SeAttenConfig, "use_tebd_bias")
 
     @property
     def cutoff(self) -> float:
@@ -232,7 +210,11 @@ class DPA2Config:
     @property
     def inner_cutoffs(self) -> tuple[float, ...]:
         """Return the cutoffs of the parts that look less far."""
-        return (self.repinit.three_body_rcut, self.repformer.rcut) if self.repinit.use_three_body else (self.repformer.rcut,)
+        return (
+            (self.repinit.three_body_rcut, self.repformer.rcut)
+            if self.repinit.use_three_body
+            else (self.repformer.rcut,)
+        )
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
@@ -273,8 +255,7 @@ class DPA2Config:
         yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
         yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
         yield from self._cutoffs_out_of_order()
-        excluded = [t for pair in self.exclude_types for t in pair]
-        yield from (("exclude_types", text) for text in shared.unknown_types(excluded, type_map))
+        yield from shared.excluded_types_exist(self.exclude_types, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""
@@ -283,7 +264,7 @@ class DPA2Config:
         return (
             f"dpa2 (DPA-2), rcut {first.rcut:g} angstrom (smooth from {first.rcut_smth:g}), nsel {first.nsel}, "
             f"neuron {shared.dashes(first.neuron)}{angles}, {later.nlayers} layers within {later.rcut:g} (smooth from "
-            f"{later.rcut_smth:g}), nsel {later.nsel}, {later.g1_dim} features of an atom and {later.g2_dim} of a pair, "
+            f"{later.rcut_smth:g}), nsel {later.nsel}, {later.g1_dim} features of an atom, {later.g2_dim} of a pair, "
             f"{shared.dtype_name(self.precision)}"
         )
 
@@ -355,7 +336,7 @@ class DPA2Config:
             named.append((first.three_body_rcut, first.three_body_sel, "repinit.three_body_sel"))
         named = sorted((rcut, n, name) for rcut, n, name in named if not isinstance(n, str))
         named += [(first.rcut, first.nsel, "repinit.nsel")] if not isinstance(first.nsel, str) else []
-        for (_, fewer, name), (_, more, beyond) in zip(named, named[1:]):
+        for (_, fewer, name), (_, more, beyond) in pairwise(named):
             if fewer > more:  # type: ignore[operator]  # numbers
                 yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
         if not isinstance(later.nsel, str) and later.nsel == first.nsel:

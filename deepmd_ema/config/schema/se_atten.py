@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.texts import ActivationName
 
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig
-    from deepmd_ema.geometry import NeighborStatistics
-
 
 @dataclass(frozen=True, kw_only=True)
-class SeAttenV2Config:
+class SeAttenV2Config(shared.OneListSection):
     """Descriptor with attention among neighbors for any number of elements, smooth, elements in a network apart."""
 
     type: ClassVar[str] = "se_atten_v2"
@@ -104,32 +100,11 @@ class SeAttenV2Config:
     tebd_input_mode: ClassVar[str] = "strip"
     smooth: ClassVar[bool] = True
 
-    @property
-    def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        return shared.total_sel(self.sel)
-
-    def with_neighbors(self, found: NeighborStatistics) -> SeAttenV2Config:
-        """Return the section with ``sel: auto`` as a number."""
-        return replace(self, sel=shared.auto_total_sel(self.sel, found))
-
-    def with_neighbors_of(self, saved: DescriptorConfig) -> SeAttenV2Config:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, SeAttenV2Config) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
-
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
-        excluded = [t for pair in self.exclude_types for t in pair]
-        yield from (("exclude_types", text) for text in shared.unknown_types(excluded, type_map))
+        yield from shared.excluded_types_exist(self.exclude_types, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""

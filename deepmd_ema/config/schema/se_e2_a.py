@@ -111,8 +111,7 @@ class SeE2AConfig:
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
         if not isinstance(self.sel, str):
             yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
-        excluded = [t for pair in self.exclude_types for t in pair]
-        yield from (("exclude_types", text) for text in shared.unknown_types(excluded, type_map))
+        yield from shared.excluded_types_exist(self.exclude_types, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.texts import ActivationName, is_readable
 
 if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
+Section = TypeVar("Section", bound="OneListSection")
 LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
 layer_widths = Check(
     lambda v: len(v) > 0 and all(0 < n <= LARGEST_SIZE for n in v),
@@ -101,6 +103,35 @@ def auto_total_sel(sel: int | list[int] | str, found: NeighborStatistics) -> int
     return auto_sel([found.max_total], ratio_of(sel))[0] if isinstance(sel, str) else sel
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneListSection:
+    """What sections of descriptors tell that keep the nearest ``sel`` neighbors inside ``rcut`` in one list."""
+
+    if TYPE_CHECKING:
+        sel: int | list[int] | str
+        rcut: float
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``rcut``."""
+        return self.rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
+        return total_sel(self.sel)
+
+    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
+        """Return the section with ``sel: auto`` as a number."""
+        return replace(self, sel=auto_total_sel(self.sel, found))
+
+    def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
+        """Return the section with ``sel: auto`` as in ``saved``."""
+        if isinstance(saved, type(self)) and isinstance(self.sel, str):
+            return replace(self, sel=saved.sel)
+        return self
+
+
 def sel_text(sel: int | list[int] | str) -> str:
     """Return ``sel`` in words."""
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
@@ -158,6 +189,12 @@ def unknown_types(types: Iterable[int], type_map: Sequence[str]) -> Iterator[str
     if bad:
         expected = f"0 to {len(type_map) - 1}, places in type_map = {show(type_map)}"
         yield f": type {bad[0]} does not exist, expected {expected}."
+
+
+def excluded_types_exist(exclude_types: Sequence[Sequence[int]], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if a pair in ``exclude_types`` names a type that does not exist."""
+    excluded = [t for pair in exclude_types for t in pair]
+    yield from (("exclude_types", text) for text in unknown_types(excluded, type_map))
 
 
 def dashes(numbers: Iterable[int]) -> str:

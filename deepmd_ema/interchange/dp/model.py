@@ -16,6 +16,7 @@ from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
 from deepmd_ema.interchange.dp.ener import EnerTree
@@ -23,6 +24,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tr
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
 from deepmd_ema.interchange.dp.se_atten import SeAttenTree
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
+from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 
@@ -33,6 +35,7 @@ DESCRIPTOR_TREES: dict[str, PartTree] = {
     "se_e2_a": SeE2ATree(SeE2AConfig),
     "se_atten": SeAttenTree(SeAttenConfig),
     "se_atten_v2": SeAttenTree(SeAttenV2Config),
+    "se_e3_tebd": SeE3TebdTree(SeE3TebdConfig),
     "dpa2": DPA2Tree(DPA2Config),
 }
 FITTING_TREES: dict[str, PartTree] = {"ener": EnerTree(EnerFittingConfig)}

@@ -26,6 +26,7 @@ from deepmd_ema.interchange.dp.networks import (
 )
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
 from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
+from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
 from deepmd_ema.model.nn.attention import AttentionLayer
 from deepmd_ema.model.nn.layers import Network
 
@@ -72,7 +73,7 @@ class SeAttenTree(PartTree):
             "descriptor version 3 (compressed)": tree.get("@version", 2) == 3 or bool(tree.get("compress")),
             "angular degrees above 1": tree.get("lmax", 1) != 1,
             "spin": bool(tree.get("spin")),
-            "an exponential switch": bool((tree.get("env_mat") or {}).get("use_exp_switch")),
+            "an exponential switch": has_exp_switch(tree),
             "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
         }
 
@@ -105,7 +106,7 @@ def eps_of(ln_eps: float | None) -> float:
     return DEFAULT_EPS if ln_eps is None else ln_eps
 
 
-def env_mat_tree(block: SeAttenBlock) -> Tree:
+def env_mat_tree(block: SeAttenBlock | SeTTebdBlock) -> Tree:
     """Return the tree of the environment matrix."""
     return {
         "rcut": block.rcut,
@@ -115,7 +116,12 @@ def env_mat_tree(block: SeAttenBlock) -> Tree:
     }
 
 
-def block_networks(block: SeAttenBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
+def has_exp_switch(tree: Mapping[str, Any]) -> bool:
+    """Whether the environment matrix of a tree has an exponential switch."""
+    return bool((tree.get("env_mat") or {}).get("use_exp_switch"))
+
+
+def block_networks(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
     """Return the entries of the embedding networks of a block."""
 
     def tree(net: Network) -> Tree:
@@ -128,7 +134,7 @@ def block_networks(block: SeAttenBlock, options: Mapping[str, Any], ntypes: int)
     return out
 
 
-def fill_block_networks(block: SeAttenBlock, tree: Mapping[str, Any]) -> None:
+def fill_block_networks(block: SeAttenBlock | SeTTebdBlock, tree: Mapping[str, Any]) -> None:
     """Write the embedding networks of a tree into a block."""
     fill_networks("embeddings", [block.embedding], tree["embeddings"]["networks"])
     if block.pair_embedding is not None:

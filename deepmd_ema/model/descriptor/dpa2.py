@@ -121,9 +121,7 @@ class DPA2Descriptor(nn.Module):
         """Return how this descriptor wants its neighbors."""
         most = self.section.neighbors
         assert most is not None
-        return NeighborLayout(
-            self.section.cutoff, most, self.num_types, by_type=False, excluded_pairs=excluded_pairs
-        )
+        return NeighborLayout(self.section.cutoff, most, self.num_types, by_type=False, excluded_pairs=excluded_pairs)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -179,11 +177,11 @@ class DPA2Descriptor(nn.Module):
             node = self.to_repformer(node)
         if self.add_element is not None:
             node = node + self.add_element(table)[batch.atom_type]
-        return self._in_part(self.repformer, batch.within(section.repformer.rcut, self.repformer.sel), vector, batch, node)
+        return self._in_part(
+            self.repformer, batch.within(section.repformer.rcut, self.repformer.sel), vector, batch, node
+        )
 
-    def _in_part(
-        self, part: nn.Module, hood: Neighborhood, vector: Tensor, batch: Batch, features: Tensor
-    ) -> Tensor:
+    def _in_part(self, part: nn.Module, hood: Neighborhood, vector: Tensor, batch: Batch, features: Tensor) -> Tensor:
         """Return the features that a part computes with the vectors of its own neighbors."""
         inside = vector[:, : hood.neighbor.shape[1]]
         out: Tensor = part(inside, hood, features, batch, self.excluded(batch, hood))

@@ -38,7 +38,14 @@ class Repformer(nn.Module):
     """
 
     def __init__(
-        self, options: RepformerConfig, num_types: int, *, smooth: bool, protection: float, dtype: torch.dtype, seed: int
+        self,
+        options: RepformerConfig,
+        num_types: int,
+        *,
+        smooth: bool,
+        protection: float,
+        dtype: torch.dtype,
+        seed: int,
     ) -> None:
         super().__init__()
         self.options, self.smooth, self.protection, self.dtype = options, smooth, protection, dtype
@@ -94,6 +101,4 @@ class Repformer(nn.Module):
             count = weight.sum(1, keepdim=True)
             per_neighbor = 1 / (FEWEST + count)
             per_moment = (1 / (FEWEST + (count.sqrt() if root else count)))[..., None]
-        return Surroundings(
-            hood.neighbor, hood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
-        )
+        return Surroundings(hood.neighbor, hood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment)

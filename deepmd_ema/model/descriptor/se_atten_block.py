@@ -12,6 +12,7 @@ from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import Network, freeze
 from deepmd_ema.model.nn.norm import DEFAULT_EPS, LayerNorm
+from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -132,14 +133,14 @@ class SeAttenBlock(nn.Module):
         if self.pair_embedding is None:
             shape = s.shape[:-1]
             types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
-            return cast("Tensor", self.embedding(torch.cat([s, *(_pick(table, t) for t in types)], -1)))
+            return cast("Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1)))
         num_types = len(table)
         if self.one_side:
             of_elements, index = self.pair_embedding(table), neighbor
         else:  # a row for each pair, of centre * T + neighbor
             both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
             of_elements, index = self.pair_embedding(torch.cat(both, -1)), centre * num_types + neighbor
-        gate = _pick(of_elements, index)
+        gate = pick(of_elements, index)
         radial: Tensor = self.embedding(s)
         return radial + radial * (gate * switch if self.smooth else gate)
 
@@ -164,8 +165,3 @@ class SeAttenBlock(nn.Module):
 def _first_types(batch: Batch) -> Tensor:
     """Return the type of the first atom of each frame (F,), in the order of the files."""
     return batch.in_file_order(batch.atom_type)[batch.num_atoms.cumsum(0) - batch.num_atoms]
-
-
-def _pick(table: Tensor, index: Tensor) -> Tensor:
-    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any device."""
-    return (index[..., None] == torch.arange(len(table), device=index.device)).to(table) @ table

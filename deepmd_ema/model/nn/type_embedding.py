@@ -31,3 +31,13 @@ class TypeEmbedding(nn.Module):
         """Return the embeddings of all elements (T, width)."""
         weight = self.net.stack[0].weight
         return self.net(torch.eye(len(weight), dtype=weight.dtype, device=weight.device))
+
+
+def pick(table: Tensor, index: Tensor) -> Tensor:
+    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any device."""
+    return one_hot(index, len(table), table.dtype) @ table
+
+
+def one_hot(index: Tensor, num_types: int, dtype: torch.dtype) -> Tensor:
+    """Return (..., T), 1 in the column of each element."""
+    return (index[..., None] == torch.arange(num_types, device=index.device)).to(dtype)

@@ -1,0 +1,73 @@
+"""The tree of the descriptor se_e3_tebd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.fields import plain
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.networks import (
+    PartTree,
+    array,
+    chosen,
+    fill,
+    fill_type_embedding,
+    precision_of,
+    type_embedding_tree,
+)
+from deepmd_ema.interchange.dp.se_atten import block_networks, env_mat_tree, fill_block_networks, has_exp_switch
+from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
+
+OPTIONS = (
+    "rcut", "rcut_smth", "neuron", "tebd_dim", "tebd_input_mode", "resnet_dt", "set_davg_zero", "activation_function",
+    "env_protection", "exclude_types", "trainable", "concat_output_tebd", "use_econf_tebd", "smooth",
+)  # fmt: skip
+
+
+class SeE3TebdTree(PartTree):
+    """Tree of se_e3_tebd."""
+
+    def write(self, part: SeE3TebdDescriptor, config: ModelConfig) -> Tree:
+        """Return the tree of a descriptor."""
+        block, options, ntypes = part.block, plain(config.descriptor), len(config.type_map)
+        return {
+            "@class": "Descriptor",
+            "type": "se_e3_tebd",
+            "@version": 1,
+            **chosen(options, OPTIONS),
+            "sel": [part.sel],
+            "ntypes": ntypes,
+            "type_map": list(config.type_map),
+            "precision": precision_of(part.dtype),
+            **block_networks(block, options, ntypes),
+            "env_mat": env_mat_tree(block),
+            "type_embedding": type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
+            VARIABLES: {"davg": array(block.mean), "dstd": array(block.stddev)},
+        }
+
+    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Return features that are not available here, and whether the tree uses them."""
+        return {
+            "descriptor version 2 (compressed)": tree.get("@version", 1) > 1,
+            "an exponential switch": has_exp_switch(tree),
+            "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
+        }
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives."""
+        # of this option, only the tree of the type embedding tells
+        return {**super().section(tree), "use_tebd_bias": bool(tree["type_embedding"].get("use_tebd_bias", True))}
+
+    def fill(self, part: SeE3TebdDescriptor, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the descriptor."""
+        mean = np.asarray(tree[VARIABLES]["davg"])
+        if np.any(mean[..., 1:]):
+            raise ValueError("davg: means of angular columns other than 0, which make energies depend on orientation")
+        fill("davg", part.block.mean, mean)
+        fill("dstd", part.block.stddev, tree[VARIABLES]["dstd"])
+        fill_type_embedding(part.type_embedding, tree["type_embedding"])
+        fill_block_networks(part.block, tree)

@@ -1,0 +1,121 @@
+"""Sums over pairs of neighbors of an atom, embedded by their angle and elements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.seeds import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+
+# A atoms, K neighbor slots (J and K of the two neighbors), S slots up to sel, T types, E numbers of a type embedding,
+# M channels
+
+
+class SeTTebdBlock(nn.Module):
+    """``D = sum_jk c_jk G_jk / S^2`` with ``c_jk = R_j . R_k``, R_j the normalised angular row of neighbor j.
+
+    ``G_jk`` is a network of ``c_jk`` and the elements of j and k (``concat``), or ``G(c_jk) (1 + w_j w_k E(elements))``
+    with two networks (``strip``, w_j the switch if smooth). Three-body embedding: Wang et al., Nucl. Fusion 62, 126013
+    (2022); with elements as in DPA-2, arXiv:2312.15492.
+
+    An empty slot has ``R_j = 0`` and adds nothing: angular columns have no mean, which would depend on the orientation.
+
+    Args:
+        options: of the block, with the names that they have in the section se_e3_tebd.
+        sel: S, most neighbors.
+        num_types: T.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
+        self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
+        self.strip = options.tebd_input_mode == "strip"
+        self.num_channels = options.neuron[-1]
+        width = 2 * options.tebd_dim
+
+        def network(num_in: int, name: str) -> Network:
+            return Network(
+                [num_in, *options.neuron],
+                options.activation_function,
+                timestep=options.resnet_dt,
+                dtype=dtype,
+                seed=seed_for(name, seed),
+            )
+
+        self.embedding = network(1 if self.strip else 1 + width, "embedding")
+        self.pair_embedding = network(width, "pair_embedding") if self.strip else None
+        freeze(self, options.trainable)
+        self.mean: Tensor
+        self.stddev: Tensor
+        self.register_buffer("mean", torch.zeros(num_types, sel, 4, dtype=dtype))
+        self.register_buffer("stddev", torch.ones(num_types, sel, 4, dtype=dtype))
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return self.num_channels
+
+    def forward(
+        self, vector: Tensor, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+    ) -> Tensor:
+        """Return the features (A, M), which can be differentiated by ``vector``.
+
+        Args:
+            vector: (A, K, 3) those of ``hood``.
+            hood: neighbors inside the cutoff.
+            table: (T, E) type embeddings.
+            batch: the batch that the neighbors are of.
+            dropped: (A, K) bool, pairs that do not see each other here, or None.
+        """
+        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        neighbor_type = batch.atom_type[hood.neighbor.clamp(max=len(batch.atom_type) - 1)]
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
+        stddev = self.stddev[:, : vector.shape[1], 1:].double()[batch.atom_type]
+        rows = (torch.where(mask[..., None], raw[..., 1:], 0) / stddev).to(self.dtype)
+        products = torch.bmm(rows, rows.transpose(1, 2))
+        if self.pair_embedding is None:
+            summed = self._with_elements(products, pick(table, neighbor_type))
+        else:
+            elements = one_hot(neighbor_type, len(table), self.dtype)
+            if self.smooth:
+                elements = elements * torch.where(mask, switch, 0).to(self.dtype)[..., None]
+            summed = self._gated_by_elements(products, elements, table)
+        return summed / self.sel**2
+
+    def _with_elements(self, products: Tensor, embedded: Tensor) -> Tensor:
+        """Return the sums (A, M) from ``products`` (A, J, K) and the type embeddings of neighbors (A, K, E)."""
+        width = products.shape[1]
+        first, second = embedded[:, :, None].expand(-1, -1, width, -1), embedded[:, None].expand(-1, width, -1, -1)
+        values = self.embedding(torch.cat([products[..., None], first, second], -1))
+        return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
+
+    def _gated_by_elements(self, products: Tensor, elements: Tensor, table: Tensor) -> Tensor:
+        """Return the sums (A, M) from ``products`` (A, J, K) and ``elements`` (A, K, T).
+
+        A neighbor has its switch, or 1, in the column of its element. Neighbors are added up by element before the gate
+        is applied, so that no gate is read for each pair of them.
+        """
+        assert self.pair_embedding is not None
+        num_types = len(table)
+        pairs = torch.cat([table.repeat_interleave(num_types, 0), table.repeat(num_types, 1)], -1)
+        gate = self.pair_embedding(pairs).view(num_types, num_types, self.num_channels)  # of (j, k)
+        values = products[..., None] * cast("Tensor", self.embedding(products[..., None]))  # (A, J, K, M)
+        by_first = torch.bmm(elements.transpose(1, 2), values.flatten(2)).view(
+            len(products), num_types, *values.shape[2:]
+        )
+        of_second = (elements @ gate.transpose(0, 1).flatten(1)).view(*elements.shape, self.num_channels)
+        gated = (by_first.transpose(1, 2) * of_second).sum((1, 2))
+        return values.sum((1, 2)) + gated
