@@ -158,7 +158,7 @@ def rows(work: Path, only: str) -> Iterator[list[str]]:
                 _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             lines = (work / "said").read_text(errors="replace").splitlines()
-            first = next((line for line in lines if "rror" in line.partition(":")[0]), lines[-1] if lines else "")
+            first = next((line for line in lines if line.startswith("dp-ema:")), "")
             seconds, size = usage.ru_utime + usage.ru_stime, f"{usage.ru_maxrss / 1024:.0f}"
             yield [
                 name,

@@ -72,17 +72,10 @@ def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
             with _copied_to(final) as part:
                 yield part
             return
-        sweep(final.parent)
-        part = _part_of(final)
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
-        try:
+        with _taking_the_place_of(final) as part:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
             yield part
-            with part.open("rb+") as file:
-                os.fsync(file.fileno())
-            move(part, final)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+            sync(part)
 
 
 @contextmanager
@@ -111,14 +104,8 @@ def move(old: Path, new: Path) -> None:
 def link(path: Path, target: Path) -> None:
     """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in one move."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent)
-    part = _part_of(path)
-    part.symlink_to(os.path.relpath(target, path.parent))
-    try:
-        move(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with _taking_the_place_of(path) as part:
+        part.symlink_to(os.path.relpath(target, path.parent))
 
 
 def append(path: Path, text: str, anew: bool = False) -> None:
@@ -175,10 +162,11 @@ def sweep(folder: Path) -> None:
     A process is asked for on its own machine only; a file of another machine is left after a day.
     """
     for name in os.listdir(folder) if folder.is_dir() else ():
-        match = _PART.fullmatch(name)
-        with suppress(FileNotFoundError):
-            if match is not None and _is_left(folder / name, match["machine"], int(match["pid"])):
-                (folder / name).unlink()
+        if (match := _PART.fullmatch(name)) is not None:
+            with suppress(FileNotFoundError):
+                is_ours, age = match["machine"] == this_machine(), time.time() - (folder / name).lstat().st_mtime
+                if not is_running(int(match["pid"])) if is_ours else age > _LEFT_S:
+                    (folder / name).unlink()
 
 
 @cache
@@ -213,18 +201,24 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def _taking_the_place_of(final: Path) -> Iterator[Path]:
+    """Yield a path beside ``final`` for its half-written form, which is moved there at the end, or removed."""
+    sweep(final.parent)
+    part = _part_of(final)
+    try:
+        yield part
+        move(part, final)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def _part_of(final: Path) -> Path:
-    """Return a path beside ``final`` for its half-written form."""
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
     name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])
     return final.with_name(name + mark)
-
-
-def _is_left(path: Path, machine: str, pid: int) -> bool:
-    if machine == this_machine():
-        return not is_running(pid)
-    return time.time() - path.lstat().st_mtime > _LEFT_S
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from vesin import NeighborList
 
-from deepmd_ema.arrays import Array, stable_argsort
+from deepmd_ema.arrays import Array, rank_in_group, stable_argsort
 from deepmd_ema.errors import DataError
 
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
@@ -56,6 +56,7 @@ class NeighborStatistics:
         min_distance: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
         max_neighbors: most neighbors of each type that any atom has.
         max_total: most neighbors of all types that any atom has.
+        by_rank: (max_total,) the shortest distance at which any atom has its first, second, ... neighbor, angstrom.
         nearest: (T, T) shortest distance per pair of types, symmetric.
         frame_min: (F,) shortest distance in each frame.
         frame_pair: (F, 2) the two atoms at that distance, -1 without any.
@@ -64,9 +65,14 @@ class NeighborStatistics:
     min_distance: float
     max_neighbors: tuple[int, ...]
     max_total: int
+    by_rank: Array
     nearest: Array
     frame_min: Array
     frame_pair: Array
+
+    def max_within(self, rcut: float) -> int:
+        """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of the search."""
+        return int(np.searchsorted(self.by_rank, rcut))
 
 
 def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
@@ -183,7 +189,7 @@ def neighbor_statistics(
         threads: how many; None for the cores this process may use, four at most.
     """
     most = np.zeros(num_types, np.int64)
-    most_total = 0
+    by_rank = np.empty(0)
     nearest = np.full((num_types, num_types), np.inf)
     frame_min, frame_pair = [], []
     # of the cores that this process may use, which macOS does not tell
@@ -193,14 +199,15 @@ def neighbor_statistics(
         while chunk := list(islice(remaining, _FRAMES_AT_ONCE)):
             for one in pool.map(lambda frame: _frame_statistics(frame, rcut, num_types), chunk):
                 most = np.maximum(most, one.most)
-                most_total = max(most_total, one.most_total)
+                by_rank = _shortest(by_rank, one.by_rank)
                 nearest = np.minimum(nearest, one.nearest)
                 frame_min.append(one.distance)
                 frame_pair.append(one.pair)
     return NeighborStatistics(
         min_distance=min(frame_min, default=math.inf),
         max_neighbors=tuple(int(n) for n in most),
-        max_total=most_total,
+        max_total=len(by_rank),
+        by_rank=by_rank,
         nearest=nearest,
         frame_min=np.array(frame_min, np.float64),
         frame_pair=np.array(frame_pair, np.int64).reshape(-1, 2),
@@ -210,7 +217,7 @@ def neighbor_statistics(
 @dataclass(frozen=True)
 class _FrameStatistics:
     most: Array
-    most_total: int
+    by_rank: Array
     nearest: Array
     distance: float
     pair: tuple[int, int]
@@ -222,7 +229,7 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
     pairs, distance = _search(coord, box, rcut, "Pd", each_twice=False)
     if len(distance) == 0:
         none = np.full((num_types, num_types), np.inf)
-        return _FrameStatistics(np.zeros(num_types, np.int64), 0, none, math.inf, (-1, -1))
+        return _FrameStatistics(np.zeros(num_types, np.int64), np.empty(0), none, math.inf, (-1, -1))
     types = np.asarray(types, np.int64)
     i, j = pairs[:, 0], pairs[:, 1]
     type_i, type_j = types[i], types[j]
@@ -237,11 +244,29 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
     shortest = int(distance.argmin())
     return _FrameStatistics(
         most=counts.max(axis=0),
-        most_total=int(counts.sum(axis=1).max()),
+        by_rank=_by_rank(i, j, distance, natoms),
         nearest=np.minimum(by_types, by_types.T),
         distance=float(distance[shortest]),
         pair=(int(i[shortest]), int(j[shortest])),
     )
+
+
+def _by_rank(i: Array, j: Array, distance: Array, natoms: int) -> Array:
+    """Return the shortest distance of any atom to its first, second, ... neighbor, from pairs that stand once."""
+    near_first = np.argsort(distance)
+    atom = np.stack([i[near_first], j[near_first]], 1).ravel()
+    order = stable_argsort(atom, natoms)
+    rank, counts = rank_in_group(atom[order], natoms)
+    table = np.full((natoms, counts.max()), np.inf)
+    table[atom[order], rank] = np.repeat(distance[near_first], 2)[order]
+    shortest: Array = table.min(0)
+    return shortest
+
+
+def _shortest(one: Array, other: Array) -> Array:
+    """Return the smaller numbers of two arrays; one that only the longer array has stays."""
+    short, long = sorted((one, other), key=len)
+    return np.concatenate([np.minimum(short, long[: len(short)]), long[len(short) :]])
 
 
 def _search(

@@ -39,8 +39,9 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
     Raises:
         UserError: if another run holds one of them; the message names its process and machine.
     """
+    ended_runs: set[tuple[str, int]] = set()  # a run that held several locks is waited for once
     with ExitStack() as stack:
-        handles = [stack.enter_context(_held(path)) for path in paths]
+        handles = [stack.enter_context(_held(path, ended_runs)) for path in paths]
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True)
         beats.start()
@@ -52,10 +53,10 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[int]:
-    handle = _take(path)
-    me = {"machine": this_machine(), "host": socket.gethostname(), "pid": os.getpid()}
-    me["since"] = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
+    handle = _take(path, ended_runs)
+    since = datetime.now().isoformat(" ", "seconds")
+    me = {"machine": this_machine(), "host": socket.gethostname(), "pid": os.getpid(), "since": since}
     try:
         with writing(path):
             os.truncate(handle, 0)
@@ -67,7 +68,7 @@ def _held(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _take(path: Path) -> int:
+def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
     """Return the open file of a lock that nobody else holds."""
     while True:
         with writing(path):
@@ -76,7 +77,7 @@ def _take(path: Path) -> int:
             is_sure = _lock(handle, path)
             with suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == os.stat(path).st_ino:
-                    _refuse_living(handle, path, is_sure)
+                    _refuse_living(handle, path, is_sure, ended_runs)
                     return handle
         except BaseException:
             os.close(handle)
@@ -97,15 +98,16 @@ def _lock(handle: int, path: Path) -> bool:
     return True
 
 
-def _refuse_living(handle: int, path: Path, is_sure: bool) -> None:
-    """Check that whoever the lock file names has ended."""
+def _refuse_living(handle: int, path: Path, is_sure: bool, ended_runs: set[tuple[str, int]]) -> None:
+    """Check that whoever the lock file names has ended, and note it in ``ended_runs``."""
     holder = _holder(handle)
     if not holder:
         return
+    run = holder["machine"], holder["pid"]
     if holder["machine"] == this_machine():
         if not is_sure and holder["pid"] != os.getpid() and is_running(holder["pid"]):
             raise _in_use(path, holder)
-    elif (silent := time.time() - os.fstat(handle).st_mtime) < GONE_S:
+    elif run not in ended_runs and (silent := time.time() - os.fstat(handle).st_mtime) < GONE_S:
         logger.warning(
             "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be asked on its own machine "
             "only. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
@@ -114,6 +116,7 @@ def _refuse_living(handle: int, path: Path, is_sure: bool) -> None:
         )  # fmt: skip
         if _shows_life(path):
             raise _in_use(path, holder)
+    ended_runs.add(run)
     logger.info("the lock of process %s on %s, which has ended, is taken over", holder["pid"], holder["host"])
 
 

@@ -348,6 +348,15 @@ def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
     assert everything() == before
 
 
+def test_a_wait_for_a_run_on_another_machine_is_told_before_it(desk, monkeypatch):
+    monkeypatch.setattr("deepmd_ema.locks.WATCH_S", 0.2)
+    holder = {"machine": "ffffffff", "host": "node12", "pid": 7, "since": "2026-01-02 03:04:05"}
+    Path(LOCK).write_text(json.dumps(holder))
+    told = desk.train("--restart", "model.ckpt.pt")
+    told.must_say("process 7 on node12 held this lock", "Waiting up to 0 s", "remove the file", code=GOOD)
+    assert told.text.index("Waiting up to") < told.text.index("restart after step")
+
+
 def test_two_runs_may_share_a_folder_of_checkpoints_but_no_file_in_it(clean):
     away = Path.cwd().with_name(f"{Path.cwd().name}_away")
     clean.write(training__save_ckpt=str(away / "one"))

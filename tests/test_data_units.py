@@ -10,8 +10,9 @@ from helpers import open_data
 
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check import units
-from deepmd_ema.data.check.physics import Ratio
+from deepmd_ema.data.check.physics import Evidence, Ratio, judge
 from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.source import Frame
 
 pytestmark = pytest.mark.usefixtures("real_radii")
 
@@ -145,3 +146,39 @@ def test_of_many_systems_some_are_judged(tmp_path, monkeypatch):
 def test_a_ratio_counts_when_its_correlation_is_no_chance(correlation, free, clear):
     assert Ratio(1.0, correlation, free).is_clear is clear
     assert Ratio(-1.0, -correlation, free).is_clear is clear
+
+
+@pytest.mark.parametrize(("correlation", "found"), [(0.97, True), (0.8, False)])
+def test_a_good_fit_tells_hartree_of_stiff_bonds(correlation, found):
+    """MgO and silicon have bonds so stiff that hartree/bohr look like soft ones; a fit of 0.97 is exact enough."""
+    evidence = Evidence(30, 0.91, 11.1 * BOHR / HARTREE, Ratio(0.95 / BOHR, correlation, 22))
+    texts = units._Findings(evidence, None).texts
+    assert bool(texts) is found
+    assert not found or "Hartree and Hartree/bohr" in texts[0]
+
+
+def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_told(tmp_path):
+    """Of noble gases it was said that units can be told, and kcal/mol of both passed."""
+    report = units.UnitReport()
+    findings = units._Findings(Evidence(30, energy=Ratio(1.0, 0.97, 27)), None)
+    units._count(
+        report, "argon", [Frame(np.zeros((1, 3)), np.zeros(1, int), labels={"energy": 0.0, "force": 0.0})], findings
+    )
+    assert report.untold["a unit common to energies and forces"] == ["argon"]
+    assert report.told == {"lengths": 0, "forces": 1, "energies": 1}
+
+
+def test_frames_of_very_many_atoms_are_judged_by_their_nearest_pairs():
+    """The judgment of 12 frames of 100,000 atoms took 7 GB."""
+    rng = np.random.default_rng(0)
+    sites = 3.61 * (
+        np.array(list(np.ndindex(22, 22, 22)))[:, None] + [[0, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]]
+    )
+    sites = sites.reshape(-1, 3)  # of copper
+    frames = []
+    for _ in range(2):
+        moved = rng.normal(0, 0.1, sites.shape)
+        frames.append(Frame(sites + moved, np.zeros(len(sites), int), 79.42 * np.eye(3), {"force": -5 * moved}))
+    evidence = judge(frames, ["Cu"])
+    assert evidence.bond == pytest.approx(0.84, abs=0.02)
+    assert evidence.stiffness == pytest.approx(2.56, abs=0.1)

@@ -121,7 +121,7 @@ def missing_or_other(theirs, ours, path=""):
     if isinstance(theirs, dict):
         return [p for k, v in theirs.items() for p in
                 ([f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}"))]  # fmt: skip
-    if isinstance(theirs, list) and theirs and isinstance(theirs[0], dict):
+    if isinstance(theirs, list) and theirs and isinstance(theirs[0], dict | np.ndarray):
         both = enumerate(zip(theirs, ours, strict=True))
         return [p for k, (a, b) in both for p in missing_or_other(a, b, f"{path}/{k}")]
     if isinstance(theirs, np.ndarray):
@@ -169,6 +169,9 @@ def shorten_davg(tree):
         (lambda t: t["model"]["descriptor"]["embeddings"]["networks"].pop(), "embeddings: 8 networks, expected 9"),
         (lambda t: t["model"].pop("type_map"), "an entry of the model is missing or of another kind: KeyError"),
         (lambda t: t["model"]["descriptor"].update(rcut=-1.0), "the model does not fit together: .*rcut"),
+        (lambda t: t["model"]["descriptor"].pop("rcut"), "is missing or of another kind: KeyError"),
+        (lambda t: t["model"]["fitting"]["nets"]["networks"][0]["layers"][0].update(activation_function="relu"),
+         r"layers\[0\]: activation_function 'relu', expected 'tanh'"),
         (lambda t: t.pop("model"), "no model inside"),
     ],
 )  # fmt: skip

@@ -126,6 +126,21 @@ def test_a_lock_of_another_machine_without_a_sign_of_life_is_taken(lock, quick):
         assert json.loads(lock.read_text())["machine"] == this_machine()
 
 
+def test_a_run_on_another_machine_that_held_several_locks_is_waited_for_once(lock, tmp_path, monkeypatch):
+    other, watched = tmp_path / "other.lock", []
+    write_lock(lock)
+    write_lock(other)
+    monkeypatch.setattr(locks, "_shows_life", watched.append)
+    with locked([lock, other]):
+        assert json.loads(other.read_text())["machine"] == this_machine()
+    assert watched == [lock]
+    write_lock(lock)
+    write_lock(other, pid=8)
+    with locked([lock, other]):
+        pass
+    assert watched == [lock, lock, other]
+
+
 def test_an_old_lock_of_another_machine_is_taken_without_waiting(lock):
     write_lock(lock)
     os.utime(lock, (1e9, 1e9))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Shard
+from deepmd_ema.dist.launch import END_SIGNALS
 
 
 class Exchange:
@@ -120,7 +121,7 @@ def signals_wait() -> Iterator[None]:
         yield  # Python delivers signals to the main thread only
         return
     arrived: list[int] = []
-    held = {s: h for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(h := signal.getsignal(s))}
+    held = {s: h for s in (signal.SIGINT, *END_SIGNALS) if callable(h := signal.getsignal(s))}
     for s in held:
         signal.signal(s, lambda number, _frame: arrived.append(number))
     try:

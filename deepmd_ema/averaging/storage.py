@@ -105,8 +105,10 @@ class Buffer:
         if live[0].dtype == self.flat.dtype:
             yield from (live[chosen] for chosen in self._slices)
         elif self.flat.device.type == "cpu":
-            if self._wide is None:
-                self._wide = _shared_views([self.shapes[chosen] for chosen in self._slices], self.flat.dtype)
+            if self._wide is None:  # all parts share the memory of the largest
+                shapes = [self.shapes[chosen] for chosen in self._slices]
+                memory = _flat(max(shapes, key=_size), self.flat.dtype, self.flat.device)
+                self._wide = [_views(memory, part) for part in shapes]
             for wide, chosen in zip(self._wide, self._slices):
                 torch._foreach_copy_(wide, live[chosen])
                 yield wide
@@ -199,12 +201,17 @@ def needs_staging(buffers: Sequence[Buffer]) -> bool:
 
 
 def _flat(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
-    return torch.zeros(sum(map(_stride, shapes)), dtype=dtype, device=device, pin_memory=pin)
+    return torch.zeros(_size(shapes), dtype=dtype, device=device, pin_memory=pin)
 
 
 def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    parts = flat.split([_stride(shape) for shape in shapes])
+    parts = flat[: _size(shapes)].split([_stride(shape) for shape in shapes])
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes)]
+
+
+def _size(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Return the elements of a flat buffer of tensors of these shapes."""
+    return sum(map(_stride, shapes))
 
 
 def _stride(shape: tuple[int, ...]) -> int:
@@ -221,10 +228,3 @@ def _slices(shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
             yield slice(first, i)
             first, size = i, _stride(shape)
     yield slice(first, len(shapes))
-
-
-def _shared_views(parts: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return tensors of these shapes; all parts share the memory of the largest."""
-    largest = max(sum(map(_stride, shapes)) for shapes in parts)
-    memory = torch.empty(largest, dtype=dtype)
-    return [_views(memory[: sum(map(_stride, shapes))], shapes) for shapes in parts]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
+from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
@@ -23,8 +24,9 @@ DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_e2_a": SeE2ADescriptor,
     "se_atten": DPA1Descriptor,
     "se_atten_v2": DPA1Descriptor,
-    "se_e3_tebd": SeE3TebdDescriptor,
     "dpa2": DPA2Descriptor,
+    "dpa3": DPA3Descriptor,
+    "se_e3_tebd": SeE3TebdDescriptor,
 }
 # called with the section, the number of features, the number of elements, excluded types, the seed, and whether the
 # features tell the elements apart

@@ -48,7 +48,8 @@ def main() -> int:
                 )
                 print(f"    expected: {case.expected} {list(case.says) or ''}")
                 print("\n".join(f"    | {line[:200]}" for line in (answer.err or answer.out).splitlines()[-6:]))
-                print("".join(f"    lost or half written: {name}\n" for name in answer.lost), end="", flush=True)
+                print("".join(f"    lost or half written: {name}\n" for name in answer.lost), end="")
+                print("".join(f"    not as of a good input: {name}\n" for name in answer.lacks), end="", flush=True)
     print("\n" + "  ".join(f"{name:>16}" for name in ("family", "cases", *VERDICTS)))
     for family, count in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
         numbers = (sum(count.values()), *(count[v] for v in VERDICTS))

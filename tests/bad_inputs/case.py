@@ -23,15 +23,18 @@ class Case:
         name: unique within the family.
         words: of the command line.
         prepare: makes the input bad; called in the folder of the case.
-        expected: ``refused`` (exit code 2, one screen), ``accepted`` (0), or ``either``: anything but a fault of ours.
-        says: what the message must hold.
+        expected: ``refused`` (exit code 2, one screen), ``accepted`` (0), or ``either``: anything but a fault of ours;
+            only where it depends on the machine, or where the file has nothing to tell the damage from the content.
+        same: whether, where it is accepted, it must print and write what the same command does with a good input.
+        makes: files that must be there where it is accepted.
+        says: what must be said, in a message or where it is accepted.
         begins: the folder that the case begins with.
         env: variables to set, or to remove (None).
         shell: run by bash as a process of its own instead of ``words``, with ``$DP`` for the command.
         memory: bytes that the command may take beside what loading it takes.
         seconds: that it may take.
         code: the exit code of ``refused``.
-        leaves: files that the command is meant to change, though it is refused.
+        leaves: files that the command is meant to change, though it is refused or is no training run.
     """
 
     family: str
@@ -39,6 +42,8 @@ class Case:
     words: Sequence[str] = CHECK_OPTIONS
     prepare: Callable[[], object] = lambda: None
     expected: str = REFUSED
+    same: bool = False
+    makes: Sequence[str] = ()
     says: Sequence[str] = ()
     begins: str = TINY
     env: Mapping[str, str | None] = field(default_factory=dict)

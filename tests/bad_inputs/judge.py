@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bad_inputs.case import ACCEPTED, EITHER, REFUSED, RUN, TINY, Case
@@ -45,6 +45,7 @@ class Answer:
         err: its stderr.
         seconds: that it took.
         lost: files of the user that are not as they were, and half-written files that it has left.
+        lacks: what an accepted one has not made, or not as it is made of a good input.
     """
 
     code: int | None
@@ -52,6 +53,7 @@ class Answer:
     err: str
     seconds: float
     lost: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
 
 
 class Judge:
@@ -67,6 +69,7 @@ class Judge:
             os.environ.pop(name, None)
         _load_everything()
         self._scratch, self._number = scratch, 0
+        self._good: dict[tuple[str, ...], dict[str, str]] = {}  # what commands make of good inputs
         systems = write_systems(scratch / "systems")
         self._folders = {name: scratch / name for name in (TINY, RUN)}
         self._used = _memory_in_use()
@@ -81,6 +84,18 @@ class Judge:
 
     def try_out(self, case: Case) -> tuple[str, Answer]:
         """Return the verdict on a case and what was told."""
+        answer, made = self._run(case)
+        if answer.code == 0 and case.same:
+            key = (case.begins, case.shell, *case.words)
+            if key not in self._good:
+                self._good[key] = self._run(replace(case, prepare=lambda: None, env={}, memory=8 << 30))[1]
+            good = self._good[key]
+            other = tuple(name for name in made | good if made.get(name) != good.get(name))
+            answer = replace(answer, lacks=answer.lacks + other)
+        return verdict(case, answer), answer
+
+    def _run(self, case: Case) -> tuple[Answer, dict[str, str]]:
+        """Return what was told, and stdout and digests of the models that were written."""
         self._number += 1
         folder = self._scratch / f"case{self._number}"
         shutil.copytree(self._folders[case.begins], folder, symlinks=True)
@@ -94,11 +109,14 @@ class Judge:
                 else self._in_child(list(case.words), folder, case.seconds, case)
             )
             after, changed = _content(folder), []
-            if answer.code:
+            if answer.code or (case.words and case.words[0] != "train"):
                 changed = [name for name in before if after.get(name) != before[name] and name not in case.leaves]
             changed += [name for name in after.keys() - before.keys() if name.endswith(".part")]
-            answer = Answer(answer.code, answer.out, answer.err, answer.seconds, tuple(changed))
-            return verdict(case, answer), answer
+            lacks = [] if answer.code else [name for name in case.makes if not (folder / name).is_file()]
+            compared = case.same and answer.code == 0
+            models = [n for n in after if compared and (n.endswith(".pt") or after[n] != before.get(n))]
+            made = {"stdout": answer.out} | {name: w for name in models if (w := _weights(folder / name))}
+            return replace(answer, lost=tuple(changed), lacks=tuple(lacks)), made
         finally:
             _remove(folder)
 
@@ -138,7 +156,9 @@ def verdict(case: Case, answer: Answer) -> str:
     if "Traceback" in told or "This should not happen" in told or answer.code in (1, 70):
         return RIGHT if answer.code == case.code == 1 and "should not happen" not in told else BUG
     if answer.code == 0:
-        return TAKEN if case.expected == REFUSED else RIGHT
+        if case.expected == REFUSED or answer.lacks:
+            return TAKEN
+        return WRONG if answer.lost or not all(phrase in told for phrase in case.says) else RIGHT
     if case.expected == ACCEPTED or answer.code != case.code or answer.lost:
         return WRONG
     message = answer.err[max(0, answer.err.rfind("dp-ema")) :] if case.expected == EITHER else answer.err
@@ -214,6 +234,20 @@ def _content(folder: Path) -> dict[str, str]:
         elif path.is_file():
             found[path.name] = hashlib.blake2b(path.read_bytes()).hexdigest() if path.stat().st_size < 1 << 24 else ""
     return found
+
+
+def _weights(file: Path) -> str:
+    """Return a digest of the weights in a model file; nothing for other files and links to it."""
+    if file.is_symlink() or file.suffix not in (".pt", ".dp"):
+        return ""
+    if file.suffix == ".dp":
+        return hashlib.blake2b(file.read_bytes()).hexdigest()
+    from deepmd_ema import checkpoint
+
+    digest = hashlib.blake2b()
+    for name, tensor in sorted(checkpoint.load(file)["model"].items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _remove(folder: Path) -> None:

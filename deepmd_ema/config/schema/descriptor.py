@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from deepmd_ema.config.schema.dpa2 import DPA2Config
+from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
@@ -67,5 +68,6 @@ class DescriptorConfig(Protocol):
 
 # by ``type``; the option ``model.descriptor`` accepts what stands here
 DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
-    section.type: section for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config, SeE3TebdConfig, DPA2Config)
+    section.type: section
+    for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config, SeE3TebdConfig, DPA2Config, DPA3Config)
 }

@@ -208,15 +208,6 @@ class DPA2Config:
         return self.repinit.rcut
 
     @property
-    def inner_cutoffs(self) -> tuple[float, ...]:
-        """Return the cutoffs of the parts that look less far."""
-        return (
-            (self.repinit.three_body_rcut, self.repformer.rcut)
-            if self.repinit.use_three_body
-            else (self.repformer.rcut,)
-        )
-
-    @property
     def neighbors(self) -> tuple[int, ...] | None:
         """Return ``repinit.nsel``, or None while a number of neighbors is ``auto``."""
         counts = (self.repinit.nsel, self.repinit.three_body_sel, self.repformer.nsel)
@@ -225,9 +216,9 @@ class DPA2Config:
     def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
         """Return the section with numbers of neighbors that are ``auto`` as numbers."""
         first, later = self.repinit, self.repformer
-        nsel = shared.auto_total_sel(later.nsel, found, later.rcut)
-        angles = shared.auto_total_sel(first.three_body_sel, found, first.three_body_rcut)
-        most = shared.auto_total_sel(first.nsel, found, first.rcut)
+        nsel = shared.auto_sel_within(later.nsel, later.rcut, found)
+        angles = shared.auto_sel_within(first.three_body_sel, first.three_body_rcut, found)
+        most = shared.auto_sel_within(first.nsel, first.rcut, found)
         if isinstance(first.nsel, str):  # in small systems both may count the same; DeePMD-kit wants more here
             most = max(most, nsel + shared.SEL_MULTIPLE, angles if first.use_three_body else 0)
         return replace(

@@ -18,21 +18,25 @@ from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 BOHR = 0.52917721  # angstrom
 _COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0
-_REACH = 2.7  # sums of covalent radii, how far the pair potential reaches
-_NUM_GAUSSIANS = 12
-_NUM_FINE = 540  # bins of distances, of which energies and virials are sums
-_MOST_PAIRS = 5e5  # of a frame; 12 frames of 4,000 atoms of copper, with half of that, take 2 s and 100 MB
-_MOST_FITTED = 200  # atoms of a frame whose forces are fitted
-_NUM_BINS = 54  # of distances up to the reach
-_MOST_UNKNOWNS = 250  # of the fit; with more pairs of elements they share one function of the scaled distance
-_RIDGE = 1e-4  # of the mean of the diagonal
-_NEIGHBOR = 1.15  # a neighbor is nearest if it is at most this much farther than the nearest one
+# lengths are in sums of covalent radii
+_REACH = 2.7  # of the pair potential: hydrogen bonds (1.9) and the first shells of every crystal
+_FIRST = 0.7  # center of the innermost function; the shortest bonds of the sets of benchmarks/data_check.py have 0.76
+_NUM_GAUSSIANS = 12  # a width of 0.18, that of a shell of neighbors
+_NUM_FINE = 540  # bins of distances, of which energies and virials are sums: 0.005, much less than a width
+_NUM_BINS = 54  # of distances, to see shells
+_MOST_PAIRS = 5e5  # of a frame; 12 frames of 4,000 atoms of copper, with half of that, take 2 s and 75 MB
+_MOST_FITTED = 200  # atoms of a frame whose forces are fitted: 600 equations, for at most 250 unknowns
+_MOST_UNKNOWNS = 250  # 5 elements; with more pairs of elements they share one function of the scaled distance
+_RIDGE = 1e-4  # of the mean of the diagonal; for functions that no pair reaches
+_NEIGHBOR = 1.15  # a neighbor is nearest if at most this much farther than the nearest one; in bcc others have 1.155
 _CLEAR = 4.0  # Student's t of a correlation; unrelated numbers reach it once in 10,000 times
-_FEWEST_BONDS = 60
-_FEWEST_FREE = 8  # frames beyond those that the composition explains
-_SEARCHED = 15.0  # angstrom, farthest that pairs are searched
-_LONG_BONDS = 1.4  # sums of covalent radii; nine of ten atoms of any bonded matter have a nearer neighbor
-NO_BONDS = 2.6
+_MIDDLING = 0.5  # least correlation of a ratio: the two regressions of one on the other then give it to a factor of 4
+_SLOPE = 0.3  # least correlation of forces along bonds with their length: other bonds pull as well
+_FEWEST_BONDS = 60  # unrelated numbers have _SLOPE once in 50 times
+_FEWEST_FREE = 8  # frames beyond those that the composition explains: t is _CLEAR at a correlation of 0.82
+_SEARCHED = 15.0  # angstrom, farthest that pairs are searched; francium has 14.0
+_LONG_BONDS = 1.4  # nine of ten atoms of the sets have a neighbor nearer than 1.16; 1.43 to 2.2 if in bohr
+NO_BONDS = 2.6  # farther than bonds in bohr
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}
 # pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
 _RADII = """
@@ -58,7 +62,7 @@ class Ratio(NamedTuple):
         """Whether the correlation is far from that of unrelated numbers."""
         free = max(self.num_free, 1)
         size = min(abs(self.correlation), 1 - 1e-12)
-        return size > 0.5 and size * math.sqrt(free / (1 - size**2)) > _CLEAR
+        return size > _MIDDLING and size * math.sqrt(free / (1 - size**2)) > _CLEAR
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,8 @@ class _Bonds(NamedTuple):
     j: Array
     unit: Array  # (P, 3) direction from i to j
     distance: Array  # angstrom
-    scaled: Array  # in sums of covalent radii
-    nearest: Array  # (N,) least scaled distance of each atom
+    scaled: Array  # in sums of covalent radii, after the unit of length is mended
+    nearest: Array  # (N,) least scaled distance of each atom, in units of the file
 
 
 class _BondForces(NamedTuple):
@@ -190,7 +194,7 @@ class _Fit:
         low, high = np.minimum.outer(place, place), np.maximum.outer(place, place)
         self._column = low * count - low * (low - 1) // 2 + high - low
         self._num_columns = count * (count + 1) // 2
-        self._centers, self._width = np.linspace(0.7, _REACH, _NUM_GAUSSIANS, retstep=True)
+        self._centers, self._width = np.linspace(_FIRST, _REACH, _NUM_GAUSSIANS, retstep=True)
         unknowns = self._num_columns * _NUM_GAUSSIANS
         self._normal, self._right = np.zeros((unknowns, unknowns)), np.zeros(unknowns)
         self.energies: list[Array] = []  # of each frame, for each unknown
@@ -342,6 +346,6 @@ def _stiffness(bonds: Sequence[_BondForces]) -> float | None:
     y = pull - (np.bincount(kind, pull) / counts)[kind]
     spread = float((x**2).sum())
     correlation = float((x * y).sum()) / math.sqrt(spread * float((y**2).sum()) + 1e-300)
-    if spread <= 1e-8 * len(x) or abs(correlation) < 0.3:
+    if spread <= 1e-8 * len(x) or abs(correlation) < _SLOPE:
         return None
     return -float((x * y * length**3).sum()) / spread / _COULOMB

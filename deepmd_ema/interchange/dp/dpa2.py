@@ -21,7 +21,7 @@ from deepmd_ema.interchange.dp.networks import (
     precision_of,
     type_embedding_tree,
 )
-from deepmd_ema.interchange.dp.se_atten import block_networks, env_mat_tree, eps_of, fill_block_networks
+from deepmd_ema.interchange.dp.se_atten import block_networks, env_mat_tree, eps_of, fill_block_networks, has_exp_switch
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.nn.attention import LOGIT_SHIFT
@@ -82,7 +82,7 @@ class DPA2Tree(PartTree):
         return {
             "descriptor version 4 (compressed)": tree.get("@version", 3) == 4
             or bool(tree["repinit_variable"].get("compress")),
-            "an exponential switch": any(tree.get(p, {}).get("env_mat", {}).get("use_exp_switch") for p in parts),
+            "an exponential switch": any(has_exp_switch(tree.get(part) or {}) for part in parts),
             "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
         }
 
@@ -193,12 +193,12 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
         "attn2_ev_apply": {"@class": "Atten2EquiVarApply", **common, **of_pair},
     }
     for place, dense in _dense_layers(layer):
-        owner = tree if len(place) == 1 else tree.setdefault(place[0], heads[place[0]])
+        owner: Any = tree if len(place) == 1 else tree.setdefault(place[0], heads[place[0]])
         owner[place[-1]] = layer_tree(dense, resnet=False)
     if not layer.last and layer.norm is not None:
         tree["attn2_lm"] = norm_tree(layer.norm)
     if args["update_style"] == "res_residual":
-        lists = {name: [array(r) for r in update.residuals] for name, update in _updates(layer).items()}
+        lists = {name: [array(r) for r in update.factors] for name, update in _updates(layer).items()}
         tree[VARIABLES] = {"g2_residual": [], "h2_residual": [], **lists}
     return tree
 
@@ -212,13 +212,17 @@ def _fill_layer(name: str, layer: RepformerLayer, tree: Mapping[str, Any]) -> No
         fill_norm(f"{name}.attn2_lm", layer.norm, tree["attn2_lm"])
     for key, update in _updates(layer).items():
         values = tree.get(VARIABLES, {}).get(key, [])
-        if len(values) != len(update.residuals):
-            raise ValueError(f"{name}.{key}: {len(values)} arrays, expected {len(update.residuals)}")
-        for residual, value in zip(update.residuals, values):
+        if len(values) != len(update.factors):
+            raise ValueError(f"{name}.{key}: {len(values)} arrays, expected {len(update.factors)}")
+        for residual, value in zip(update.factors, values):
             fill(f"{name}.{key}", residual, value)
 
 
 def _updates(layer: RepformerLayer) -> dict[str, Any]:
     """Return what holds the residual weights of a layer, by the names of their lists."""
-    pairs = {} if layer.last else {"g2_residual": layer.pair_update, "h2_residual": layer.vector_update}
-    return {"g1_residual": layer.node_update, **pairs}
+    found = {"g1_residual": layer.node_update}
+    if not layer.last:
+        found["g2_residual"] = layer.pair_update
+        if layer.vector_update is not None:
+            found["h2_residual"] = layer.vector_update
+    return found

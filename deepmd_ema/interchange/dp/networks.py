@@ -54,6 +54,9 @@ class PartTree:
         raise NotImplementedError
 
 
+_NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
+
+
 def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, ntypes: int, hidden_only: bool) -> Tree:
     """Return the tree of networks.
 
@@ -104,8 +107,11 @@ def fill_layer(name: str, layer: Layer, tree: Mapping[str, Any]) -> None:
     """Write the arrays of the tree of a dense layer into ``layer``; ``name`` is for messages.
 
     Raises:
-        ValueError: if a shape differs or an array is missing.
+        ValueError: if a shape or the activation function differs, or an array is missing.
     """
+    kind = str(tree["activation_function"]).lower()  # None, in old files, is no activation either
+    if kind != layer.activation.name and {kind, layer.activation.name} - _NO_ACTIVATION:
+        raise ValueError(f"{name}: activation_function {kind!r}, expected {layer.activation.name!r}")
     for parameter, theirs in ((layer.weight, "w"), (layer.bias, "b"), (layer.idt, "idt")):
         fill(f"{name}: {theirs}", parameter, tree[VARIABLES].get(theirs))
 

@@ -52,6 +52,10 @@ class SeE2ATree(PartTree):
             "spin": None,
         }
 
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives; a default would make another model of it."""
+        return {**super().section(tree), **{name: tree[name] for name in SHAPE}}
+
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
         """Return features that are not available here, and whether the tree uses them."""
         return {

@@ -19,7 +19,7 @@ from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
 from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
 from deepmd_ema.model.kernels.vjp import with_vjp
 from deepmd_ema.model.nn.layers import freeze
-from deepmd_ema.model.nn.type_embedding import TypeEmbedding
+from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
 from deepmd_ema.model.statistics import folder_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -74,7 +74,7 @@ class DPA2Descriptor(nn.Module):
         assert config.neighbors is not None, "numbers of neighbors must be resolved"
         self.section, self.num_types = config, num_types
         self.dtype = precision(config.precision)
-        self.excluded = ExcludedPairs(num_types, config.exclude_types)
+        self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
         first, later = config.first_block, config.repformer
         self.type_embedding = TypeEmbedding(
@@ -164,7 +164,7 @@ class DPA2Descriptor(nn.Module):
         if not self.section.concat_output_tebd:
             return features, vjp
         width = features.shape[1]
-        return torch.cat([features, table[batch.atom_type]], 1), lambda grad: vjp(grad[:, :width])
+        return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(grad[:, :width])
 
     def _features(self, vector: Tensor, batch: Batch, table: Tensor) -> Tensor:
         """Return the features of the repformer (A, C)."""
@@ -176,7 +176,7 @@ class DPA2Descriptor(nn.Module):
         if self.to_repformer is not None:
             node = self.to_repformer(node)
         if self.add_element is not None:
-            node = node + self.add_element(table)[batch.atom_type]
+            node = node + pick(self.add_element(table), batch.atom_type)
         return self._in_part(
             self.repformer, batch.within(section.repformer.rcut, self.repformer.sel), vector, batch, node
         )

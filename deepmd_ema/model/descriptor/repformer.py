@@ -89,7 +89,17 @@ class Repformer(nn.Module):
         node, pair = self.act(node), self.act(self.pair_embedding(pair))
         for layer in self.stack:
             node, pair, vectors = layer(node, pair, vectors, around)
-        return node
+        return node + self._nothing(pair, vectors)
+
+    def _nothing(self, pair: Tensor, vectors: Tensor) -> Tensor:
+        """Return 0, which ties what no atom takes: every parameter has a gradient."""
+        options = self.options
+        nothing = pair.new_zeros(())
+        if not (options.update_g1_has_conv or options.update_g1_has_grrg):
+            nothing = nothing + 0 * pair.sum()
+        if not (options.update_g1_has_drrd or options.update_g1_has_grrg):
+            nothing = nothing + 0 * vectors.sum()
+        return nothing
 
     def _surroundings(self, hood: Neighborhood, mask: Tensor, switch: Tensor) -> Surroundings:
         """Return the neighbors with the factors of sums over them."""

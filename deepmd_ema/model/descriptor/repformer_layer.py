@@ -95,16 +95,16 @@ class RepformerLayer(nn.Module):
     def _change_pairs(
         self, node: Tensor, messages: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings
     ) -> tuple[Tensor, Tensor]:
-        changes, vector_changes = [self.act(self.linear_pair(pair))], []
+        changes = [self.act(self.linear_pair(pair))]
         if self.product is not None:
             changes.append(self.product(node[:, None] * messages))
         if self.pair_attention is not None:
             weights = self.pair_attention.weights(pair, vectors, around)
             if self.norm is not None:
                 changes.append(self.norm(self.pair_attention.change_of_channels(weights, pair)))
-            if self.options.update_h2:
-                vector_changes.append(self.pair_attention.change_of_vectors(weights, vectors))
-        return self.pair_update(pair, changes), self.vector_update(vectors, vector_changes)
+            if self.vector_update is not None:
+                vectors = self.vector_update(vectors, [self.pair_attention.change_of_vectors(weights, vectors)])
+        return self.pair_update(pair, changes), vectors
 
     def _add_pairs(self, options: RepformerConfig) -> None:
         """Add the modules that change pairs."""
@@ -131,7 +131,7 @@ class RepformerLayer(nn.Module):
             eps = DEFAULT_EPS if options.ln_eps is None else options.ln_eps
             self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=self._dtype)
         self.pair_update = self._update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
-        self.vector_update = self._update(int(options.update_h2), 1, "vector")
+        self.vector_update = self._update(1, 1, "vector") if options.update_h2 else None
 
     @property
     def _num_terms(self) -> int:
@@ -146,10 +146,10 @@ class RepformerLayer(nn.Module):
 
     def _update(self, num_changes: int, width: int, name: str = "node") -> Update:
         return Update(
-            self.options.update_style,
-            num_changes,
             width,
-            scale=self.options.update_residual,
+            num_changes,
+            style=self.options.update_style,
+            size=self.options.update_residual,
             init=self.options.update_residual_init,
             dtype=self._dtype,
             seed=seed_for(name, self._seed),

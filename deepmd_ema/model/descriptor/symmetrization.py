@@ -11,7 +11,7 @@ from torch import Tensor
 def symmetrized(features: Tensor, vectors: Tensor, scale: Tensor | float, num_axis: int) -> Tensor:
     """Return ``M[:, :X]^T M / 3`` as (A, X C) with the moments ``M = scale sum_k h_k g_k^T`` (A, 3, C).
 
-    DPA-2, Zhang et al., arXiv:2312.15492, the terms ``grrg`` and ``drrd``.
+    The terms ``grrg`` and ``drrd`` of DPA-2, Zhang et al., arXiv:2312.15492.
 
     Args:
         features: (A, K, C) g, zero where there is no neighbor.

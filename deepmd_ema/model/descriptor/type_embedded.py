@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout, both_orders
+from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
+from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.kernels.vjp import with_vjp
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.seeds import seed_for
@@ -61,7 +62,7 @@ class TypeEmbeddedDescriptor(nn.Module):
         self.section = config
         self.sel, self.num_types = config.neighbors[0], num_types
         self.dtype = precision(config.precision)
-        self.excluded = both_orders(config.exclude_types)
+        self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
         self.type_embedding = TypeEmbedding(
             num_types,
@@ -81,9 +82,6 @@ class TypeEmbeddedDescriptor(nn.Module):
             by_type=False,
             exclude_types=config.exclude_types,
         )
-        table = torch.tensor([[(i, j) in self.excluded for j in range(num_types)] for i in range(num_types)])
-        self._excluded_table: Tensor
-        self.register_buffer("_excluded_table", table, persistent=False)
 
     @property
     def dim_out(self) -> int:
@@ -104,7 +102,7 @@ class TypeEmbeddedDescriptor(nn.Module):
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return sums over the environment matrix by type of centre."""
-        return self._statistics.measure(batch, self._dropped(batch, batch.within(self.section.rcut)))
+        return self._statistics.measure(batch, self.excluded(batch, batch.within(self.section.rcut)))
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
@@ -127,17 +125,10 @@ class TypeEmbeddedDescriptor(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product."""
         hood = batch.within(self.section.rcut)
-        dropped = self._dropped(batch, hood)
+        dropped = self.excluded(batch, hood)
         table: Tensor = self.type_embedding()
         features, vjp = with_vjp(lambda vector: self.block(vector, hood, table, batch, dropped), batch.vector)
         if not self.section.concat_output_tebd:
             return features, vjp
         width = features.shape[1]
         return torch.cat([features, table[batch.atom_type]], 1), lambda grad: vjp(grad[:, :width])
-
-    def _dropped(self, batch: Batch, hood: Neighborhood) -> Tensor | None:
-        """Return (A, K) bool, pairs that do not see each other, or None where all do."""
-        if not self.excluded:
-            return None
-        neighbor_type = batch.atom_type[hood.neighbor.clamp(max=len(batch.atom_type) - 1)]
-        return self._excluded_table[batch.atom_type[:, None], neighbor_type] & hood.mask

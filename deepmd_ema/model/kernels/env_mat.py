@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
+from deepmd_ema.model.kernels.switch import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import Kernel
 
 # A atoms, K neighbor slots, S slots up to sel, T types
@@ -41,7 +41,7 @@ def radial_parts(distance: Tensor, rcut: float, rcut_smth: float, protection: fl
 
 
 def environment_rows(
-    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float
+    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float, exponential: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the raw rows ``(s, c x, c y, c z)`` (..., 4) and the switch w (...), for autograd to differentiate.
 
@@ -51,8 +51,9 @@ def environment_rows(
         rcut: cutoff radius, angstrom.
         rcut_smth: start of the switch, angstrom.
         protection: added to distances before division, angstrom.
+        exponential: whether w is the exponential switch instead of the polynomial.
     """
-    weight = switch(distance, rcut, rcut_smth)
+    weight = (exponential_switch if exponential else switch)(distance, rcut, rcut_smth)
     inverse = (distance + protection).reciprocal()
     s = weight * inverse
     return torch.cat([s.unsqueeze(-1), (s * inverse).unsqueeze(-1) * vector], -1), weight

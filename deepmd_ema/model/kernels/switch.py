@@ -1,4 +1,4 @@
-"""The smooth switch with which neighbors appear at the cutoff."""
+"""The smooth switches with which neighbors appear at the cutoff."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from torch import Tensor
 def switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
     """Return w(r): 1 below ``rcut_smth``, 0 beyond ``rcut``, with two continuous derivatives between (any shape)."""
     return _value(_reduced(distance, rcut, rcut_smth))
+
+
+def exponential_switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
+    """Return ``exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``, at most at ``rcut`` (DPA-3, arXiv:2506.01686).
+
+    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero.
+    """
+    exponent = (distance.clamp(max=rcut) - rcut_smth) * (20 / rcut_smth)
+    # from 7 on it is zero in float64; larger exponents would give 0 times infinity in the derivative
+    return (-exponent.clamp(max=10).exp()).exp()
 
 
 def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:

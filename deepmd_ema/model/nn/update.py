@@ -1,4 +1,4 @@
-"""How features take the changes that the terms of a layer compute for them."""
+"""How updates are added to features, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,49 +9,35 @@ from torch import Tensor, nn
 
 from deepmd_ema.seeds import seed_for
 
-# C channels
-
 
 class Update(nn.Module):
-    """One of three styles of taking the changes ``u_1 ... u_n`` of features u.
-
-    ``res_avg``: ``(u + u_1 + ... + u_n) / sqrt(n + 1)``; ``res_incr``: ``u + (u_1 + ... + u_n) / sqrt(n)``;
-    ``res_residual``: ``u + r_1 u_1 + ... + r_n u_n``, each r a trained vector (C,).
+    """``u + sum_k r_k u_k``, ``u + sum_k u_k / sqrt(n)`` or ``(u + sum_k u_k) / sqrt(n + 1)`` for n updates ``u_k``.
 
     Args:
-        style: its name.
-        num_changes: n.
-        width: C.
-        scale: size of the numbers r at the start.
-        init: ``norm``, random numbers of this standard deviation, or ``const``, this number.
-        dtype: precision of the parameters.
-        seed: of the initial parameters.
+        width: of the features and the updates.
+        num_updates: n.
+        style: ``res_residual`` with trained vectors ``r_k``, ``res_incr`` or ``res_avg``, in the order above.
+        size: of the ``r_k`` at the start.
+        init: ``const`` (all are ``size``) or ``norm`` (random, of the spread ``size``).
+        dtype: precision of the ``r_k``.
+        seed: of the ``r_k``.
     """
 
     def __init__(
-        self, style: str, num_changes: int, width: int, *, scale: float, init: str, dtype: torch.dtype, seed: int
+        self, width: int, num_updates: int, *, style: str, size: float, init: str, dtype: torch.dtype, seed: int
     ) -> None:
         super().__init__()
-        self.style = style
-        generator = torch.Generator().manual_seed(seed_for("residual", seed))
+        self.factor = {"res_incr": num_updates**-0.5}.get(style, 1.0)
+        self.scale = (num_updates + 1) ** -0.5 if style == "res_avg" else 1.0
+        self.factors = nn.ParameterList()
+        for k in range(num_updates if style == "res_residual" else 0):
+            generator = torch.Generator().manual_seed(seed_for("update", seed, k))
+            # drawn in float64 whatever the precision, so that both precisions start from the same numbers
+            drawn = torch.randn(width, dtype=torch.float64, generator=generator)
+            self.factors.append((size * (drawn if init == "norm" else torch.ones_like(drawn))).to(dtype))
 
-        def draw() -> Tensor:
-            if init == "const":
-                return torch.full((width,), scale, dtype=dtype)
-            return (scale * torch.randn(width, dtype=torch.float64, generator=generator)).to(dtype)
-
-        trained = num_changes if style == "res_residual" else 0
-        self.residuals = nn.ParameterList(nn.Parameter(draw()) for _ in range(trained))
-
-    def forward(self, features: Tensor, changes: Sequence[Tensor]) -> Tensor:
-        """Return the features (..., C) with their changes, each (..., C)."""
-        if self.style == "res_residual":
-            for residual, change in zip(self.residuals, changes, strict=True):
-                features = features + residual * change
-            return features
-        if not changes:
-            return features
-        total = torch.stack(list(changes)).sum(0) if len(changes) > 1 else changes[0]
-        if self.style == "res_incr":
-            return features + total * len(changes) ** -0.5
-        return (features + total) * (len(changes) + 1) ** -0.5
+    def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
+        """Return the updated features (..., width)."""
+        for k, update in enumerate(updates):
+            features = features + update * (self.factors[k] if len(self.factors) else self.factor)
+        return features * self.scale

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from bad_inputs.case import EITHER, RUN, TRAIN, Case, write
+from bad_inputs.case import ACCEPTED, REFUSED, RUN, TRAIN, Case, write
 
 WRITERS = {
     "train -o": (*TRAIN, "-o"), "freeze -o": ("freeze", "-o"), "change-bias -o": ("change-bias", "model.ckpt.pt", "-b", "1", "2", "-o"),
@@ -31,39 +31,43 @@ ODD_CURVES = {
 
 def cases() -> Iterator[Case]:
     for name, words in WRITERS.items():
-        for target in TAKEN:
-            if (name, target) != ("train -o", "out.json"):
-                suffix = ".dp" if name == "freeze -o" and not target.endswith((".dp", ".yaml")) else ""
-                yield Case(
-                    "files",
-                    f"{name} {target}",
-                    (*words, target),
-                    begins=RUN,
-                    expected=EITHER if suffix or target in _FREE.get(name, ()) else "refused",
-                )
-        for target, make in {"folder": os.mkdir, "loop": lambda n: os.symlink(n, n)}.items():
-            yield Case("files", f"{name} a {target}", (*words, target), lambda make=make, target=target: make(target), begins=RUN,
-                       expected=EITHER, seconds=15)  # fmt: skip
-        for target in ("", " ", "no/where.x", "/proc/x", "x" * 300, "input.json/x", "folder/"):
-            expected = EITHER if target in _FREE.get(name, ()) else "refused"
-            yield Case("files", f"{name} {target[:20]!r}", (*words, target), begins=RUN, expected=expected)
+        for target in (
+            *TAKEN,
+            "folder",
+            "loop",
+            "",
+            " ",
+            "no/where.x",
+            "/proc/x",
+            "x" * 300,
+            "input.json/x",
+            "folder/",
+        ):
+            if (name, target) == ("train -o", "out.json"):
+                continue
+            made = _made(name, target)
+            links = {"folder": lambda: os.mkdir("folder"), "loop": lambda: os.symlink("loop", "loop")}
+            yield Case("files", f"{name} {target[:20]!r}", (*words, target), links.get(target, lambda: None), begins=RUN,
+                       expected=ACCEPTED if made else REFUSED, makes=[made] if made else [])  # fmt: skip
     for name, text in CURVES.items():
         yield Case(
             "files", f"plot a curve: {name}", ("plot", "curve.out"), write("curve.out", text), says=["curve.out"]
         )
     for name, text in ODD_CURVES.items():
-        yield Case("files", f"plot a curve: {name}", ("plot", "curve.out"), write("curve.out", text), EITHER)
+        drawn = name not in ("only nan", "only inf", "no columns")
+        yield Case("files", f"plot a curve: {name}", ("plot", "curve.out"), write("curve.out", text),
+                   ACCEPTED if drawn else REFUSED, makes=["curves.png"] * drawn)  # fmt: skip
     for name, content in {"no text": b"\xff\xfe", "empty": b"", "NUL": b"a\0b", "a folder": b".", "itself": b"checkpoint", "long": b"x" * 5000,
                           "nowhere": b"gone.pt", "two lines": b"model.ckpt-4.pt\nmodel.ckpt-2.pt"}.items():  # fmt: skip
         for words in (("freeze",), ("posthoc", "."), (*TRAIN, "--restart", "."), ("test", "-m", ".", "-s", "valid")):
-            expected = EITHER if name in ("two lines",) or words[0] in ("posthoc",) else "refused"
-            yield Case(
-                "files", f"pointer is {name}: {words[0]}", words, write("checkpoint", content), expected, begins=RUN
-            )
+            yield Case("files", f"pointer is {name}: {words[0]}", words, write("checkpoint", content), begins=RUN)
     restart = (*TRAIN, "--restart", "model.ckpt.pt")
     for file in ("lcurve.out", "val.log", "val_ema.log", "out.json"):
         for name, content in {"no text": b"\xff\xfe\0", "empty": b"", "a line without end": b"# step"}.items():
-            yield Case("files", f"restart, {file} is {name}", restart, write(file, content), EITHER, begins=RUN)
+            # what is begun and empty is what a crash leaves; other text may be the user's
+            lost = name == "no text" or (file, name) == ("out.json", "a line without end")
+            yield Case("files", f"restart, {file} is {name}", restart, write(file, content), REFUSED if lost else ACCEPTED,
+                       same=True, begins=RUN)  # fmt: skip
         yield Case(
             "files",
             f"restart, {file} is a folder",
@@ -71,21 +75,36 @@ def cases() -> Iterator[Case]:
             lambda file=file: (os.remove(file), os.mkdir(file)),
             begins=RUN,
         )
-        yield Case("files", f"restart, {file} is gone", restart, lambda file=file: os.remove(file), EITHER, begins=RUN)
-    yield Case("files", "a new run over a finished one", TRAIN, expected=EITHER, begins=RUN, leaves=())
+        yield Case("files", f"restart, {file} is gone", restart, lambda file=file: os.remove(file), ACCEPTED, same=True,
+                   begins=RUN)  # fmt: skip
+    yield Case("files", "a new run over a finished one", TRAIN, expected=ACCEPTED, begins=RUN,
+               makes=["earlier-1/model.ckpt-4.pt", "earlier-1/lcurve.out", "model.ckpt-4.pt"])  # fmt: skip
     yield Case(
         "files",
         "plot without a suffix",
         ("plot", "val.log", "-o", "va"),
         begins=RUN,
-        expected="accepted",
+        expected=ACCEPTED,
         says=["va.png"],
     )
-    yield Case("files", "plot the folder of a run", ("plot", "."), begins=RUN, expected="accepted")
+    yield Case("files", "plot the folder of a run", ("plot", "."), begins=RUN, expected=ACCEPTED)
     yield Case("files", "plot as a document", ("plot", "val.log", "-o", "va.docx"), begins=RUN)
-    yield Case("files", "no disk for the log", (*TRAIN, "-l", "/dev/full"), expected=EITHER)
-    yield Case("files", "statistics of another kind", TRAIN, lambda: shutil.copytree("data", "stat"), EITHER)
+    yield Case(
+        "files", "no disk for the log", (*TRAIN, "-l", "/dev/full"), expected=ACCEPTED, makes=["model.ckpt-2.pt"]
+    )
+    yield Case(
+        "files", "a folder called as statistics", TRAIN, lambda: shutil.copytree("data", "stat"), ACCEPTED, same=True
+    )
 
 
-# targets that a command may replace: its own
-_FREE = {"freeze -o": ("frozen.dp",), "plot -o": ("checkpoint",), "train -o": ("no/where.x",)}
+def _made(writer: str, target: str) -> str:
+    """Return the file that a command makes of the name of an output; nothing where it must refuse the name."""
+    if target in ("no/where.x", "loop") and writer == "train -o":  # a run makes its folders
+        return target
+    if target in ("", " ", "folder/", "no/where.x") or target.startswith(("/proc", "x" * 300, "input.json/")):
+        return ""
+    if writer == "freeze -o":
+        return target if target.endswith(".dp") else f"{target}.dp"
+    if writer in ("plot -o", "test --plot") and "." not in target:  # no picture has such a name
+        return f"{target}.png"
+    return ""

@@ -10,11 +10,11 @@ from typing import Any
 import h5py  # noqa: TID253
 import yaml
 
-from bad_inputs.case import EITHER, RUN, TRAIN, Case
+from bad_inputs.case import ACCEPTED, EITHER, REFUSED, RUN, TRAIN, Case
 
 USES = {"show": "show {}", "test": "test -m {} -s valid", "change-bias": "change-bias {} -b 1 2"}
 # parts of the tree, by keys and places in lists
-PARTS = ["model", "model_def_script", "software", "version", "min_nbor_dist", "@dp-ema", "model.type", "model.type_map", "model.descriptor",
+PARTS = ["model", "model_def_script", "software", "version", "@variables.min_nbor_dist", "dp_ema", "dp_ema.average", "model.type", "model.type_map", "model.descriptor",
          "model.fitting", "model.@variables", "model.descriptor.type", "model.descriptor.sel", "model.descriptor.rcut",
          "model.descriptor.embeddings", "model.descriptor.embeddings.networks", "model.descriptor.embeddings.networks.0",
          "model.descriptor.@variables", "model.descriptor.@variables.davg", "model.descriptor.neuron", "model.fitting.nets",
@@ -30,6 +30,19 @@ VALUES: dict[str, Any] = {
     "a list": [1, "x"],
     "a section": {"x": 1},
 }
+# what only says something of the model, so that any value will do; and what a file without a digest, as DeePMD-kit's are, may lack
+FACTS = ("software", "version")
+OPTIONAL = (
+    "model_def_script",
+    "@variables.min_nbor_dist",
+    "dp_ema",
+    "dp_ema.average",
+    "model.type",
+    "model.fitting.numb_fparam",
+)
+ALLOWED = [("model_def_script", "None"), ("model_def_script", "a section"), ("@variables.min_nbor_dist", "None"),
+           ("dp_ema", "None"), ("dp_ema", "a section"),
+           ("dp_ema.average", "a section")]  # fmt: skip
 TEXTS = {"empty": "", "a list": "[1]", "a text": "x", "50,000 deep": "[" * 50_000, "sections 50,000 deep": "{a: " * 50_000,
          "code": "!!python/object/apply:os.system ['touch broken']", "a control character": "a: \x01", "an anchor in itself": "&a [*a]",
          "a bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{q}: &{q} [{','.join(['*' + p] * 9)}]\n" for p, q in zip("abcdefgh", "bcdefghi")),
@@ -43,12 +56,15 @@ def cases() -> Iterator[Case]:
         for what in ("gone", *VALUES):
             for file in ("frozen.dp", "frozen.yaml"):
                 use = list(USES)[(number + len(what)) % 3]
+                with_digest = (number + (file == "frozen.dp")) % 2 == 0
+                good = part in FACTS or (part in OPTIONAL and what == "gone") or (part, what) in ALLOWED
                 yield Case(
                     "frozen models",
-                    f"{use}, {file}, {part} is {what}",
+                    f"{use}, {file}{' without its digest' * (not with_digest)}, {part} is {what}",
                     USES[use].format(file).split(),
-                    _tampered(file, part, what),
-                    EITHER,
+                    _tampered(file, part, what, with_digest),
+                    ACCEPTED if good and not with_digest else REFUSED,
+                    same=use == "test",
                     begins=RUN,
                 )
     for name, text in TEXTS.items():
@@ -63,8 +79,9 @@ def cases() -> Iterator[Case]:
             )
     for part in (0, 0.01, 0.3, 0.6, 0.9, 0.99):
         for file in ("frozen.dp", "frozen.yaml"):
-            yield Case("frozen models", f"{file} cut off at {part:g}", ("show", file), _cut(file, part), begins=RUN,
-                       says=[file], expected="refused" if part < 0.9 else EITHER)  # fmt: skip
+            # the end of a .yaml file is what it says of its weights
+            yield Case("frozen models", f"{file} cut off at {part:g}", USES["test"].format(file).split(), _cut(file, part), begins=RUN,
+                       says=[], expected=REFUSED if part < 0.9 else EITHER, same=True)  # fmt: skip
     for number in range(12):
         yield Case(
             "frozen models",
@@ -72,6 +89,7 @@ def cases() -> Iterator[Case]:
             ("test", "-m", "frozen.dp", "-s", "valid"),
             _spoiled(number),
             EITHER,
+            same=True,
             begins=RUN,
         )
     for name, make in _attributes().items():
@@ -80,14 +98,17 @@ def cases() -> Iterator[Case]:
         )
     for words in (
         (*TRAIN, "--restart", "frozen.dp"),
-        (*TRAIN, "--init-model", "frozen.dp"),
         ("posthoc", "frozen.dp"),
         ("plot", "frozen.dp"),
     ):
         yield Case("frozen models", f"given to {' '.join(words[:1] + words[-2:-1])}", words, begins=RUN)
+    words = (*TRAIN, "--init-model", "frozen.dp")
+    yield Case(
+        "frozen models", "given to --init-model", words, expected=ACCEPTED, makes=["model.ckpt-4.pt"], begins=RUN
+    )
 
 
-def _tampered(file: str, part: str, what: str) -> Callable[[], None]:
+def _tampered(file: str, part: str, what: str, with_digest: bool) -> Callable[[], None]:
     def change(tree: Any) -> None:
         *above, last = part.split(".")
         for key in above:
@@ -111,10 +132,12 @@ def _tampered(file: str, part: str, what: str) -> Callable[[], None]:
             with h5py.File(file, "r+") as opened:
                 tree = json.loads(opened.attrs["json"])
                 change(tree)
+                tree.pop("" if with_digest else "digest", None)
                 opened.attrs["json"] = json.dumps(tree)
         else:
             tree = yaml.load(Path(file).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
             change(tree)
+            tree.pop("" if with_digest else "digest", None)
             Path(file).write_text(yaml.safe_dump(tree))
 
     return tamper
