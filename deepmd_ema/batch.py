@@ -22,6 +22,8 @@ class NeighborLayout:
         num_types: number of elements in the model's type map.
         by_type: whether slots come in one section per neighbor type, or in one section sorted by distance.
         excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.
+        inner: cutoffs and most neighbors that parts of the model ask ``Batch.within`` for; one section only. What it
+            returns then has no more slots than the batch needs.
     """
 
     rcut: float
@@ -29,6 +31,7 @@ class NeighborLayout:
     num_types: int
     by_type: bool = True
     excluded_pairs: frozenset[tuple[int, int]] = frozenset()
+    inner: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Batch:
         conditions: what the energy depends on beside positions and elements, by name (see ``labels``): float64,
             (F, ...) or (A, ...); a name that no frame has is absent.
         frames: for messages, where each frame comes from: (system, frame number in the system).
+        inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
     """
 
@@ -96,6 +100,7 @@ class Batch:
     has_label: Mapping[str, Tensor] = field(default_factory=dict)
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
     frames: tuple[tuple[str, int], ...] = ()
+    inner: tuple[tuple[float, int, int], ...] = ()
     padding: bool = False
 
     @property
@@ -122,7 +127,8 @@ class Batch:
         """
         assert len(self.slots) == 1, "a prefix by distance needs one section of neighbors"
         num_atoms, total = self.neighbor.shape
-        width = total if most is None else min(most, total)
+        trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
+        width = trimmed[0] if trimmed else total if most is None else min(most, total)
         vector = self.vector[:, :width]
         near = torch.linalg.vector_norm(vector.detach(), dim=-1) < rcut  # empty slots are at 2 * rcut of the list
         # where each slot of the list went, for `reverse`: also slot A * K, which is none

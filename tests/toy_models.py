@@ -15,7 +15,8 @@ from deepmd_ema.model.build import build_model
 
 TYPES = ["O", "H", "Na"]
 FLOW = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 3, "e_rcut": 4.0, "e_rcut_smth": 1.0, "e_sel": 60, "a_rcut": 3.0,
-        "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True}  # fmt: skip
+        "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True,
+        "update_residual": 1.0}  # fmt: skip
 REPINIT = {"rcut": 4.0, "rcut_smth": 1.0, "nsel": 60, "neuron": [4, 8, 16], "axis_neuron": 4, "tebd_dim": 4,
            "use_three_body": True, "three_body_neuron": [2, 4], "three_body_sel": 30, "three_body_rcut": 3.0,
            "three_body_rcut_smth": 1.0}  # fmt: skip
@@ -26,6 +27,7 @@ REPFORMER = {"rcut": 3.2, "rcut_smth": 1.0, "nsel": 40, "nlayers": 3, "g1_dim": 
 SECTIONS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
                 "axis_neuron": 4},
+    "se_e2_r": {"type": "se_e2_r", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16]},
     "se_atten": {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4,
                  "attn": 8, "attn_layer": 2, "tebd_dim": 4, "smooth_type_embedding": True},
     "se_atten_v2": {"type": "se_atten_v2", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
@@ -35,8 +37,9 @@ SECTIONS = {
     "dpa3": {"type": "dpa3", "repflow": FLOW},
 }  # fmt: skip
 # for cells with more neighbors than the small section keeps
-MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120}, "se_atten_v2": {"sel": 120},
-                  "se_e3_tebd": {"sel": 120}, "dpa3": {"repflow": {**FLOW, "e_sel": 120}},
+MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
+                  "se_atten_v2": {"sel": 120}, "se_e3_tebd": {"sel": 120},
+                  "dpa3": {"repflow": {**FLOW, "e_sel": 120}},
                   "dpa2": {"repinit": {**REPINIT, "nsel": 120}}}  # fmt: skip
 
 

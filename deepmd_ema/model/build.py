@@ -10,6 +10,7 @@ from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
+from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # by the ``type`` of their sections; called with the section, the number of elements and the seed
 DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_e2_a": SeE2ADescriptor,
+    "se_e2_r": SeE2RDescriptor,
     "se_atten": DPA1Descriptor,
     "se_atten_v2": DPA1Descriptor,
     "dpa2": DPA2Descriptor,

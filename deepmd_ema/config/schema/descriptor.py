@@ -13,6 +13,7 @@ from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 
 if TYPE_CHECKING:
@@ -69,5 +70,13 @@ class DescriptorConfig(Protocol):
 # by ``type``; the option ``model.descriptor`` accepts what stands here
 DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
     section.type: section
-    for section in (SeE2AConfig, SeAttenConfig, SeAttenV2Config, SeE3TebdConfig, DPA2Config, DPA3Config)
+    for section in (
+        SeE2AConfig,
+        SeE2RConfig,
+        SeAttenConfig,
+        SeAttenV2Config,
+        SeE3TebdConfig,
+        DPA2Config,
+        DPA3Config,
+    )
 }

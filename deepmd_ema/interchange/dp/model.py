@@ -17,6 +17,7 @@ from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
@@ -25,7 +26,7 @@ from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
 from deepmd_ema.interchange.dp.se_atten import SeAttenTree
-from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree
+from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree
 from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -35,6 +36,7 @@ EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look he
 # by the ``type`` of their sections; a descriptor without a tree trains, but cannot be frozen
 DESCRIPTOR_TREES: dict[str, PartTree] = {
     "se_e2_a": SeE2ATree(SeE2AConfig),
+    "se_e2_r": SeE2RTree(SeE2RConfig),
     "se_atten": SeAttenTree(SeAttenConfig),
     "se_atten_v2": SeAttenTree(SeAttenV2Config),
     "dpa2": DPA2Tree(DPA2Config),
@@ -118,7 +120,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    with _faults_in_words(path):
+    with faults_in_words(path):
         _check_available(path, tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
@@ -152,7 +154,7 @@ def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _faults_in_words(path: Path) -> Iterator[None]:
+def faults_in_words(path: Path) -> Iterator[None]:
     """Turn what a tree of another form makes fail inside into messages.
 
     Raises:
