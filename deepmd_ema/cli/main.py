@@ -44,6 +44,7 @@ INSTALL = {
     "torch": "pip install torch",
     "h5py": "pip install h5py",
     "ase": "pip install 'dp-ema[ase]'",
+    "dpdata": "pip install dpdata",
     "matplotlib": "pip install 'dp-ema[plot]'",
     "lmdb": "pip install 'dp-ema[lmdb]'",
     "msgpack": "pip install 'dp-ema[lmdb]'",
