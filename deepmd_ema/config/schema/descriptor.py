@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -91,6 +92,7 @@ DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
         SeAttenConfig,
         SeAttenV2Config,
         SeE3TebdConfig,
+        DPA2Config,
         DPA3Config,
     )
 }
