@@ -14,6 +14,7 @@ from deepmd_ema import __version__
 from deepmd_ema.cli import (
     change_bias,
     check,
+    convert,
     doc,
     freeze,
     model_devi,
@@ -57,6 +58,7 @@ INSTALL = {
     "torch": "pip install torch",
     "h5py": "pip install h5py",
     "ase": "pip install 'dp-ema[ase]'",
+    "dpdata": "pip install dpdata",
     "matplotlib": "pip install 'dp-ema[plot]'",
     "lmdb": "pip install 'dp-ema[lmdb]'",
     "msgpack": "pip install 'dp-ema[lmdb]'",
@@ -85,6 +87,7 @@ COMMANDS: dict[str, Command] = {
     "neighbor-stat": neighbor_stat,
     "posthoc": posthoc,
     "change-bias": change_bias,
+    "convert": convert,
     "show": show,
     "plot": plot,
     "doc": doc,

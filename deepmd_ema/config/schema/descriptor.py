@@ -7,8 +7,9 @@ room knows its options.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -66,6 +67,22 @@ class DescriptorConfig(Protocol):
         """Return the setting that makes the features of an isolated atom zero, ``name = true``; empty if they are."""
 
 
+@runtime_checkable
+class HasInnerNeighbors(Protocol):
+    """A section ``model.descriptor`` that keeps further, shorter lists of neighbors inside ``cutoff``."""
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has a number."""
+
+
+@runtime_checkable
+class HasIdleOptions(Protocol):
+    """A section ``model.descriptor`` of which some options have no effect beside others."""
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why: the end of a sentence."""
+
+
 # by ``type``; the option ``model.descriptor`` accepts what stands here
 DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
     section.type: section
@@ -75,6 +92,7 @@ DESCRIPTORS: dict[str, type[DescriptorConfig]] = {
         SeAttenConfig,
         SeAttenV2Config,
         SeE3TebdConfig,
+        DPA2Config,
         DPA3Config,
     )
 }
