@@ -28,21 +28,30 @@ SECTIONS = {
     "se_e3_tebd": {"type": "se_e3_tebd", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4},
     "dpa3": {"type": "dpa3", "repflow": FLOW},
 }  # fmt: skip
+# by type and by distance; the second part looks less far
+SECTIONS["hybrid"] = {"type": "hybrid", "list": [SECTIONS["se_e2_a"], SECTIONS["se_e3_tebd"] | {"rcut": 3.5}]}
 # for cells with more neighbors than the small section keeps
 MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
                   "se_atten_v2": {"sel": 120}, "se_e3_tebd": {"sel": 120},
                   "dpa3": {"repflow": {**FLOW, "e_sel": 120}}}  # fmt: skip
+MORE_NEIGHBORS["hybrid"] = {"list": [one | MORE_NEIGHBORS[one["type"]] for one in SECTIONS["hybrid"]["list"]]}
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
     """Return the dict of a section ``model``; changes of options that this descriptor does not have are left out."""
-    known = keys_of(DESCRIPTORS[descriptor])
     return {
         "type_map": TYPES,
-        "descriptor": SECTIONS[descriptor] | {k: v for k, v in (descriptor_changes or {}).items() if k in known},
+        "descriptor": changed(SECTIONS[descriptor], descriptor_changes or {}),
         "fitting_net": {"neuron": [12, 12], **(fitting_changes or {})},
         **changes,
     }
+
+
+def changed(section, changes):
+    """Return a section of a descriptor, and its parts if it has any, with those of ``changes`` that it knows."""
+    known = {k: v for k, v in changes.items() if k in keys_of(DESCRIPTORS[section["type"]])}
+    parts = {"list": [changed(part, changes) for part in section["list"]]} if "list" in section else {}
+    return section | parts | known
 
 
 def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes):
@@ -61,10 +70,12 @@ def disturb(model, seed=5):
     def draw(like):
         return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like)
 
+    zero_mean = [part for part in getattr(model.descriptor, "parts", [model.descriptor])
+                 if getattr(getattr(part, "section", None), "set_davg_zero", False)]  # fmt: skip
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
         if leaf == "mean":
-            if getattr(model.descriptor.section, "set_davg_zero", False):
+            if any(buffer is b for part in zero_mean for b in part.buffers()):
                 continue  # it stays zero in training, too
             buffer[..., 0] = 0.1 + 0.05 * draw(buffer[:, :1, 0])
         elif leaf == "stddev":
