@@ -24,6 +24,8 @@ class NeighborLayout:
         excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.
         type_sel: most neighbors of each type that parts of the model want, which read one list sorted by distance by
             type; empty where no part does.
+        inner: cutoffs and most neighbors that parts of the model ask ``Batch.within`` for; one section only. What it
+            returns then has no more slots than the batch needs.
     """
 
     rcut: float
@@ -32,6 +34,7 @@ class NeighborLayout:
     by_type: bool = True
     excluded_pairs: frozenset[tuple[int, int]] = frozenset()
     type_sel: tuple[int, ...] = ()
+    inner: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Batch:
             (F, ...) or (A, ...); a name that no frame has is absent.
         type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by type needs.
         frames: for messages, where each frame comes from: (system, frame number in the system).
+        inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
     """
 
@@ -101,6 +105,7 @@ class Batch:
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
     type_slots: tuple[int, ...] = ()
     frames: tuple[tuple[str, int], ...] = ()
+    inner: tuple[tuple[float, int, int], ...] = ()
     padding: bool = False
 
     @property
@@ -134,7 +139,8 @@ class Batch:
         """
         assert len(self.slots) == 1, "a prefix by distance needs one section of neighbors"
         num_atoms, total = self.neighbor.shape
-        width = total if most is None else min(most, total)
+        trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
+        width = trimmed[0] if trimmed else total if most is None else min(most, total)
         vector = self.vector[:, :width]
         distance = torch.linalg.vector_norm(vector.detach(), dim=-1)
         near = self.occupied[:, :width] if rcut is None else distance < rcut  # empty slots are at 2 * rcut of the list

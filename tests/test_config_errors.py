@@ -284,16 +284,6 @@ BROKEN_RULES = {
         "training.stat_file_mode",
         "needs training.stat_file",
     ),
-    "training_systems_are_folders": (
-        {"training.training_data.systems": "a.lmdb"},
-        "training.training_data.systems",
-        NOT_YET,
-    ),
-    "validation_systems_are_folders": (
-        {"training.validation_data.systems": ["a.lmdb/"]},
-        "training.validation_data.systems",
-        NOT_YET,
-    ),
     "full_validation_needs_data": (
         {"training.validation_data": REMOVE, "validating.full_validation": True},
         "validating.full_validation = true",

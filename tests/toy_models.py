@@ -15,7 +15,8 @@ from deepmd_ema.model.build import build_model
 
 TYPES = ["O", "H", "Na"]
 FLOW = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 3, "e_rcut": 4.0, "e_rcut_smth": 1.0, "e_sel": 60, "a_rcut": 3.0,
-        "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True}  # fmt: skip
+        "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True,
+        "update_residual": 1.0}  # fmt: skip
 # one small section per registered descriptor; a new descriptor is tested as soon as it has a line here
 SECTIONS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],

@@ -66,11 +66,17 @@ class DataReport:
         if self.problems:
             raise DataError(self.problems)
 
+    def notes(self) -> list[str]:
+        """Return how sources of other formats are read, one line per file and remark."""
+        every = self.training + self.validation
+        return [f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes]
+
     def lines(self) -> list[str]:
         """Return the summary as lines of text, without problems and warnings."""
         out = _table("Training data", self.training, self.type_map)
         if self.validation:
             out += _table("Validation data", self.validation, self.type_map)
+        out += [f"  {note}" for note in self.notes()]
         out += self.units.lines() if self.units is not None else []
         if self.neighbors is None:
             return out

@@ -58,7 +58,13 @@ class HybridDescriptor(nn.Module):
             return NeighborLayout(rcut, of_types, num_types, by_type=True, excluded_pairs=excluded_pairs)
         total = max(sum(one.sel) for one in layouts)
         return NeighborLayout(
-            rcut, (total,), num_types, by_type=False, excluded_pairs=excluded_pairs, type_sel=of_types
+            rcut,
+            (total,),
+            num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
+            type_sel=of_types,
+            inner=tuple(dict.fromkeys(asked for one in layouts for asked in one.inner)),
         )
 
     @property

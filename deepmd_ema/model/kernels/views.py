@@ -81,7 +81,7 @@ def _slots_by_type(batch: Batch, slots: tuple[int, ...]) -> Tensor:
     return torch.cat(sections, 1)
 
 
-def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], rcut: float) -> View:
+def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], reach: float) -> View:
     num_atoms, total = batch.neighbor.shape
     device, width = slot.device, slot.shape[1]
     none = num_atoms * width
@@ -93,11 +93,12 @@ def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], rcut: float) -> Vi
     own = torch.arange(num_atoms, device=device)[:, None]
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
-    far = torch.tensor([2 * rcut, 0.0, 0.0], dtype=vector.dtype, device=device)
+    far = torch.tensor([2 * reach, 0.0, 0.0], dtype=vector.dtype, device=device)
     seen = replace(
         batch,
         slots=slots,
         type_slots=(),
+        inner=tuple((rcut, most, min(used, width)) for rcut, most, used in batch.inner),
         neighbor=neighbor,
         vector=torch.where(is_none[..., None], far, vector),
         reverse=place[batch.reverse],
