@@ -71,9 +71,9 @@ def test_every_option_has_a_manual_text(section):
 
 
 def test_the_manual_names_aliases_units_and_defaults():
-    text = manual("model.descriptor.rcut")
+    text = manual("model.descriptor[se_e2_a].rcut")
     assert text.splitlines() == [
-        "model.descriptor.rcut",
+        "model.descriptor[se_e2_a].rcut",
         "    a number > 0 and at most 100; angstrom; default 6.0",
         "    Cutoff radius.",
     ]
@@ -123,11 +123,14 @@ def test_an_option_is_found_by_its_name_or_alias_alone():
     words = manual("ema").splitlines()
     assert {"training.enable_ema", "training.ema_decay", "validating.ema_full_validation"} <= set(words)
     assert manual("stop_batch").startswith("training.numb_steps\n")
-    assert [line for line in manual("seed").splitlines() if line.endswith("seed")] == [
-        "model.descriptor.seed",
-        "model.fitting_net.seed",
-        "training.seed",
-    ]
+    seeds = [line for line in manual("seed").splitlines() if line.endswith("seed")]
+    assert seeds[0] == "model.descriptor[se_e2_a].seed"
+    assert seeds[-2:] == ["model.fitting_net.seed", "training.seed"]
+
+
+def test_the_parts_of_a_hybrid_are_told_once():
+    assert "model.descriptor[hybrid].list" in manual().splitlines()
+    assert "model.descriptor[hybrid].list[" not in manual()
 
 
 def test_the_schema_is_json():
