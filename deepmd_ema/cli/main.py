@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from deepmd_ema import __version__
-from deepmd_ema.cli import change_bias, check, doc, freeze, peer, plot, posthoc, show, test, train
+from deepmd_ema.cli import change_bias, check, convert, doc, freeze, peer, plot, posthoc, show, test, train
 from deepmd_ema.cli.options import file_to_write
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
@@ -44,6 +44,7 @@ INSTALL = {
     "torch": "pip install torch",
     "h5py": "pip install h5py",
     "ase": "pip install 'dp-ema[ase]'",
+    "dpdata": "pip install dpdata",
     "matplotlib": "pip install 'dp-ema[plot]'",
     "lmdb": "pip install 'dp-ema[lmdb]'",
     "msgpack": "pip install 'dp-ema[lmdb]'",
@@ -70,6 +71,7 @@ COMMANDS: dict[str, Command] = {
     "test": test,
     "posthoc": posthoc,
     "change-bias": change_bias,
+    "convert": convert,
     "show": show,
     "plot": plot,
     "doc": doc,

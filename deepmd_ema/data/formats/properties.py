@@ -30,6 +30,8 @@ _NAMES = {
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
 _MOST_NAMES = 12
+_FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are
+_SMEARED = 1e-5  # eV; VASP and ASE round to less
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class Inventory:
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
         left: number of frames that have each name that is not read.
-        other: further remarks, with the number of frames they are about.
+        other: further remarks, with the number of frames they are about; 0 of the whole file.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -90,6 +92,10 @@ class Inventory:
         self.left.update({*frame.per_frame, *frame.per_atom} - set(sources.values()))
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
+        if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
+            free, energy = (numbers(name, frame.per_frame[name])[0] for name in (_FREE, sources[ENERGY]))
+            if abs(free - energy) > _SMEARED:
+                self.other[f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"] += 1
 
     def problems(self) -> list[str]:
         """Return what is wrong with the names over all frames."""
@@ -110,7 +116,7 @@ class Inventory:
         if self.left:
             names = [f"{name}{self._in_frames(n)}" for name, n in sorted(self.left.items())]
             out.append(f"does not read {first_few(names, _MOST_NAMES)}")
-        return out + [f"{text} ({counted(n, 'frame')})" for text, n in self.other.items()]
+        return out + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
 
     def _read_in_words(self) -> list[str]:
         words = []

@@ -120,7 +120,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    with _faults_in_words(path):
+    with faults_in_words(path):
         _check_available(path, tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
@@ -154,7 +154,7 @@ def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _faults_in_words(path: Path) -> Iterator[None]:
+def faults_in_words(path: Path) -> Iterator[None]:
     """Turn what a tree of another form makes fail inside into messages.
 
     Raises:
