@@ -10,7 +10,7 @@ import make_golden
 
 fitting = make_golden.fitting()
 three = make_golden.MODELS["se_e3_tebd"]["descriptor"]
-strip = {"tebd_input_mode": "strip", "exclude_types": [[0, 1]], "env_protection": 0.01, "resnet_dt": True}
+strip = {"tebd_input_mode": "strip", "exclude_types": [[0, 1]], "resnet_dt": True}
 parts = [  # of three cutoffs; without smoothness, neighbors beyond its cutoff count in the attention of a part
     {**make_golden.SE, "rcut": 3.5, "sel": [30, 60, 20]},
     {**make_golden.ATTEN, "rcut": 3.9, "sel": 60, "smooth_type_embedding": False},
