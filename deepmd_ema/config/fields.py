@@ -107,7 +107,7 @@ def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> A
     """Declare an option as the class ``section`` has it, with another default or with the same."""
     declared = next(f for f in dataclasses.fields(section) if f.name == name)
     if default is not dataclasses.MISSING:
-        return dataclasses.field(default=default, metadata=declared.metadata)
+        return option(default, **declared.metadata)
     if declared.default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=declared.default_factory, metadata=declared.metadata)
     return dataclasses.field(default=declared.default, metadata=declared.metadata)

@@ -29,11 +29,15 @@ _COMMENTS = {"^_": {"description": "a comment"}}
 
 @dataclass(frozen=True)
 class Entry:
-    """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice."""
+    """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice.
+
+    An option that several types declare alike stands once, without a type; ``types`` are these, if not all.
+    """
 
     path: str
     option: Option | None
     doc: str
+    types: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -70,7 +74,9 @@ def manual(topic: str | None = None) -> str:
 
 def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
     """Return paths of options that look like a topic that is none: by their last name, one word of it, or in all."""
-    paths = {key: entry.plain_path for entry in entries for key in entry.keys}
+    paths: dict[str, str] = {}
+    for key, path in ((key, entry.plain_path) for entry in entries for key in entry.keys):
+        paths.setdefault(key, path)  # of sections in sections, the outermost
     last = topic.split(".")[-1]
     same = [entry.plain_path for entry in entries if last in entry.keys]
     words = [path for key, path in paths.items() if last in key.split("_")]
@@ -115,10 +121,14 @@ def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterato
 
 
 def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
-    """Yield the options that all sections share, then each type with its own."""
-    shared = [o for o in options(sections[0]) if all(o in options(s) for s in sections)]
+    """Yield the options that sections declare alike, then each type with its own."""
+    declared: dict[str, list[Option]] = {}
+    for o in (o for s in sections for o in options(s)):
+        declared.setdefault(o.name, []).append(o)
+    shared = [same[0] for same in declared.values() if len(same) > 1 and all(o == same[0] for o in same)]
     for o in shared:
-        yield Entry(f"{path}.{o.name}", o, o.doc)
+        having = tuple(s.type for s in sections if o in options(s))
+        yield Entry(f"{path}.{o.name}", o, o.doc, having if len(having) < len(sections) else ())
     for s in sections:
         there = f"{path}[{s.type}]"
         yield Entry(there, None, _class_doc(s))
@@ -140,7 +150,8 @@ def _entry_text(entry: Entry) -> str:
     if o is not None:
         default = "required" if o.required else f"default {_default_words(o)}"
         aliases = f"also spelled {', '.join(o.alias)}" if o.alias else ""
-        texts = ["; ".join(filter(None, [_kind_words(o), o.unit, default, aliases])), entry.doc]
+        types = f"of {', '.join(entry.types)}" if entry.types else ""
+        texts = ["; ".join(filter(None, [_kind_words(o), o.unit, default, aliases, types])), entry.doc]
     texts = [textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT) for text in texts]
     return "\n".join([entry.path, *texts])
 

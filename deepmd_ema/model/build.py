@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
+from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
 from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
@@ -36,6 +37,7 @@ DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_e2_r": SeE2RDescriptor,
     "se_atten": DPA1Descriptor,
     "se_atten_v2": DPA1Descriptor,
+    "dpa2": DPA2Descriptor,
     "dpa3": DPA3Descriptor,
     "se_e3_tebd": SeE3TebdDescriptor,
     "hybrid": _hybrid,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from deepmd_ema.config.fields import option
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -77,6 +78,7 @@ PARTS: dict[str, type[DescriptorConfig]] = {
         SeAttenConfig,
         SeAttenV2Config,
         SeE3TebdConfig,
+        DPA2Config,
         DPA3Config,
     )
 }

@@ -13,6 +13,7 @@ import torch
 from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.descriptor import HybridConfig
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
@@ -20,6 +21,7 @@ from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
 from deepmd_ema.interchange.dp.dpa3 import DPA3Tree
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
@@ -39,6 +41,7 @@ PART_TREES: dict[str, PartTree] = {
     "se_e2_r": SeE2RTree(SeE2RConfig),
     "se_atten": SeAttenTree(SeAttenConfig),
     "se_atten_v2": SeAttenTree(SeAttenV2Config),
+    "dpa2": DPA2Tree(DPA2Config),
     "dpa3": DPA3Tree(DPA3Config),
     "se_e3_tebd": SeE3TebdTree(SeE3TebdConfig),
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.kernels.gather import gather_neighbors
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer
@@ -172,9 +173,7 @@ class RepflowLayer(nn.Module):
 
     def _symmetric(self, x: Tensor, geometry: Geometry) -> Tensor:
         """Return the invariants (A, X C) of the moments of ``x`` (A, K, C)."""
-        moments = torch.bmm(geometry.weighted.transpose(1, 2), x)
-        axis = moments[..., : self.options.axis_neuron].transpose(1, 2)
-        return torch.bmm(axis, moments).flatten(1) / (3 * self.options.e_norm)
+        return symmetrized(x, geometry.weighted, self.options.e_norm**-0.5, self.options.axis_neuron)
 
     def _edge_message(self, node: Tensor, neighbors: tuple[Tensor, Tensor, Tensor], edge: Tensor) -> Tensor:
         """Return the messages to edges from themselves and their ends (A, K, E)."""
