@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from deepmd_ema.config.fields import option
 from deepmd_ema.config.schema.dpa2 import DPA2Config
@@ -67,6 +67,22 @@ class DescriptorConfig(Protocol):
     @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero, ``name = true``; empty if they are."""
+
+
+@runtime_checkable
+class HasInnerNeighbors(Protocol):
+    """A section ``model.descriptor`` that keeps further, shorter lists of neighbors inside ``cutoff``."""
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has a number."""
+
+
+@runtime_checkable
+class HasIdleOptions(Protocol):
+    """A section ``model.descriptor`` of which some options have no effect beside others."""
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why: the end of a sentence."""
 
 
 # by ``type``; what a hybrid may hold
@@ -137,6 +153,20 @@ class HybridConfig:
             yield "list", " = []: expected at least one descriptor."
         for k, part in enumerate(self.list):
             yield from ((f"list[{k}].{name}", text) for name, text in part.problems(type_map))
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the lists of parts that keep one for all elements, and the shorter lists of parts."""
+        for k, part in enumerate(self.list):
+            if part.neighbors is not None and len(part.neighbors) == 1:
+                yield f"list[{k}].{part.neighbors_option}", part.cutoff, part.neighbors[0]
+            if isinstance(part, HasInnerNeighbors):
+                yield from ((f"list[{k}].{name}", rcut, most) for name, rcut, most in part.inner_neighbors())
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield those of the parts."""
+        for k, part in enumerate(self.list):
+            if isinstance(part, HasIdleOptions):
+                yield from ((f"list[{k}].{name}", why) for name, why in part.idle_options())
 
     def summary(self) -> str:
         """Return the main options of the parts in words."""

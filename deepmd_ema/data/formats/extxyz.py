@@ -20,7 +20,7 @@ from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
 from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
 
-_SUFFIXES = (".xyz", ".extxyz")
+XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MOST_PROBLEMS = 5  # of one file
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
@@ -88,7 +88,7 @@ class ExtxyzFile:
 
 def is_extxyz(path: Path) -> bool:
     """Whether ``path`` is a file named as XYZ files are."""
-    return path.suffix.lower() in _SUFFIXES and path.exists() and not path.is_dir()
+    return path.suffix.lower() in XYZ_SUFFIXES and path.exists() and not path.is_dir()
 
 
 def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
@@ -281,4 +281,4 @@ def _unquoted(text: str) -> str:
 
 def xyz_files(folder: Path) -> list[str]:
     """Return the names of XYZ files in a folder, for messages."""
-    return sorted(name for name in os.listdir(folder) if name.lower().endswith(_SUFFIXES))
+    return sorted(name for name in os.listdir(folder) if name.lower().endswith(XYZ_SUFFIXES))
