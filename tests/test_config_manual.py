@@ -130,6 +130,11 @@ def test_an_option_is_found_by_its_name_or_alias_alone():
     ]
 
 
+def test_the_parts_of_a_hybrid_are_told_once():
+    assert "model.descriptor[hybrid].list" in manual().splitlines()
+    assert "model.descriptor[hybrid].list[" not in manual()
+
+
 def test_the_schema_is_json():
     assert json.loads(json_schema_text()) == json_schema()
 

@@ -36,11 +36,14 @@ SECTIONS = {
     "dpa2": {"type": "dpa2", "repinit": REPINIT, "repformer": REPFORMER, "add_tebd_to_repinit_out": True},
     "dpa3": {"type": "dpa3", "repflow": FLOW},
 }  # fmt: skip
+# by type and by distance; the second part looks less far
+SECTIONS["hybrid"] = {"type": "hybrid", "list": [SECTIONS["se_e2_a"], SECTIONS["se_e3_tebd"] | {"rcut": 3.5}]}
 # for cells with more neighbors than the small section keeps
 MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
                   "se_atten_v2": {"sel": 120}, "se_e3_tebd": {"sel": 120},
                   "dpa3": {"repflow": {**FLOW, "e_sel": 120}},
                   "dpa2": {"repinit": {**REPINIT, "nsel": 120}}}  # fmt: skip
+MORE_NEIGHBORS["hybrid"] = {"list": [one | MORE_NEIGHBORS[one["type"]] for one in SECTIONS["hybrid"]["list"]]}
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
@@ -56,8 +59,10 @@ def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes
 def _changed(kind, section, changes):
     """Return ``section`` of a ``kind`` with the changes of its options and of those of the sections in it."""
     section = section | {name: value for name, value in changes.items() if name in keys_of(kind)}
-    parts = {o.name: o.sections[0] for o in options(kind) if o.sections}
-    return section | {name: _changed(part, section[name], changes) for name, part in parts.items()}
+    for o in (o for o in options(kind) if o.sections and o.name in section):
+        parts = [_changed(o.section_of(part), part, changes) for part in section[o.name]] if o.many else None
+        section = section | {o.name: parts or _changed(o.section_of(section[o.name]), section[o.name], changes)}
+    return section
 
 
 def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes):
@@ -79,7 +84,7 @@ def disturb(model, seed=5):
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
         if leaf == "mean":
-            if _mean_stays_zero(model.descriptor.section):
+            if _mean_stays_zero(_owner(model.descriptor, buffer).section):
                 continue
             buffer[..., 0] = 0.1 + 0.05 * draw(buffer[:, :1, 0])
         elif leaf == "stddev":
@@ -90,6 +95,11 @@ def disturb(model, seed=5):
             buffer.copy_(draw(buffer))
         elif leaf in ("fparam_inv_std", "aparam_inv_std"):
             buffer.copy_(1 + draw(buffer))
+
+
+def _owner(descriptor, buffer):
+    """Return the part of a hybrid that has the buffer, or the descriptor itself."""
+    return next(part for part in getattr(descriptor, "parts", [descriptor]) if any(buffer is b for b in part.buffers()))
 
 
 def _mean_stays_zero(section):

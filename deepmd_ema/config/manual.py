@@ -104,18 +104,20 @@ def json_schema() -> dict[str, Any]:
 
 def _entries(section: type, path: str) -> Iterator[Entry]:
     for o in input_options(section):
-        yield from _option_entries(o, f"{path}.{o.name}" if path else o.name)
+        yield from _option_entries(o, f"{path}.{o.name}" if path else o.name, ())
 
 
-def _option_entries(o: Option, here: str) -> Iterator[Entry]:
-    """Yield an option and, of a section, what is in it."""
-    yield Entry(here, o, o.doc)
-    if o.by_type:
-        yield Entry(f"{here}.type", None, _type_words(o))
-    if len(o.sections) == 1:
-        yield from _entries(o.sections[0], here)
-    elif o.sections:
-        yield from _choice_entries(o.sections, here)
+def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield an option and those of its sections, unless the sections are among those ``told`` beside it."""
+    yield Entry(here, option, option.doc)
+    if option.by_type:
+        yield Entry(f"{here}.type", None, _type_words(option))
+    if set(option.sections) <= set(told):
+        return
+    if len(option.sections) == 1:
+        yield from _entries(option.sections[0], here)
+    elif option.sections:
+        yield from _choice_entries(option.sections, here)
 
 
 def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
@@ -132,7 +134,7 @@ def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
         yield Entry(there, None, _class_doc(s))
         for o in options(s):
             if o not in shared:
-                yield from _option_entries(o, f"{there}.{o.name}")
+                yield from _option_entries(o, f"{there}.{o.name}", sections)
 
 
 def _type_words(option: Option) -> str:
