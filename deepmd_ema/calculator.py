@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.errors import UserError, counted, did_you_mean
+from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import FPARAM
 
@@ -31,6 +33,8 @@ class DP(Calculator):
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
+        skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an atom has moved more
+            than half of it or the cell has changed. Results do not depend on it; 0 searches at every step.
         **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
     """
 
@@ -39,8 +43,13 @@ class DP(Calculator):
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012
     default_parameters = {"fparam": None, "aparam": None}  # noqa: RUF012
 
-    def __init__(self, model: str | Path | Potential, device: str | None = None, **parameters: Any) -> None:
+    def __init__(
+        self, model: str | Path | Potential, device: str | None = None, skin: float = 1.0, **parameters: Any
+    ) -> None:
+        if not 0 <= skin < math.inf:
+            raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
         super().__init__(**parameters)
+        self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device)
 
@@ -86,7 +95,8 @@ class DP(Calculator):
         now = self.atoms
         assert now is not None, "ASE has set it"
         self._conditions = self._conditions_of(now)
-        found = self.potential.evaluate(now.get_positions(), self._types(now), self._box(now), **self._conditions)
+        where = now.get_positions(), self._types(now), self._box(now)
+        found = self.potential.evaluate(*where, **self._conditions, kept=self._neighbors)
         energy = float(found.energy[0])
         self.results = {
             "energy": energy,

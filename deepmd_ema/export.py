@@ -1,4 +1,4 @@
-"""Freeze: weights as a model file that DeePMD-kit reads, proven to be the same model before it takes its name."""
+"""Freeze and convert: weights as another model file, proven to be the same model before it takes its name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_ema import interchange
+from deepmd_ema import checkpoint, interchange
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.files import MODEL_FILE, refuse_to_lose
-from deepmd_ema.infer.load import LoadedModel
+from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
+from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
 
 SUFFIXES = (".dp", ".yaml", ".yml")
+WEIGHTS = ".pt"
 CONVERTED = (".pth", ".pt2", ".pb", ".pte", ".savedmodel", ".savedmodeltf")  # what `dp convert-backend` makes of a .dp
 # largest difference between the file that was read back and the checkpoint, relative to the largest number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -43,28 +44,50 @@ class Frozen:
     difference: Mapping[str, float]
 
     def text(self) -> str:
-        """Return what was written, and how far it is from the checkpoint."""
+        """Return what was written, how far it is from the checkpoint, and what can be done with it."""
         found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
+        use = (
+            f"start a run from it: dp-ema train INPUT --init-model {self.path}"
+            if self.path.suffix.lower() == WEIGHTS
+            else f"for LAMMPS with DeePMD-kit: dp convert-backend {self.path} {self.path.with_suffix('.pth')}"
+        )
         return (
             f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n"
             f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
-            f"({found})\n"
-            f"for LAMMPS with DeePMD-kit: dp convert-backend {self.path} {self.path.with_suffix('.pth')}"
+            f"({found})\n{use}"
         )
 
 
-def freeze(loaded: LoadedModel, output: str | Path) -> Frozen:
+def convert(loaded: LoadedModel, output: str | Path) -> Frozen:
+    """Write a model to another kind of file, read it back, and compare the two before the file takes its name.
+
+    Args:
+        loaded: the model with where its weights come from, which the file records.
+        output: ``.dp``, ``.yaml``, or ``.pt``: then a file of kind ``weights``, without what a restart needs.
+
+    Raises:
+        UserError: if the name says no format, or something else stands there.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+    """
+    path = Path(output)
+    if path.suffix.lower() not in (*SUFFIXES, *CONVERTED, WEIGHTS):
+        raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
+    return _write_weights(loaded, path) if path.suffix.lower() == WEIGHTS else freeze(loaded, path, "OUT")
+
+
+def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o") -> Frozen:
     """Write a model to ``output``, read it back, and compare the two before the file takes its name.
 
     Args:
         loaded: the model with where its weights come from, which the file records.
         output: ``.dp``, or ``.yaml``; ``.dp`` is added when there is no suffix.
+        option: what names the file, for messages.
 
     Raises:
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
-    path = _target(Path(output))
-    refuse_to_lose(path, "-o", MODEL_FILE, [loaded.info.path])
+    path = _target(Path(output), option)
+    refuse_to_lose(path, option, MODEL_FILE, [loaded.info.path])
     info = loaded.info
     extra = {**info.as_dict(), "config": dict(info.config)}
     difference: dict[str, float] = {}
@@ -121,14 +144,35 @@ def _made_up_frames(model: EnergyModel, config: ModelConfig) -> Batch:
     return collate(frames, model.layout).to(model.out_bias.device)
 
 
-def _target(path: Path) -> Path:
+def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
+    """Write a checkpoint of kind ``weights``."""
+    _check_folder(path, "OUT")
+    checkpoint.refuse_to_replace(path, "OUT")
+    info = loaded.info
+    refuse_inputs(path, "OUT", [info.path])
+    difference: dict[str, float] = {}
+
+    def read_back(part: Path) -> None:
+        difference.update(compare(loaded.model, load_model(part).model, loaded.config))
+
+    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
+    facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
+    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back)
+    return Frozen(path, f"{info.in_words()}, from {info.path}", path.stat().st_size, difference)
+
+
+def _target(path: Path, option: str) -> Path:
     if path.suffix in CONVERTED:
         raise UserError(
-            f"-o {path}: dp-ema writes .dp files. Freeze to {path.with_suffix('.dp')}, then "
+            f"{option} {path}: dp-ema writes .dp files. Write {path.with_suffix('.dp')}, then "
             f"`dp convert-backend {path.with_suffix('.dp')} {path}` with DeePMD-kit."
         )
     if path.suffix not in SUFFIXES:
         path = path.with_name(f"{path.name}.dp")
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path}: the folder {path.parent} is not there. Make it, or choose another -o.")
+    _check_folder(path, option)
     return path
+
+
+def _check_folder(path: Path, option: str) -> None:
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: the folder {path.parent} is not there. Make it, or choose another {option}.")

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
@@ -74,6 +74,12 @@ class NeighborStatistics:
         """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of the search."""
         return int(np.searchsorted(self.by_rank, rcut))
 
+    def within(self, rcut: float) -> NeighborStatistics:
+        """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds if it is shorter."""
+        total = self.max_within(rcut)
+        most = tuple(min(n, total) for n in self.max_neighbors)
+        return replace(self, max_neighbors=most, max_total=total, by_rank=self.by_rank[:total])
+
 
 def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     """Return all pairs closer than ``rcut``, images of an atom with itself included.
@@ -91,13 +97,48 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     """
     _refuse_faults(coord, box, rcut)
     pairs, shift, distance = _search(coord, box, rcut, "PSd")
-    i, j = pairs[:, 0], pairs[:, 1]
-    order = np.argsort(distance)
-    order = order[stable_argsort(i[order], len(coord))]
-    tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
-    if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
-        order = np.lexsort((*shift.T, j, distance, i))
-    return Pairs(i[order], j[order], shift[order], nearest=float(distance.min(initial=np.inf)))
+    return _sorted_pairs(pairs[:, 0], pairs[:, 1], shift, distance, len(coord))
+
+
+class KeptPairs:
+    """Pairs of frames that follow each other, as in molecular dynamics: not every one of them needs a search.
+
+    A search reaches a skin beyond the cutoff. While no atom has moved more than half the skin since then and the cell
+    is the same, every pair inside the cutoff is among those found, and they are only measured again.
+
+    Args:
+        skin: angstrom.
+    """
+
+    def __init__(self, skin: float) -> None:
+        self.skin = skin
+        self._searched: tuple[Array, Array | None, float] | None = None  # positions, cell and cutoff of the search
+        self._pairs: Pairs | None = None
+        self._offset: Array | float = 0.0  # (P, 3) shifts of the pairs in angstrom
+
+    def find(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
+        """Return what ``find_pairs`` returns; arguments and errors are the same."""
+        if self._pairs is None or not self._hold(coord, box, rcut):
+            self._pairs = None  # of the frame before, should this one be refused
+            self._pairs = find_pairs(coord, box, rcut + self.skin)
+            self._offset = 0.0 if box is None else self._pairs.shift @ box
+            self._searched = coord.copy(), None if box is None else box.copy(), rcut
+        kept = self._pairs
+        vector = coord[kept.j] - coord[kept.i] + self._offset
+        distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
+        near = np.flatnonzero(distance < rcut)
+        return _sorted_pairs(kept.i[near], kept.j[near], kept.shift[near], distance[near], len(coord))
+
+    def _hold(self, coord: Array, box: Array | None, rcut: float) -> bool:
+        """Whether the pairs of the last search contain all pairs of this frame."""
+        assert self._searched is not None, "pairs come from a search"
+        start, cell, reach = self._searched
+        if reach != rcut or start.shape != coord.shape:
+            return False
+        if cell is not box and (cell is None or box is None or not np.array_equal(cell, box)):
+            return False
+        moved = np.square(coord - start).sum(axis=1).max(initial=0.0)
+        return bool(moved <= (0.5 * self.skin) ** 2)  # not so of nan
 
 
 def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> tuple[Array, Array, Array, Array]:
@@ -212,6 +253,15 @@ def neighbor_statistics(
         frame_min=np.array(frame_min, np.float64),
         frame_pair=np.array(frame_pair, np.int64).reshape(-1, 2),
     )
+
+
+def _sorted_pairs(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
+    order = np.argsort(distance)
+    order = order[stable_argsort(i[order], natoms)]
+    tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
+    if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
+        order = np.lexsort((*shift.T, j, distance, i))
+    return Pairs(i[order], j[order], shift[order], nearest=float(distance.min(initial=np.inf)))
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ BAD_STARTS = {
     "another program's": (
         lambda desk: torch.save({"model": {"_extra_state": {}}}, "m.pt"),
         ["--init-model", "m.pt"],
-        ["m.pt: a checkpoint of DeePMD-kit", "dp convert-backend"],
+        ["m.pt: a checkpoint of DeePMD-kit without the section `model`", "dp convert-backend"],
     ),
     "an average": (
         lambda desk: None,

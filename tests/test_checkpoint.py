@@ -130,7 +130,7 @@ def test_files_of_other_programs_are_recognised(here):
     newer = payload() | {"format": checkpoint.FORMAT + 1, "version": "9.0"}
     checkpoint.save("newer.pt", newer)
     expected = {
-        "dp.pt": "a checkpoint of DeePMD-kit.*convert-backend.*--init-model model.dp starts a run from it",
+        "dp.pt": "a checkpoint of DeePMD-kit.*--init-model and --finetune start a run.*dp-ema convert",
         "plain.pt": "not a checkpoint of dp-ema",
         "code.pt": "objects other than tensors",
         "text.pt": "not a checkpoint",

@@ -10,7 +10,7 @@ from helpers import toy_frame, toy_labels
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
-from deepmd_ema.geometry import find_pairs
+from deepmd_ema.geometry import KeptPairs, find_pairs
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (30, 30, 30), 3)
@@ -121,11 +121,11 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
     assert collate([pair_frame(f, layout, round_to=round_to) for f in frames], layout).slots == tuple(expected)
 
 
-def test_prepared_frames_and_given_pairs_make_the_same_batch():
+def test_prepared_frames_and_kept_pairs_make_the_same_batch():
     plain = collate(FRAMES, LAYOUT)
     others = [
         collate([pair_frame(f, LAYOUT) for f in FRAMES], LAYOUT),
-        collate([pair_frame(f, LAYOUT, find_pairs(f.coord, f.box, RCUT)) for f in FRAMES], LAYOUT),
+        collate([pair_frame(f, LAYOUT, KeptPairs(0.7).find) for f in FRAMES], LAYOUT),
     ]
     for other in others:
         for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):

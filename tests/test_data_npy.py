@@ -332,7 +332,7 @@ def test_missing_parameters_name_the_option(system):
         ("zzz/water", "systems[0]: zzz/water: no such file or folder. "),
         ("empty", "systems[0]: empty: no system in it or below it."),
         ("water/type.raw", "is a file. Expected a folder with type.raw"),
-        ("some.lmdb", "LMDB data sets are not supported yet"),
+        ("some.lmdb", "some.lmdb: no such file or folder."),
         ("broken.h5", "cannot be read as HDF5"),
         ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
     ],

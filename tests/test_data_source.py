@@ -27,6 +27,8 @@ SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)
 class MemorySource:
     """Frames of different sizes, some of them open, some without a virial, from no file at all."""
 
+    unread = notes = ()
+
     def __init__(self, name="memory:toy", sizes=SIZES, seed=0, open_frames=(4,)):
         self.name, self.num_frames, self.frame_sizes = name, len(sizes), np.array(sizes)
         rng, self.frames = np.random.default_rng(seed), []

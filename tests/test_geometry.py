@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from deepmd_ema import geometry
 from deepmd_ema.config.schema.shared import auto_sel
-from deepmd_ema.geometry import find_pairs, neighbor_statistics
+from deepmd_ema.errors import DataError
+from deepmd_ema.geometry import KeptPairs, find_pairs, neighbor_statistics
 
 RCUT = 4.37  # no lattice distance of the cells below
 TRICLINIC = np.array([[3.1, 0, 0], [1.0, 3.3, 0], [-1.2, 0.5, 4.1]])
@@ -42,6 +44,53 @@ def test_pairs_are_those_of_a_brute_force_search(box, natoms):
     assert set(found) == set(expected)
     distance = np.linalg.norm(pairs.vector(coord, box), axis=1)
     np.testing.assert_allclose(distance, [expected[key] for key in found], atol=1e-12)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The cutoffs of the searches that are made."""
+    made = []
+    plain = geometry._search
+    monkeypatch.setattr(geometry, "_search", lambda *words, **more: made.append(words[2]) or plain(*words, **more))
+    return made
+
+
+@pytest.mark.parametrize("box", [None, TRICLINIC, np.eye(3) * 12.0], ids=["open", "triclinic", "large"])
+def test_kept_pairs_are_those_of_a_search_while_the_atoms_move(box, searches):
+    rng = np.random.default_rng(2)
+    coord, kept = rng.uniform(-6, 8, (7, 3)), KeptPairs(0.6)
+    for _ in range(60):
+        found = kept.find(coord, box, RCUT)
+        by_kept = len(searches)
+        fresh = find_pairs(coord, box, RCUT)
+        del searches[by_kept:]
+        for name in ("i", "j", "shift"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(fresh, name))
+        assert found.nearest == pytest.approx(fresh.nearest, abs=1e-14)
+        coord = coord + rng.normal(scale=0.03, size=coord.shape)
+    assert 2 <= len(searches) <= 30
+
+
+def test_kept_pairs_are_searched_again_only_when_they_must_be(searches):
+    coord, kept = np.random.default_rng(3).uniform(0, 8, (20, 3)), KeptPairs(1.0)
+    step = np.zeros_like(coord)
+    step[4] = 0.3, -0.2, 0.3  # 0.469 angstrom
+
+    def now(coord, box=TRICLINIC, rcut=RCUT):
+        before = len(searches)
+        kept.find(coord, box, rcut)
+        return len(searches) - before
+
+    assert [now(coord), now(coord), now(coord + step), now(coord - step)] == [1, 0, 0, 0]
+    assert now(coord + 1.1 * step) == 1  # 0.516 angstrom from the search
+    assert now(coord + 0.1 * step) == 0  # 0.469 angstrom from that one
+    assert now(coord) == 1
+    assert [now(coord, TRICLINIC * 1.0001), now(coord, None), now(coord[:9], None), now(coord)] == [1, 1, 1, 1]
+    assert now(coord, rcut=4.0) == 1
+    assert now(coord + TRICLINIC[0]) == 1  # wrapped into the cell
+    coord[0] = np.nan
+    with pytest.raises(DataError, match="damaged"):
+        kept.find(coord, TRICLINIC, RCUT)
 
 
 def test_pairs_come_sorted_by_atom_then_distance():

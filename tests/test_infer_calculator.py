@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from helpers import toy_frame
 from infer_models import write_run
 
+from deepmd_ema import geometry
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer.potential import Potential
 
@@ -65,6 +67,32 @@ def test_energy_is_kept_in_nve_dynamics(atoms):
     assert copy.get_kinetic_energy() > 0.1
     assert drifts[0] < 1e-2
     assert drifts[1] < 0.35 * drifts[0]
+
+
+@pytest.mark.parametrize("periodic", [True, False])
+def test_kept_neighbors_give_the_forces_of_fresh_ones(potential, periodic, monkeypatch):
+    """The cell is smaller than the cutoff, so that images of atoms come and go."""
+    rng = np.random.default_rng(8)
+    coord, types, box = toy_frame(rng, 6)
+    box = box * 0.8
+    assert np.linalg.norm(box, axis=1).min() < potential.rcut
+    atoms = ase.Atoms(["OH"[t] for t in types], 0.8 * coord, cell=box, pbc=periodic, calculator=DP(potential, skin=0.8))
+    atoms.set_velocities(rng.normal(scale=0.15, size=coord.shape))
+    dynamics, searches = verlet.VelocityVerlet(atoms, 1.0 * units.fs), []
+    plain = geometry._search
+    monkeypatch.setattr(geometry, "_search", lambda *words, **more: searches.append(1) or plain(*words, **more))
+    for _ in range(40):
+        dynamics.run(1)
+        fresh = potential.evaluate(atoms.positions, atoms.get_chemical_symbols(), box if periodic else None)
+        np.testing.assert_allclose(atoms.get_forces(), fresh.force[0], rtol=0, atol=1e-12)
+        assert atoms.get_potential_energy() == pytest.approx(fresh.energy[0], abs=1e-12)
+    assert 42 <= len(searches) <= 60  # 40 of them fresh
+
+
+def test_a_skin_that_is_no_length_is_refused(potential):
+    for skin in (-1.0, math.nan, math.inf):
+        with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
+            DP(potential, skin=skin)
 
 
 def test_nothing_is_computed_twice(atoms, monkeypatch):

@@ -12,7 +12,7 @@ import pickle
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,17 +45,38 @@ _PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes 
 _LONGEST_NAME = 4096  # bytes of a path, on any system
 
 
+class DeepmdCheckpointError(CheckpointError):
+    """The file is whole, but a checkpoint of DeePMD-kit.
+
+    Attributes:
+        content: of the file.
+    """
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        super().__init__(
+            f"{path}: a checkpoint of DeePMD-kit, which holds its state of a run in another form. --init-model and "
+            f"--finetune start a run from its weights, and `dp-ema convert {path} model.dp` makes a model file of it."
+        )
+        self.content = content
+
+
 class _DamagedError(Exception):
     """The bytes are not what was written."""
 
 
-def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+def save(
+    path: str | Path,
+    payload: Mapping[str, Any],
+    fallback: Path | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> None:
     """Write ``payload`` to ``path`` in one move, with a digest of it; tensors are copied to the CPU first.
 
     Args:
         path: the file; its folder is made if it is missing.
         payload: primitive containers, numbers, strings and tensors.
         fallback: an older checkpoint, named in the message when the writing fails.
+        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept.
@@ -64,9 +85,12 @@ def save(path: str | Path, payload: Mapping[str, Any], fallback: Path | None = N
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as part, part.open("wb") as file:
-                content = cpu_copy(payload)
-                torch.save({**content, _DIGEST: content_digest(content)}, file)
+            with atomic_write(path) as part:
+                with part.open("wb") as file:
+                    content = cpu_copy(payload)
+                    torch.save({**content, _DIGEST: content_digest(content)}, file)
+                if check is not None:
+                    check(part)
     except WriteError as error:
         raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
 
@@ -76,7 +100,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks a part, was written
-            by DeePMD-kit or by a newer version, or is no checkpoint at all.
+            by a newer version, or is no checkpoint at all.
+        DeepmdCheckpointError: if DeePMD-kit has written it.
     """
     path = resolve(path)
     try:
@@ -140,6 +165,7 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     if kind == "training":
         return
     what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
+    what = what if payload["weights"] else "weights"  # of a file that does not say which
     if kind == "best":
         what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
     path = Path(path)
@@ -196,6 +222,10 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
     try:
         kind = load_facts(path)["kind"] if path.is_file() and path.stat().st_size else ""
+    except DeepmdCheckpointError as error:
+        raise CheckpointError(
+            f"{option} {path}: a checkpoint of DeePMD-kit is there. Choose another {option}."
+        ) from error
     except CheckpointError as error:
         raise CheckpointError(
             f"{option} {path}: a file is there that dp-ema cannot read. Choose another {option}, or move the file away."
@@ -300,7 +330,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: holds objects other than tensors and numbers; dp-ema did not write it."
+            f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
+            f"dp-ema did not write it. If DeePMD-kit did, `dp --pt freeze -c {path} -o model.pth` and `dp "
+            "convert-backend model.pth model.dp` make a model.dp of it, which dp-ema reads."
         ) from error
     except PermissionError as error:
         raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}).") from error
@@ -363,11 +395,7 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
         return {name: part for name, part in payload.items() if name != _DIGEST}
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
     if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
-        raise CheckpointError(
-            f"{path}: a checkpoint of DeePMD-kit, which keeps its parameters under other names. Convert its model: "
-            f"`dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`; dp-ema reads "
-            "model.dp: --init-model model.dp starts a run from it, test and freeze take it too."
-        )
+        raise DeepmdCheckpointError(path, payload)
     raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
 

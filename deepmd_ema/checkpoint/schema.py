@@ -247,7 +247,8 @@ KINDS: dict[str, Rule] = {
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),
     "best": _parts(_ALL, {**_COMMON, "average": AVERAGE}),
     "snapshot": _all(_parts({**_ALL, "average": TRACKED, "averaged": TEXTS}, _COMMON), _averaged_are_there),
-    "weights": _parts(_ALL, {**_COMMON, "average": AVERAGE, "bias": BIAS}),
+    # a model of another program may not say of which step it is
+    "weights": _parts({**_ALL, "step": _or_none(COUNT)}, {**_COMMON, "average": AVERAGE, "bias": BIAS}),
 }  # fmt: skip
 
 FROZEN_FACTS = _parts(

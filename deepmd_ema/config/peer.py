@@ -77,9 +77,9 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
 
 # section -> values of its `type`, aliases included
 _DESCRIPTORS = (
-    "loc_frame", "se_e2_r", "se_r", "se_e3", "se_at", "se_a_3be", "se_t", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
-    "se_a_tpe_v2", "se_a_mask", "dpa2", "dpa4", "DPA4",
-    "SeZM", "sezm", "dpa4c", "DPA4C", "hybrid",
+    "loc_frame", "se_e3", "se_at", "se_a_3be", "se_t", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
+    "se_a_tpe_v2", "se_a_mask", "dpa4", "DPA4",
+    "SeZM", "sezm", "dpa4c", "DPA4C",
 )  # fmt: skip
 UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),

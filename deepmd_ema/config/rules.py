@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import InvalidOptionError
-from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
+from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
-    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.run import RunConfig
     from deepmd_ema.config.schema.training import TrainingConfig
 
 Violations = Iterator[tuple[str, str]]
@@ -250,25 +250,6 @@ def reading_statistics_needs_a_file(training: TrainingConfig) -> Violations:
     """``stat_file_mode`` read needs a ``stat_file``."""
     if training.stat_file_mode == "read" and training.stat_file is None:
         yield "stat_file_mode", ' = "read": needs training.stat_file. Add it, or remove stat_file_mode.'
-
-
-@rule("task")
-def training_systems_are_folders(task: TaskConfig) -> Violations:
-    """Training systems are of a format that is read."""
-    yield from _no_lmdb("training_data.systems", task.training_data.systems)
-
-
-@rule("task")
-def validation_systems_are_folders(task: TaskConfig) -> Violations:
-    """Validation systems are of a format that is read."""
-    if task.validation_data is not None:
-        yield from _no_lmdb("validation_data.systems", task.validation_data.systems)
-
-
-def _no_lmdb(path: str, systems: Sequence[str]) -> Violations:
-    bad = [s for s in systems if s.rstrip("/").endswith(".lmdb")]
-    if bad:
-        yield path, f": {show(bad[0])}: LMDB data are {NOT_AVAILABLE}. Use deepmd/npy folders or HDF5."
 
 
 # ---- validating

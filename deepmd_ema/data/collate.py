@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,8 @@ class PairedFrame:
         order: (N,) the atom of the frame in each row.
         counts: (T,) atoms of each type.
         slots: slots per section, rounded up.
+        type_slots: slots per type, where the layout has a ``type_sel``.
+        inner: the same of each inner neighborhood of the layout.
         coord: (N, 3) positions by row.
         neighbor: (N, K) row of the neighbor, small integers.
         image: (N, K) place of the neighbor's image in ``table``, small integers.
@@ -48,6 +50,8 @@ class PairedFrame:
     order: Array
     counts: Array
     slots: tuple[int, ...]
+    type_slots: tuple[int, ...]
+    inner: tuple[int, ...]
     coord: Array
     neighbor: Array
     image: Array
@@ -64,25 +68,27 @@ class PairedFrame:
 
 
 def pair_frame(
-    frame: Frame, layout: NeighborLayout, pairs: Pairs | None = None, round_to: int = ROUND_TO
+    frame: Frame,
+    layout: NeighborLayout,
+    find: Callable[[Array, Array | None, float], Pairs] = find_pairs,
+    round_to: int = ROUND_TO,
 ) -> PairedFrame:
     """Return ``frame`` with its neighbors in slots.
 
     Args:
         frame: as it was read.
         layout: how the model wants its neighbors.
-        pairs: neighbors of the frame; searched when not given.
+        find: gives the pairs of positions and a cell within a cutoff.
         round_to: slots per section are rounded up to a multiple of this, but never above ``sel``.
 
     Raises:
         DataError: if the pairs of the frame cannot be searched.
     """
-    if pairs is None:
-        problems: list[str] = []
-        with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
-            pairs = find_pairs(frame.coord, frame.box, layout.rcut)
-        if pairs is None:
-            raise DataError(problems)
+    problems: list[str] = []
+    with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
+        pairs = find(frame.coord, frame.box, layout.rcut)
+    if problems:
+        raise DataError(problems)
     natoms = frame.num_atoms
     order = stable_argsort(frame.atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)
@@ -95,12 +101,19 @@ def pair_frame(
     neighbor[flat] = column
     image = np.zeros(natoms * total, small_int(len(table)))
     image[flat] = image_of_pair
+    coord = np.ascontiguousarray(frame.coord[order])
+    inner: tuple[int, ...] = ()
+    if layout.inner:
+        distance = np.linalg.norm(coord[column] - coord[row] + table[image_of_pair], axis=1)
+        inner = tuple(min(_inner_slots(distance, place, *one, round_to), total) for one in layout.inner)
     return PairedFrame(
         frame=frame,
         order=order,
         counts=np.bincount(frame.atom_type, minlength=layout.num_types),
         slots=slots,
-        coord=np.ascontiguousarray(frame.coord[order]),
+        type_slots=_type_slots(frame.atom_type[order], row, column, layout, round_to),
+        inner=inner,
+        coord=coord,
         neighbor=neighbor.reshape(natoms, total),
         image=image.reshape(natoms, total),
         table=table,
@@ -172,6 +185,8 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     return Batch(
         type_counts=tuple(int(n) for n in np.sum([p.counts for p in paired], axis=0)),
         slots=slots,
+        type_slots=tuple(max(widths) for widths in zip(*(p.type_slots for p in paired))),
+        inner=tuple((*one, max(p.inner[k] for p in paired)) for k, one in enumerate(layout.inner)),
         atom_type=_tensor(_by_row([p.frame.atom_type[p.order] for p in paired], rows)),
         atom_frame=_tensor(_by_row([np.full(n, k) for k, n in enumerate(num_atoms)], rows)),
         atom_order=_tensor(_by_row([p.order + b for p, b in zip(paired, before)], rows)),
@@ -211,10 +226,38 @@ def _place_pairs(
         key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
         rank, counts = rank_in_group(key, natoms * sections)
     used = counts.reshape(natoms, sections).max(axis=0)
-    slots = tuple(min(sel, -(-int(n) // round_to) * round_to) for n, sel in zip(used, layout.sel))
+    slots = _rounded(used, layout.sel, round_to)
     start = np.cumsum(slots) - slots
     place = rank + start[section[sorter]]
     return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, most
+
+
+def _type_slots(row_type: Array, row: Array, column: Array, layout: NeighborLayout, round_to: int) -> tuple[int, ...]:
+    """Return the slots per type that a view of the list by type needs, empty where the layout wants none.
+
+    Args:
+        row_type: (N,) type of each row.
+        row: rows of the pairs that are kept.
+        column: rows of their neighbors.
+        layout: how the model wants its neighbors.
+        round_to: slots are rounded up to a multiple of this.
+    """
+    if not layout.type_sel:
+        return ()
+    counts = np.bincount(row * layout.num_types + row_type[column], minlength=len(row_type) * layout.num_types)
+    used = counts.reshape(len(row_type), layout.num_types).max(axis=0)
+    return _rounded(used, layout.type_sel, round_to)
+
+
+def _rounded(used: Array, sel: tuple[int, ...], round_to: int) -> tuple[int, ...]:
+    return tuple(min(most, -(-int(n) // round_to) * round_to) for n, most in zip(used, sel))
+
+
+def _inner_slots(distance: Array, place: Array, rcut: float, most: int, round_to: int) -> int:
+    """Return the slots that neighbors nearer than ``rcut`` take up, rounded up, at most ``most``."""
+    # a neighbor at the cutoff itself may be inside of it in other arithmetic
+    used = int(place[distance < rcut + 1e-6].max(initial=-1)) + 1
+    return min(most, -(-used // round_to) * round_to)
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:

@@ -127,6 +127,10 @@ class FrameSource(Protocol):
     def unread(self) -> Sequence[str]:
         """Frame and atomic parameters that are stored, and that the model does not take."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know of how the frames are read: units, signs, and what is left out."""
+
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""
 

@@ -1,4 +1,4 @@
-"""A model from a file: checkpoints, averaged and best files of this program, and DeePMD-kit's ``.dp`` and ``.yaml``."""
+"""A model from a file: checkpoints, averaged and best files of this program, and DeePMD-kit's own and ``.dp`` files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
-from deepmd_ema.config import ModelConfig, model_config_from_dict
+from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -35,7 +35,8 @@ class Provenance:
 
     Attributes:
         path: the file.
-        kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights`` or ``frozen``.
+        kind: ``training``, ``average``, ``best``, ``snapshot``, ``weights``, ``frozen``, or ``deepmd`` for a checkpoint
+            of DeePMD-kit.
         weights: ``live``, the name of the average, or empty when the file does not say.
         step: optimizer steps of the weights, or None when the file does not say.
         average: profile, settings, updates and mean age of the average; empty for live weights.
@@ -86,13 +87,17 @@ class LoadedModel:
     info: Provenance
 
 
-def load_model(path: str | Path, use_average: bool = False, average: str | None = None) -> LoadedModel:
+def load_model(
+    path: str | Path, use_average: bool = False, average: str | None = None, head: str | None = None
+) -> LoadedModel:
     """Return the model in ``path``.
 
     Args:
-        path: a checkpoint of any kind, the folder of a run (its latest checkpoint), or a ``.dp`` or ``.yaml`` file.
+        path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), or a ``.dp`` or
+            ``.yaml`` file.
         use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
         average: which average, when the checkpoint holds several; implies ``use_average``.
+        head: which model of a file of DeePMD-kit that holds several.
 
     Raises:
         CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
@@ -102,7 +107,12 @@ def load_model(path: str | Path, use_average: bool = False, average: str | None 
         loaded = _load_frozen(path)
     else:
         path = checkpoint.resolve(path)
-        loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average)
+        try:
+            loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average)
+        except checkpoint.DeepmdCheckpointError as error:
+            return _load_deepmd(path, error.content, use_average, average, head)
+    if head is not None:
+        raise CheckpointError(f"{path}: holds one model, so there is no head {head!r} to choose. Leave it out.")
     if use_average and loaded.info.weights in (LIVE, ""):
         raise CheckpointError(
             f"{path}: holds {loaded.info.weights or 'unnamed'} weights ({loaded.info.kind}), no average. Give the "
@@ -138,6 +148,17 @@ def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, 
     info = Provenance(path, payload["kind"], name, payload["step"], facts, payload.get("min_nbor_dist"),
                       f"dp-ema {payload['version']}", payload["config"], payload.get("bias", {}))  # fmt: skip
     return LoadedModel(model.eval(), config, info)
+
+
+def _load_deepmd(
+    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, head: str | None
+) -> LoadedModel:
+    found = interchange.read_deepmd_pt(payload, path, head, use_average)
+    if average not in (None, found.weights):
+        raise CheckpointError(f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema.")
+    config, distance = {"model": to_dict(found.config)}, found.model.min_nbor_dist
+    info = Provenance(path, "deepmd", found.weights, found.step, found.average, distance, "DeePMD-kit", config)
+    return LoadedModel(found.model, found.config, info)
 
 
 def _load_frozen(path: Path) -> LoadedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import gt
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
+from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 
@@ -87,6 +89,7 @@ class Potential:
         box: ArrayLike | None = None,
         fparam: ArrayLike | None = None,
         aparam: ArrayLike | None = None,
+        kept: KeptPairs | None = None,
     ) -> Prediction:
         """Return energies, forces, virials and atomic energies of F frames of N atoms.
 
@@ -96,6 +99,7 @@ class Potential:
             box: cell vectors as rows, angstrom: (F, 3, 3) or (F, 9), or (3, 3) or (9,) for all frames; None: open.
             fparam: frame parameters, (F, P) or (P,) for all frames.
             aparam: atomic parameters, (F, N, Q) or (F, N Q), or (N, Q) for all frames.
+            kept: neighbor pairs that are kept from frame to frame and from call to call; None: each frame is searched.
 
         Raises:
             UserError: if an array has another shape, a number is not finite, or a type is unknown.
@@ -103,15 +107,16 @@ class Potential:
         frames = self._frames(coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
         size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
-        parts = [self._predict(frames[first : first + size]) for first in range(0, count, size)]
+        find = find_pairs if kept is None else kept.find
+        paired = (pair_frame(frame, self._layout, find) for frame in frames)
+        parts = [self._predict(group) for group in iter(lambda: list(islice(paired, size)), [])]
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
         return Prediction(
             *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
               for name, shape in shapes.items())
         )  # fmt: skip
 
-    def _predict(self, frames: Sequence[Frame]) -> dict[str, NDArray[np.float64]]:
-        paired = [pair_frame(frame, self._layout) for frame in frames]
+    def _predict(self, paired: Sequence[PairedFrame]) -> dict[str, NDArray[np.float64]]:
         self._warn_once(paired)
         batch = collate(paired, self._layout).to(self._device)
         found = self._model(batch)

@@ -25,6 +25,7 @@ KINDS = {
     "snapshot": "snapshot of an average",
     "weights": "weights",
     "frozen": "frozen model",
+    "deepmd": "checkpoint",
 }
 
 
@@ -35,15 +36,15 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         CheckpointError: if the file is missing, damaged or not a model.
     """
     path = Path(path)
-    if path.suffix.lower() in FROZEN_SUFFIXES:
+    payload = None if path.suffix.lower() in FROZEN_SUFFIXES else _own_payload(path)
+    if payload is None:
         loaded = load_model(path)
-        info = loaded.info
+        path, info = loaded.info.path, loaded.info
         kind, version, config, tensors = info.kind, info.version, info.config, loaded.model.state_dict()
         weights = iter([("weights", info.in_words()), *_bias(info.bias)])
         model, state = loaded.config.summary(), _nearest(info.min_nbor_dist)
     else:
         path = checkpoint.resolve(path)
-        payload = checkpoint.load(path)
         kind, version = payload["kind"], f"dp-ema {payload['version']}"
         config, tensors = payload["config"], payload["model"]
         weights, model, state = _weights(payload), _model(config["model"]), _state(payload)
@@ -55,10 +56,19 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     return "\n".join(render(facts(title, rows), "  "))
 
 
+def _own_payload(path: Path) -> dict[str, Any] | None:
+    """Return the content of a checkpoint, or None if DeePMD-kit has written it."""
+    try:
+        return checkpoint.load(path)
+    except checkpoint.DeepmdCheckpointError:
+        return None
+
+
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name = payload["weights"]
     own = LIVE if name == LIVE else f"average {name}: {average_in_words(payload.get('average', {}))}"
-    yield "weights", f"{own}, step {payload['step']:,}"
+    step = "an unknown step" if payload["step"] is None else f"step {payload['step']:,}"
+    yield "weights", f"{own if name else 'live or averaged, the file does not say'}, {step}"
     profiles = payload.get("averages", {}).get("profiles", {})
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"

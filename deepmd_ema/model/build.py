@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
+from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
+from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
+from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
@@ -17,16 +20,29 @@ from deepmd_ema.model.short_range import ShortRange, Switch
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import HybridConfig
     from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.interface import Descriptor, Fitting
+
+
+def _hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
+    """Return a hybrid with its parts, each of which starts from random numbers of its own."""
+    parts = [
+        DESCRIPTORS[part.type](part, num_types, seed_for("part", seed, index)) for index, part in enumerate(config.list)
+    ]
+    return HybridDescriptor(config, parts)
+
 
 # by the ``type`` of their sections; called with the section, the number of elements and the seed
 DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_e2_a": SeE2ADescriptor,
+    "se_e2_r": SeE2RDescriptor,
     "se_atten": DPA1Descriptor,
     "se_atten_v2": DPA1Descriptor,
+    "dpa2": DPA2Descriptor,
     "dpa3": DPA3Descriptor,
     "se_e3_tebd": SeE3TebdDescriptor,
+    "hybrid": _hybrid,
 }
 # called with the section, the number of features, the number of elements, excluded types, the seed, and whether the
 # features tell the elements apart

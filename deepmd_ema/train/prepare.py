@@ -108,6 +108,8 @@ def _check_data(
     nearest, models, problems = {}, {}, []
     for name, task in config.tasks.items():
         report = check_task(task, systems[name])
+        for line in report.notes():
+            logger.info("%s", line)
         for line in report.warnings:
             logger.warning("%s", line)
         problems += report.problems

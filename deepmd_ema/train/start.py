@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -228,11 +229,18 @@ def find_start(restart: str | None, init_model: str | None) -> Start:
         checkpoint.require_training(payload, path)
         return Restart(path, payload)
     if init_model is not None:
-        if _is_frozen(init_model):
-            return FromWeights(Path(init_model), _as_payload(load_model(init_model)))
-        path = checkpoint.resolve(init_model)
-        return FromWeights(path, checkpoint.load(path))
+        return FromWeights(*_payload_of(init_model))
     return Start()
+
+
+def _payload_of(file: str) -> tuple[Path, Mapping[str, Any]]:
+    """Return the path of a model file of any kind, and its content as that of a checkpoint."""
+    if not _is_frozen(file):
+        path = checkpoint.resolve(file)
+        with suppress(checkpoint.DeepmdCheckpointError):  # read below
+            return path, checkpoint.load(path)
+    loaded = load_model(file)
+    return loaded.info.path, _as_payload(loaded)
 
 
 def _is_frozen(path: str) -> bool:

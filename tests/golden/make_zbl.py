@@ -1,6 +1,7 @@
-"""Write zbl.dp and zbl.npz with DeePMD-kit's python, beside make_golden.py: python make_zbl.py FOLDER_OF_make_golden OUT."""
+"""Write zbl.dp and zbl.npz with DeePMD-kit's python: python make_zbl.py FOLDER OUT; FOLDER holds make_golden.py."""
 
 import copy
+import os
 import sys
 import tempfile
 
@@ -15,13 +16,13 @@ import make_golden
 out = sys.argv[2]
 r = 0.3 + 0.02 * np.arange(136)
 screened = np.exp(-r / 0.8) / r * np.clip(1 - r / r[-1], 0, None) ** 3
-table = tempfile.NamedTemporaryFile("w", suffix=".txt")
-np.savetxt(table.name, np.column_stack([r, *(q * screened for q in (900, 110, 1200, 14, 150, 1700))]), fmt="%.12g")
+path = os.path.join(tempfile.mkdtemp(), "table.txt")
+np.savetxt(path, np.column_stack([r, *(q * screened for q in (900, 110, 1200, 14, 150, 1700))]), fmt="%.12g")
 config = {
     "type_map": make_golden.TYPES,
     "descriptor": {**make_golden.ATTEN, "attn_layer": 1},
     "fitting_net": make_golden.fitting(),
-    "use_srtab": table.name,
+    "use_srtab": path,
     "sw_rmin": 0.6,
     "sw_rmax": 2.4,
     "pair_exclude_types": [[0, 2]],

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, option, positive_int
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.texts import ActivationName
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig
-    from deepmd_ema.geometry import NeighborStatistics
 
 
 def _is_sel(value: Any) -> bool:
@@ -29,7 +25,7 @@ _sel = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE2AConfig:
+class SeE2AConfig(shared.ListPerElementSection):
     """Smooth descriptor of two-body radial and angular information (DeepPot-SE)."""
 
     type: ClassVar[str] = "se_e2_a"
@@ -83,41 +79,17 @@ class SeE2AConfig:
         False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
     )
 
-    @property
-    def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as numbers, or None while it is ``auto``."""
-        return None if isinstance(self.sel, str) else tuple(self.sel)
-
-    def with_neighbors(self, found: NeighborStatistics) -> SeE2AConfig:
-        """Return the section with ``sel: auto`` as numbers."""
-        if not isinstance(self.sel, str):
-            return self
-        return replace(self, sel=shared.auto_sel(found.max_neighbors, shared.ratio_of(self.sel)))
-
-    def with_neighbors_of(self, saved: DescriptorConfig) -> SeE2AConfig:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, SeE2AConfig) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
-
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
-        if not isinstance(self.sel, str):
-            yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
+        yield from self.sel_problems(type_map)
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""
-        sel = self.sel if isinstance(self.sel, str) else " ".join(map(str, self.sel))
         return (
-            f"se_e2_a, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), sel {sel}, "
+            f"se_e2_a, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), sel {shared.sel_text(self.sel)}, "
             f"neuron {shared.dashes(self.neuron)}, axis_neuron {self.axis_neuron}, {shared.dtype_name(self.precision)}"
         )
 
@@ -125,8 +97,3 @@ class SeE2AConfig:
     def numbers_per_pair(self) -> int:
         """Return the numbers of the embedding's layers, forward and backward, and of a few vectors."""
         return 3 * sum(self.neuron) + 30
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
-        return "" if self.set_davg_zero else "set_davg_zero = true"

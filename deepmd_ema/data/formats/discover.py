@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from deepmd_ema.data.formats.extxyz import find_extxyz, is_extxyz, xyz_files
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
+from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
-from deepmd_ema.data.formats.system import open_system
+from deepmd_ema.data.formats.system import open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, collect_problems
+from deepmd_ema.errors import DataError, collect_problems, first_few
 
 Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 
@@ -38,13 +40,10 @@ def _find_hdf5(file: Path, group: str) -> list[Opener]:
     return [partial(open_system, store) for store in hdf5_stores(file, group)]
 
 
-def _refuse_lmdb(file: Path, group: str) -> list[Opener]:
-    raise DataError(f"{file}: LMDB data sets are not supported yet. Write deepmd/npy or HDF5 instead.")
-
-
 FORMATS = [
-    Format(lambda path: path.suffix == ".lmdb" or (path / "data.mdb").exists(), _refuse_lmdb),
+    Format(is_lmdb, find_lmdb),
     Format(is_hdf5, _find_hdf5),
+    Format(is_extxyz, find_extxyz),
 ]
 
 
@@ -59,7 +58,8 @@ def open_systems(
     Values are not read yet (``check.check_systems`` does), only headers and types.
 
     Args:
-        paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or ``file.h5#/group``.
+        paths: folders with ``type.raw``, parents of such folders at any depth, ``file.h5`` or ``file.h5#/group``,
+            ``file.extxyz`` or ``file.extxyz#energy=REF_energy``, ``data.lmdb``.
         spec: what to read; a set without the file of a label does not have this label.
         rglob_patterns: when given, only folders below each path that match one of these patterns are taken.
         where: what to call ``paths`` in messages.
@@ -83,6 +83,24 @@ def open_systems(
     return sources
 
 
+def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None = None) -> list[str]:
+    """Return the elements that the systems at ``paths`` name in type_map.raw, each once, in the order of the files.
+
+    Raises:
+        DataError: if a path cannot be read, or data do not say which elements they have.
+    """
+    names: dict[str, None] = {}
+    for path in paths:
+        for opener in _find(path, rglob_patterns):
+            store = opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
+            found = None if store is None else read_type_map(store)
+            if found is None:
+                where = path if store is None else f"{store.name}/type_map.raw"
+                raise DataError(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
+            names |= dict.fromkeys(found)
+    return list(names)
+
+
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     file, _, group = path.partition("#")
     claiming = [one for one in FORMATS if one.claims(Path(file))]
@@ -91,7 +109,9 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     if claiming:
         found = claiming[0].find(Path(file), group)
     elif not Path(path).is_dir():
-        raise DataError(f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, or HDF5.")
+        raise DataError(
+            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended XYZ."
+        )
     else:
         found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
     if not found:
@@ -151,4 +171,7 @@ def _nothing_found(path: str, patterns: Sequence[str] | None) -> str:
     sets = [] if "#" in path or not Path(path).is_dir() else sorted(Path(path).glob("set.*"))
     if sets:
         return f"{path}: type.raw is missing (the folder has {sets[0].name}). It lists the type of each atom."
+    if Path(path).is_dir() and (files := xyz_files(Path(path))):
+        named = first_few([f"{path}/{file}" for file in files])
+        return f"{path}: no system in it or below it. Name its XYZ files themselves: {named}."
     return f"{path}: no system in it or below it. A system has type.raw and set.*/coord.npy."

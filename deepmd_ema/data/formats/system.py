@@ -80,6 +80,7 @@ class DeepmdSystem:
         atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
         index_of: type in the files to model type, with -1 for itself at the end.
         unread: parameters that the files have and the model does not take.
+        notes: none: the names of the files say what they hold.
     """
 
     name: str
@@ -90,6 +91,7 @@ class DeepmdSystem:
     atom_type: Array | None = field(repr=False)
     index_of: Array = field(repr=False)
     unread: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @cached_property
     def num_frames(self) -> int:
@@ -175,7 +177,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         DataError: with all problems of its files.
     """
     file_types = _read_types(store)
-    names = _read_type_map(store)
+    names = read_type_map(store)
     set_names = store.set_names()
     if not set_names:
         raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
@@ -200,13 +202,29 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
     used = _used_in_mixed(sets, problems) if is_mixed else np.unique(file_types)
     place = f"{store.name}/set.*/{TYPES}.npy" if is_mixed else f"{store.name}/type.raw"
-    index_of = _type_table(store.name, spec.type_map, names, used, place, problems)
+    index_of = type_table(store.name, spec.type_map, names, used, place, problems)
     if problems:
         raise DataError(problems)
     atom_type = None if is_mixed else index_of[file_types]
     taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
     unread = [p for p, number in taken.items() if not number and any(store.has(f"{s}/{p}.npy") for s in set_names)]
     return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of, unread)
+
+
+def read_type_map(store: ArrayStore) -> list[str] | None:
+    """Return the elements that a system names, None without type_map.raw.
+
+    Raises:
+        DataError: if one is named twice.
+    """
+    names = store.words("type_map.raw")
+    twice = sorted(name for name, count in Counter(names or []).items() if count > 1)
+    if twice:
+        raise DataError(
+            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
+            "either. Expected each element once; merge their numbers in type.raw."
+        )
+    return names
 
 
 def _read_types(store: ArrayStore) -> Array:
@@ -219,17 +237,6 @@ def _read_types(store: ArrayStore) -> Array:
         shown = bad[0] if len(bad[0]) <= _MOST_SHOWN else bad[0][:_MOST_SHOWN] + "..."
         raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
     return np.array(words, np.int64)
-
-
-def _read_type_map(store: ArrayStore) -> list[str] | None:
-    names = store.words("type_map.raw")
-    twice = sorted(name for name, count in Counter(names or []).items() if count > 1)
-    if twice:
-        raise DataError(
-            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
-            "either. Expected each element once; merge their numbers in type.raw."
-        )
-    return names
 
 
 def _open_set(
@@ -306,12 +313,28 @@ def _shape_problems(array: StoredArray, expected: _Expected, frames: int, natoms
     return [f"{array.name}: shape {shape}, expected {wanted}{unit}."]
 
 
-def _type_table(
-    system: str, type_map: Sequence[str], names: list[str] | None, used: Array, place: str, problems: list[str]
+def type_table(
+    system: str,
+    type_map: Sequence[str],
+    names: Sequence[str] | None,
+    used: Array,
+    place: str,
+    problems: list[str],
+    file: str = "type_map.raw",
 ) -> Array:
-    """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown."""
+    """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown.
+
+    Args:
+        system: name of the system, for messages.
+        type_map: the model's elements.
+        names: elements that types of the file count in; None if these are the model's.
+        used: types that occur.
+        place: where types are stored, for messages.
+        problems: what is wrong is added here.
+        file: where in the system ``names`` are stored.
+    """
     known = names if names is not None else type_map
-    source = "type_map.raw" if names is not None else "model.type_map"
+    source = file if names is not None else "model.type_map"
     if used.size and used.max() >= len(known):
         problems.append(f"{place}: type {used.max()}, but {source} has only {len(known)} elements (types from 0).")
         return np.full(1, -1)
@@ -321,7 +344,7 @@ def _type_table(
             table[number] = type_map.index(element)
         elif number in used:
             problems.append(
-                f'{system}/type_map.raw: element "{element}" is not in model.type_map. '
+                f'{system}/{file}: element "{element}" is not in model.type_map. '
                 f"{did_you_mean(element, type_map)} "
                 "Add it to model.type_map, or leave the system out."
             )

@@ -1,15 +1,15 @@
-"""The tree of the descriptor se_e2_a."""
+"""The trees of the descriptors se_e2_a and se_e2_r."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
-from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 
 SHAPE = (
     "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
@@ -18,9 +18,15 @@ SHAPE = (
 
 
 class SeE2ATree(PartTree):
-    """Tree of se_e2_a."""
+    """Tree of se_e2_a.
 
-    def write(self, part: SeE2ADescriptor, config: ModelConfig) -> Tree:
+    Attributes:
+        type: of the tree, as DeePMD-kit calls it.
+    """
+
+    type: ClassVar[str] = "se_e2_a"
+
+    def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         options = plain(config.descriptor) | {"sel": list(part.sel), "precision": precision_of(part.dtype)}
         network = {
@@ -34,7 +40,7 @@ class SeE2ATree(PartTree):
         ndim, ntypes = 1 if options["type_one_side"] else 2, len(config.type_map)
         return {
             "@class": "Descriptor",
-            "type": "se_e2_a",
+            "type": self.type,
             "@version": 2,
             **chosen(options, SHAPE),
             "embeddings": network_trees(
@@ -54,7 +60,7 @@ class SeE2ATree(PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives; a default would make another model of it."""
-        return {**super().section(tree), **{name: tree[name] for name in SHAPE}}
+        return {**super().section(tree), **{name: tree[name] for name in SHAPE if name in self._options}}
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
         """Return features that are not available here, and whether the tree uses them."""
@@ -64,8 +70,14 @@ class SeE2ATree(PartTree):
             "an exponential switch": bool((tree.get("env_mat") or {}).get("use_exp_switch")),
         }
 
-    def fill(self, part: SeE2ADescriptor, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
         fill("davg", part.mean, tree[VARIABLES]["davg"])
         fill("dstd", part.stddev, tree[VARIABLES]["dstd"])
         fill_networks("embeddings", part.networks, tree["embeddings"]["networks"])
+
+
+class SeE2RTree(SeE2ATree):
+    """Tree of se_e2_r, in which DeePMD-kit calls it se_r; but for the shape of the statistics it is that of se_e2_a."""
+
+    type: ClassVar[str] = "se_r"

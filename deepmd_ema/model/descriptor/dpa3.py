@@ -111,8 +111,14 @@ class DPA3Descriptor(nn.Module):
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return how this descriptor wants its neighbors."""
+        flow = self.flow
         return NeighborLayout(
-            self.flow.e_rcut, (self.sel,), self.num_types, by_type=False, excluded_pairs=excluded_pairs
+            flow.e_rcut,
+            (self.sel,),
+            self.num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
+            inner=((flow.a_rcut, int(flow.a_sel)),),
         )
 
     @property

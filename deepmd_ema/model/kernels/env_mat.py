@@ -106,6 +106,40 @@ class Environment:
         return _rows_vjp(grad_rows.double() * self._scale, self._vector, parts.c, parts.ds_over_r, parts.dc_over_r)
 
 
+class RadialEnvironment:
+    """Radial column of the normalised environment matrix of a batch and its vector-Jacobian product.
+
+    Arguments are those of `Environment`, ``mean`` and ``spread`` with one column.
+
+    Attributes:
+        rows: (A, K, 1). An empty slot has the row ``-mean / spread``.
+    """
+
+    def __init__(
+        self,
+        vector: Tensor,
+        mean: Tensor,
+        spread: Tensor,
+        *,
+        rcut: float,
+        rcut_smth: float,
+        protection: float = 0.0,
+        dropped: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        parts = radial_parts(distance, rcut, rcut_smth, protection)
+        scale = spread.reciprocal()
+        if dropped is not None:
+            scale = scale * (~(dropped & (distance < rcut))).unsqueeze(-1)
+        self.rows = ((parts.s.unsqueeze(-1) - mean) * scale).to(dtype)
+        self._along = scale * parts.ds_over_r.unsqueeze(-1) * vector  # ds/dvector
+
+    def vjp(self, grad_rows: Tensor) -> Tensor:
+        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
+        return grad_rows.double() * self._along
+
+
 def _plain_vjp(grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:
     angular = grad[..., 1:]
     along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)

@@ -1,0 +1,249 @@
+"""Files of other programs as ``deepmd/npy`` folders: one per composition, or mixed, and validation frames apart."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
+from deepmd_ema.data.formats.foreign import in_words, stored_frames
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, labels_of, parse_choice
+from deepmd_ema.data.formats.system import TYPES
+from deepmd_ema.data.source import BOX, COORD, is_per_atom
+from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
+from deepmd_ema.files import writing
+from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
+
+_MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
+_MOST_FORMULA = 100  # letters of a folder's name
+_NEAR = 0.5  # whole files are taken for validation if their share is as near to what was asked for
+
+Key: TypeAlias = tuple[str, bool]  # name of a group of frames, and whether they are periodic
+
+
+def is_data(path: str) -> bool:
+    """Whether ``dp-ema convert`` takes ``path`` for data: named as XYZ files are, or a file not named as models are."""
+    file = Path(path.partition("#")[0])
+    return file.suffix.lower() in XYZ_SUFFIXES or (file.is_file() and file.suffix.lower() not in _MODELS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Labelled:
+    """A frame with the arrays that are written: its file's number, elements (N,), arrays by name."""
+
+    file: int
+    symbols: tuple[str, ...]
+    arrays: Mapping[str, Array]
+
+    @property
+    def periodic(self) -> bool:
+        return BOX in self.arrays
+
+
+@dataclass
+class _Reading:
+    """All frames of all files, how many had nothing to learn from, and what was said of each file."""
+
+    frames: list[_Labelled] = field(default_factory=list)
+    empty: int = 0
+    lines: list[str] = field(default_factory=list)
+
+
+def convert_data(
+    inputs: Sequence[str],
+    output: str,
+    validation: float = 0.0,
+    mixed: bool = False,
+    file_format: str | None = None,
+) -> list[str]:
+    """Write the frames of files as ``deepmd/npy`` folders and return what was read, left out and written, in lines.
+
+    The frames are held in memory, which takes less than their text.
+
+    Args:
+        inputs: files; after ``#`` the names to read, such as ``train.xyz#energy=REF_energy``.
+        output: folder to make; with a validation share it gets the parts ``train`` and ``validation``.
+        validation: share of the frames that are kept apart, 0 to 1: whole files, else one block of each composition.
+        mixed: whether frames of all compositions with the same number of atoms make one system.
+        file_format: of ASE or dpdata, see ``stored_frames``.
+
+    Raises:
+        UserError: if the output exists or the share is none.
+        DataError: if files cannot be read, or have nothing to learn from.
+    """
+    if not 0 <= validation < 1:
+        raise UserError(f"--validation {validation:g}: expected a share of the frames from 0 to below 1, such as 0.1.")
+    folder = Path(output)
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{output}: exists. Nothing is written over: name a folder that does not exist.")
+    reading = _read(inputs, file_format)
+    frames = reading.frames
+    if not frames:
+        raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
+    type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
+    group_of = _by_size if mixed else _by_composition
+    lines = reading.lines
+    if reading.empty:
+        lines.append(f"left out: {counted(reading.empty, 'frame')} without energy and forces")
+    parts = {"": frames}
+    if validation:
+        chosen, words = _choose(frames, inputs, validation, group_of)
+        parts = {"train": [f for f, c in zip(frames, chosen) if not c]}
+        parts["validation"] = [f for f, c in zip(frames, chosen) if c]
+        lines.append(words)
+    if not mixed and any(list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames):
+        lines.append(f"the atoms of a frame are sorted by element: {' '.join(type_map)}")
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        apart = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            for part, members in parts.items():
+                lines.append(f"wrote {folder / part}: {counted(len(members), 'frame')}")
+                lines += _write_part(apart / "whole" / part, members, type_map, group_of)
+            (apart / "whole").rename(folder)
+        finally:
+            shutil.rmtree(apart, ignore_errors=True)
+    return lines
+
+
+def _read(inputs: Sequence[str], file_format: str | None) -> _Reading:
+    reading, problems = _Reading(), list[str]()
+    for number, given in enumerate(inputs):
+        with collect_problems(problems):
+            name, _, choice = given.partition("#")
+            inventory = Inventory(parse_choice(choice))
+            stored = stored_frames(Path(name), file_format, inventory)
+            for index, frame in enumerate(stored):
+                with collect_problems(problems, f"{name}: frame {index} (from 0): "):
+                    _add(reading, number, frame, inventory)
+            reading.lines += in_words(given, inventory, sum(len(frame.symbols) for frame in stored))
+    if problems:
+        raise DataError(problems)
+    return reading
+
+
+def _add(reading: _Reading, number: int, frame: StoredFrame, inventory: Inventory) -> None:
+    arrays = labels_of(frame, inventory.sources(frame), (*LABELS, FPARAM, APARAM))
+    if ENERGY not in arrays and FORCE not in arrays:
+        reading.empty += 1
+        return
+    arrays[COORD] = frame.coord
+    if frame.box is not None:
+        arrays[BOX] = frame.box
+    reading.frames.append(_Labelled(number, tuple(frame.symbols), arrays))
+
+
+def _by_composition(frame: _Labelled) -> Key:
+    counts = Counter(frame.symbols)
+    return "".join(f"{name}{counts[name]}" for name in sorted(counts)), frame.periodic
+
+
+def _by_size(frame: _Labelled) -> Key:
+    return str(len(frame.symbols)), frame.periodic
+
+
+def _choose(
+    frames: Sequence[_Labelled], inputs: Sequence[str], share: float, group_of: Callable[[_Labelled], Key]
+) -> tuple[list[bool], str]:
+    """Return which frames are for validation, and the choice in words.
+
+    Shares are met over all groups together: a group too small for its own share of frames gives one now and then.
+    """
+    per_file = Counter(frame.file for frame in frames)
+    files = _whole_files(per_file, share)
+    taken = sum(per_file[file] for file in files)
+    if abs(taken / len(frames) - share) <= _NEAR * share:
+        names = first_few([inputs[file] for file in sorted(files)])
+        return [frame.file in files for frame in frames], (
+            f"validation: {taken:,} of {counted(len(frames), 'frame')}, all of {len(files)} of {len(per_file)} files "
+            f"({names}), so that no trajectory is in both parts"
+        )
+    members: dict[Key, list[int]] = {}
+    for number, frame in enumerate(frames):
+        members.setdefault(group_of(frame), []).append(number)
+    chosen, seen = set[int](), 0
+    for numbers in members.values():
+        seen += len(numbers)
+        wanted = min(max(round(share * seen) - len(chosen), 0), len(numbers))
+        chosen.update(numbers[len(numbers) - wanted :])
+    if not 0 < len(chosen) < len(frames):
+        raise UserError(
+            f"--validation {share:g}: {counted(len(frames), 'frame')} leave none for one of the parts. Expected a "
+            "share of at least one frame and less than all."
+        )
+    groups = counted(len(members), "composition" if group_of is _by_composition else "size")
+    return [number in chosen for number in range(len(frames))], (
+        f"validation: {len(chosen):,} of {counted(len(frames), 'frame')}, of {groups} the last ones as one block each, "
+        "not every so many: neighbors in a trajectory are nearly equal. A trajectory of its own is better."
+    )
+
+
+def _whole_files(per_file: Mapping[int, int], share: float) -> set[int]:
+    files, seen, taken = set[int](), 0, 0
+    for file, number in per_file.items():
+        seen += number
+        if taken + number / 2 <= share * seen:
+            files.add(file)
+            taken += number
+    return files
+
+
+def _write_part(
+    folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], group_of: Callable[[_Labelled], Key]
+) -> list[str]:
+    """Write frames as systems below ``folder`` and return a line for each."""
+    groups: dict[Key, list[_Labelled]] = {}
+    for frame in frames:
+        groups.setdefault(group_of(frame), []).append(frame)
+    lines, used = [], set[str]()
+    for (name, periodic), members in groups.items():
+        place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + "_open" * (not periodic)
+        if place.lower() in used or len(place) > _MOST_FORMULA:
+            place = f"system.{len(used):04d}"
+        used.add(place.lower())
+        counts = _write_system(folder / place, members, type_map, group_of is _by_size)
+        labels = [n if c == len(members) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items()]
+        cell = "periodic" if periodic else "open"
+        lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {', '.join(labels)}")
+    return lines
+
+
+def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> dict[str, int]:
+    """Write frames of one number of atoms, a set for each kind of labels; return how many frames have each label."""
+    folder.mkdir(parents=True)
+    types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in frames])
+    order = np.tile(np.arange(types.shape[1]), (len(types), 1)) if mixed else np.argsort(types, axis=1, kind="stable")
+    stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
+    (folder / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
+    (folder / "type_map.raw").write_text("\n".join(type_map) + "\n", encoding="utf-8")
+    if not frames[0].periodic:
+        (folder / "nopbc").touch()
+    sets: dict[tuple[str, ...], list[int]] = {}
+    for number, frame in enumerate(frames):
+        shapes = (f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}" for n, a in frame.arrays.items())
+        sets.setdefault(tuple(sorted(shapes)), []).append(number)
+    counts: Counter[str] = Counter()
+    for place, numbers in enumerate(sets.values()):
+        part = folder / f"set.{place:03d}"
+        part.mkdir()
+        for name in frames[numbers[0]].arrays:
+            rows = [frames[k].arrays[name] for k in numbers]
+            if is_per_atom(name):
+                rows = [row[order[k]] for k, row in zip(numbers, rows)]
+            shape = (len(rows),) if rows[0].ndim == 0 else (len(rows), -1)
+            file = LABELS[name].files[0] if name in LABELS else name
+            np.save(part / f"{file}.npy", np.stack(rows).reshape(shape))
+            if name not in (COORD, BOX):
+                counts[name] += len(rows)
+        if mixed:
+            np.save(part / f"{TYPES}.npy", types[numbers].astype(np.int32))
+    return dict(counts)

@@ -1,0 +1,284 @@
+"""Extended XYZ: frames of any sizes and compositions one after the other, of which single ones are read again."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.formats.npy import is_there
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, make_frame, numbers, parse_choice
+from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
+from deepmd_ema.errors import DataError, collect_problems, show_text
+from deepmd_ema.labels import APARAM, FPARAM
+
+XYZ_SUFFIXES = (".xyz", ".extxyz")
+_MOST_PROBLEMS = 5  # of one file
+_PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
+# what a comment line consists of: words, and names with a value that may be quoted or in brackets
+_VALUE = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*"""
+_WORD = re.compile(rf"""("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)(?:\s*=\s*({_VALUE}))?""")
+_TRUE, _FALSE = ("T", "True", "true", "TRUE", "1"), ("F", "False", "false", "FALSE", "0")
+
+
+@dataclass(frozen=True, eq=False)
+class ExtxyzFile:
+    """The frames of one file: a :class:`~deepmd_ema.data.source.FrameSource` that keeps only where each begins.
+
+    Attributes:
+        name: path, and the names that the user has chosen.
+        path: of the file.
+        spec: what is read.
+        starts: (num_frames + 1,) first byte of each frame, and the end of the last.
+        frame_sizes: (num_frames,) atoms of each frame.
+        inventory: the names in the file.
+        unread: parameters that the file has and the model does not take.
+    """
+
+    name: str
+    path: Path
+    spec: ReadSpec = field(repr=False)
+    starts: Array = field(repr=False)
+    frame_sizes: Array = field(repr=False)
+    inventory: Inventory = field(repr=False)
+    unread: Sequence[str] = ()
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames."""
+        return len(self.frame_sizes)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is read from which names, and what is not."""
+        return self.inventory.lines()
+
+    def frame(self, index: int) -> Frame:
+        """Return one frame."""
+        if not 0 <= index < self.num_frames:
+            raise IndexError(f"{self.name}: frame {index} of {self.num_frames}")
+        start, stop = self.starts[index : index + 2].tolist()
+        with self.path.open("rb") as file:
+            file.seek(start)
+            block = file.read(stop - start)
+        try:
+            stored = read_block(block)
+            if len(stored.symbols) != self.frame_sizes[index]:
+                raise DataError("has another number of atoms")
+            return make_frame(stored, self.inventory.sources(stored), self.spec, (self.name, index))
+        except DataError as error:
+            raise DataError(f"{self.name}: frame {index} has changed while the file was in use: {error}") from None
+
+    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
+        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        return frame_chunks(self, names)
+
+    def where(self, index: int, array: str = "") -> Place:
+        """Return the file and the number of the frame in it."""
+        return Place(self.name, index, self.num_frames)
+
+
+def is_extxyz(path: Path) -> bool:
+    """Whether ``path`` is a file named as XYZ files are."""
+    return path.suffix.lower() in XYZ_SUFFIXES and path.exists() and not path.is_dir()
+
+
+def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
+    """Return what opens ``file``; ``choice`` is what the user has written after ``#``."""
+    return [partial(open_extxyz, file, parse_choice(choice))]
+
+
+def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzFile:
+    """Return the frames of a file, after reading all of it once.
+
+    Args:
+        path: of the file.
+        given: names chosen by the user, of ``parse_choice``.
+        spec: what to read.
+
+    Raises:
+        DataError: with the first problems of the file, each with its frame.
+    """
+    name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
+    inventory, starts, sizes, problems = Inventory(given), list[int](), list[int](), list[str]()
+    unread, taken = dict[str, None](), {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    for start, block in blocks(path):
+        with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
+            stored = read_block(block)
+            inventory.add(stored)
+            read = inventory.sources(stored)
+            make_frame(stored, read, spec, (name, len(starts)))
+            sizes.append(len(stored.symbols))
+            unread |= {p: None for p, number in taken.items() if not number and p in read}
+        if len(problems) >= _MOST_PROBLEMS:
+            raise DataError([*problems, f"{name}: the frames after this one were not read."])
+        starts.append(start)
+    problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
+    if not starts:
+        problems.append(f"{name}: no frames: the file is empty. Leave it out.")
+    if problems:
+        raise DataError(problems)
+    ends = np.array([*starts, path.stat().st_size], np.int64)
+    return ExtxyzFile(name, path, spec, ends, np.array(sizes, np.int64), inventory, tuple(unread))
+
+
+def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield first byte and text of each frame of a file.
+
+    Raises:
+        DataError: if the file cannot be read, or a frame does not begin with its number of atoms or is cut off.
+    """
+    is_there(path)  # a pipe would be waited for
+    try:
+        with path.open("rb") as file:
+            yield from _blocks(path, file)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
+def _blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    start, number, line_number = 0, 0, 1
+    while line := file.readline():
+        if not line.strip():  # between frames, or at the end
+            start, line_number = start + len(line), line_number + 1
+            continue
+        if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
+            found = show_text(line.decode(errors="replace").strip())
+            raise DataError(f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}.")
+        rest = list(islice(file, int(line) + 1))
+        if len(rest) <= int(line):
+            raise DataError(
+                f"{path}: is cut off: frame {number} (from line {line_number}) has {max(len(rest) - 1, 0)} of "
+                f"{int(line)} atoms. Copy it again, or remove the frame."
+            )
+        block = line + b"".join(rest)
+        yield start, block
+        start, number, line_number = start + len(block), number + 1, line_number + len(rest) + 1
+
+
+class _Head(NamedTuple):
+    """What a comment line says: name and value pairs, and for each property its first and last column and kind."""
+
+    values: dict[str, str]
+    columns: dict[str, tuple[int, int, str]]
+    width: int
+    box: Array | None
+
+
+def read_block(block: bytes) -> StoredFrame:
+    """Return the frame in the text ``block``.
+
+    Raises:
+        DataError: if it is not extended XYZ; the message does not name file and frame.
+    """
+    try:
+        lines = block.decode().splitlines() if b"\r" in block else block.decode().split("\n")
+    except UnicodeDecodeError:
+        raise DataError("is not UTF-8 text, or it is damaged.") from None
+    natoms, head = int(lines[0]), _read_head(lines[1])
+    words = [word for line in lines[2 : natoms + 2] for word in line.split()]
+    if len(words) != natoms * head.width:
+        _refuse_columns(lines[2 : natoms + 2], head)
+    table = np.array(words, object).reshape(natoms, head.width)
+    per_atom = {name: table[:, first:last] for name, (first, last, _) in head.columns.items()}
+    coord = per_atom.pop("pos")
+    try:
+        coord = coord.astype(np.float64)
+    except ValueError as error:
+        raise DataError(f"positions: {error}.") from None
+    symbols = per_atom.pop("species", None)
+    atomic_numbers = per_atom.pop("Z", None)
+    if symbols is None:
+        assert atomic_numbers is not None, "one of the two is there"
+        symbols = _symbols(atomic_numbers)
+    names = symbols[:, 0].tolist()
+    return StoredFrame(names, coord, head.box, head.values, per_atom)
+
+
+def _read_head(line: str) -> _Head:
+    values = {}
+    for key, value in _WORD.findall(line):
+        if value:  # a word alone holds nothing that is read
+            values[_unquoted(key)] = _unquoted(value)
+    special = {name.lower(): name for name in values if name.lower() in ("lattice", "properties", "pbc")}
+    properties = values.pop(special["properties"]) if "properties" in special else _PLAIN
+    lattice = values.pop(special["lattice"]) if "lattice" in special else None
+    pbc = values.pop(special["pbc"]) if "pbc" in special else None
+    for name in ("virial", "stress"):  # these two are stored column by column, as ASE reads and writes them
+        if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
+            values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
+    columns, width = _columns(properties)
+    return _Head(values, columns, width, _cell(lattice, pbc))
+
+
+def _cell(lattice: str | None, pbc: str | None) -> Array | None:
+    words = [] if pbc is None else [word for word in re.split(r"[\s,\[\]]+", pbc) if word]
+    if any(word not in (*_TRUE, *_FALSE) for word in words):
+        raise DataError(f"pbc = {show_text(pbc or '')}: expected T or F for each direction.")
+    periodic = {word in _TRUE for word in words} or {lattice is not None}
+    if len(periodic) > 1:
+        raise DataError(
+            f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write pbc="T T T", with a '
+            "vacuum larger than the cutoff along the open directions."
+        )
+    if periodic == {False}:
+        return None
+    if lattice is None:
+        raise DataError(f'pbc = "{pbc}" without Lattice. Expected nine numbers, or pbc="F F F".')
+    cell = numbers("Lattice", lattice)
+    if cell.size != 9:
+        raise DataError(f"Lattice: has {cell.size} numbers, expected 9.")
+    return cell.reshape(3, 3)
+
+
+def _columns(properties: str) -> tuple[dict[str, tuple[int, int, str]], int]:
+    words = properties.split(":")
+    columns, first = dict[str, tuple[int, int, str]](), 0
+    for name, kind, number in zip(words[::3], words[1::3], words[2::3]):
+        if kind not in ("S", "R", "I", "L") or not re.fullmatch(r"[1-9]\d{0,3}", number):
+            columns = {}
+            break
+        columns[name] = (first, first + int(number), kind)
+        first += int(number)
+    width_of = {name: last - start for name, (start, last, _) in columns.items()}
+    if len(words) % 3 or width_of.get("pos") != 3 or 1 not in (width_of.get("species"), width_of.get("Z")):
+        raise DataError(f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}.")
+    return columns, first
+
+
+def _refuse_columns(rows: Sequence[str], head: _Head) -> None:
+    bad = next((k for k, row in enumerate(rows) if len(row.split()) != head.width), 0)
+    said = "Properties" if len(head.columns) > 2 else "without Properties"
+    raise DataError(
+        f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} columns, expected "
+        f"{head.width} ({said}: {', '.join(head.columns)})."
+    )
+
+
+def _symbols(atomic_numbers: Array) -> Array:
+    """Return (N, 1) names of elements."""
+    from ase.data import chemical_symbols
+
+    try:
+        return np.array([[chemical_symbols[int(number)]] for number in atomic_numbers[:, 0]], object)
+    except (ValueError, IndexError):
+        raise DataError(f"Z: is no atomic number. Expected 1 to {len(chemical_symbols) - 1}.") from None
+
+
+def _unquoted(text: str) -> str:
+    if len(text) > 1 and text[0] + text[-1] in ('""', "''", "{}"):
+        return re.sub(r"\\(.)", r"\1", text[1:-1])
+    return text
+
+
+def xyz_files(folder: Path) -> list[str]:
+    """Return the names of XYZ files in a folder, for messages."""
+    return sorted(name for name in os.listdir(folder) if name.lower().endswith(XYZ_SUFFIXES))

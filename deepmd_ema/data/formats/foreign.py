@@ -1,0 +1,163 @@
+"""Files of other programs, read whole by ASE or dpdata, frame by frame as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
+from deepmd_ema.data.formats.npy import is_there
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame
+from deepmd_ema.errors import DataError, counted
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+_MOST_PROBLEMS = 5
+_PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")  # among the results of a calculator of ASE
+_OPEN_IN_PART = (
+    "is periodic in some directions only, which models do not know. Set pbc to True in all directions, with a vacuum "
+    "larger than the cutoff along the open ones."
+)
+
+
+def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[StoredFrame]:
+    """Return all frames of a file; what a user should know of them goes to ``inventory``.
+
+    Args:
+        path: the file; extended XYZ is read here, anything else by ASE.
+        file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it, of dpdata
+            (``cp2k/output``, ...); found from the name and the content when not given.
+        inventory: counts what the frames have.
+
+    Raises:
+        DataError: if the file cannot be read, or some frames cannot be used.
+    """
+    if not is_there(path):
+        raise DataError(f"{path}: no such file.")
+    frames = _frames(path, file_format, inventory)
+    found, problems, number = [], list[str](), 0
+    while True:
+        try:
+            frame = next(frames, None)
+            if frame is None:
+                break
+            inventory.add(frame)
+            found.append(frame)
+        except DataError as error:
+            problems += [text if str(path) in text else f"{path}: frame {number}: {text}" for text in error.problems]
+            if len(problems) >= _MOST_PROBLEMS:
+                break
+        number += 1
+    problems += [f"{path}: {text}" for text in inventory.problems()] if not problems else []
+    if problems:
+        raise DataError(problems)
+    return found
+
+
+def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
+    if file_format is None and is_extxyz(path):
+        return map(read_block, (block for _, block in blocks(path)))
+    if file_format is not None and "/" in file_format:
+        return _dpdata_frames(path, file_format)
+    _look_at_vasp(path, inventory)
+    return (_of_atoms(atoms, inventory) for atoms in _ase_frames(path, file_format))
+
+
+def _ase_frames(path: Path, file_format: str | None) -> list[Atoms]:
+    from ase.db import connect
+    from ase.io import iread
+    from ase.io.formats import ioformats
+
+    if file_format is not None and file_format not in ioformats:
+        raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
+    with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}"):
+        if file_format == "db" or (file_format is None and path.suffix == ".db"):
+            # what a user has added to a row, often labels, is not in what iread gives
+            return [row.toatoms(add_additional_information=True) for row in connect(str(path)).select()]
+        # with an @ in a name ASE would look for numbers of frames after it
+        return list(iread(str(path), ":", file_format, do_not_split_by_at_sign=True))
+
+
+def _look_at_vasp(path: Path, inventory: Inventory) -> None:
+    """Note what ASE passes over in files of VASP: a last frame that is cut off, and energies that did not converge."""
+    with path.open("rb") as file:
+        head = file.read(2000)
+        is_xml, is_outcar = b"<modeling" in head, head.lstrip().startswith(b"vasp.")
+        if not (is_xml or is_outcar):
+            return
+        ended, steps, reached = False, 0, 0
+        file.seek(0)
+        for line in file:
+            ended |= (b"</modeling>" if is_xml else b"General timing and accounting") in line
+            steps += is_outcar and b"FREE ENERGIE OF THE ION-ELECTRON SYSTEM" in line
+            reached += is_outcar and b"aborting loop because EDIFF is reached" in line
+    if not ended:
+        inventory.other["the end of the file is missing: a frame that was not finished is left out"] = 0
+    if steps > reached:
+        inventory.other["EDIFF was not reached: these are read, and may be wrong"] = steps - reached
+
+
+def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
+    if atoms.pbc.any() and not atoms.pbc.all():
+        raise DataError(f"pbc = {atoms.pbc.tolist()}: {_OPEN_IN_PART}")
+    results = {} if atoms.calc is None else {n: v for n, v in atoms.calc.results.items() if v is not None}
+    per_atom = {n: a for n, a in atoms.arrays.items() if n not in ("numbers", "positions")}
+    per_atom |= {name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results}
+    if len(atoms.constraints):
+        inventory.other["constraints are not applied: forces are those that were computed"] += 1
+    return StoredFrame(
+        symbols=atoms.get_chemical_symbols(),
+        coord=atoms.get_positions().astype(np.float64),
+        box=np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None,
+        per_frame=_flat(atoms.info) | results,
+        per_atom=per_atom,
+    )
+
+
+def _flat(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is in ``info``, and in the dictionaries in it, where ASE's data bases keep what a user has added."""
+    inner = [value for name, value in info.items() if name in ("key_value_pairs", "data") and isinstance(value, dict)]
+    outer = {n: v for n, v in info.items() if n not in ("key_value_pairs", "data", "unique_id")}
+    return {str(name): value for part in (*inner, outer) for name, value in part.items()}
+
+
+def _dpdata_frames(path: Path, file_format: str) -> Iterator[StoredFrame]:
+    import dpdata
+
+    with _readable(path, f"dpdata as {file_format}"):
+        data = dpdata.LabeledSystem(str(path), fmt=file_format).data
+    symbols = [data["atom_names"][number] for number in data["atom_types"]]
+    stored = {"energy": "energies", "virial": "virials"}
+    known = {*stored.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    for k in range(len(data["coords"])):
+        per_frame = {name: data[key][k] for name, key in stored.items() if key in data}
+        per_frame |= {name: data[name] for name in data if name not in known}
+        per_atom = {"forces": data["forces"][k]} if "forces" in data else {}
+        box = None if data.get("nopbc") else np.asarray(data["cells"][k], np.float64)
+        yield StoredFrame(symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom)
+
+
+@contextmanager
+def _readable(path: Path, reader: str) -> Iterator[None]:
+    """Turn whatever the readers of some hundred formats raise into a message."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(
+            f"{path}: cannot be read by {reader} ({reason}). Is it complete? Name its format with --format, such as "
+            "vasp-out, vasp-xml, db (of ASE) or cp2k/output (of dpdata)."
+        ) from error
+
+
+def in_words(path: str, inventory: Inventory, num_atoms: int) -> list[str]:
+    """Return what was read of a file."""
+    head = f"read {path}: {counted(inventory.num_frames, 'frame')}, {counted(num_atoms, 'atom')}"
+    return [head, *(f"  {line}" for line in inventory.lines())]

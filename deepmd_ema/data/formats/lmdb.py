@@ -1,0 +1,231 @@
+"""DeePMD-kit's LMDB data sets: one record per frame, written with msgpack, and a description under ``__metadata__``."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.formats.npy import is_there
+from deepmd_ema.data.formats.properties import StoredFrame, make_frame
+from deepmd_ema.data.formats.system import type_table
+from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom
+from deepmd_ema.errors import DataError, collect_problems, counted, first_few
+from deepmd_ema.labels import APARAM, FPARAM, LABELS
+
+_ATYPE, _META = "atype", "__metadata__"
+_PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}
+_NAME_OF = {**_PLURALS, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
+_DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}  # say nothing that is not known
+_MOST_PROBLEMS = 5
+
+
+class _Store:
+    """An open data base; a path is open once in a process, which LMDB demands."""
+
+    def __init__(self, path: Path) -> None:
+        import lmdb
+        import msgpack
+
+        self._unpack = partial(msgpack.unpackb, raw=False, strict_map_key=False)
+        self._failures = (lmdb.Error, msgpack.UnpackException, ValueError, TypeError, KeyError, AttributeError)
+        self.path = path
+        file = path / "data.mdb" if path.is_dir() else path
+        is_there(file)
+        with self.readable(f"{path}"):
+            self._env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
+            needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if file.stat().st_size < needed:  # LMDB maps the file: to read what is gone would end the process
+            raise DataError(f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it again.")
+
+    @contextmanager
+    def readable(self, what: str) -> Iterator[None]:
+        """Raise DataError for every failure to read ``what``."""
+        try:
+            yield
+        except self._failures as error:
+            raise DataError(f"{what}: cannot be read as DeePMD-kit's LMDB ({_short(error)}).") from error
+
+    def record(self, key: str) -> dict[str, Any] | None:
+        """Return the values under ``key``, arrays decoded; None if there is no such key."""
+        with self.readable(f"{self.path} {key}"):
+            with self._env.begin(buffers=True) as transaction:
+                raw = transaction.get(key.encode())
+                if raw is None:
+                    return None
+                values = self._unpack(raw)
+            return {str(name): _decoded(value) for name, value in values.items()}
+
+
+_OPEN: WeakValueDictionary[str, _Store] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class LmdbFile:
+    """The frames of one data base: a :class:`~deepmd_ema.data.source.FrameSource`, whatever sizes they have.
+
+    Attributes:
+        name: path.
+        store: the open data base.
+        spec: what is read.
+        key_format: of the number of a frame.
+        index_of: type in the file to model type, with -1 for itself at the end.
+        frame_sizes: (num_frames,) atoms of each frame, virtual ones included.
+        left: number of frames that have each name that is not read.
+        unread: parameters that the file has and the model does not take.
+    """
+
+    name: str
+    store: _Store = field(repr=False)
+    spec: ReadSpec = field(repr=False)
+    key_format: str
+    index_of: Array = field(repr=False)
+    frame_sizes: Array = field(repr=False)
+    left: Mapping[str, int] = field(repr=False)
+    unread: Sequence[str] = ()
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames."""
+        return len(self.frame_sizes)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not read."""
+        names = [f"{name} in {counted(number, 'frame')}" for name, number in sorted(self.left.items())]
+        return [f"does not read {first_few(names)}"] if names else []
+
+    def frame(self, index: int) -> Frame:
+        """Return one frame, without virtual atoms."""
+        if not 0 <= index < self.num_frames:
+            raise IndexError(f"{self.name}: frame {index} of {self.num_frames}")
+        record = _frame_record(self.store, index, self.key_format)
+        try:
+            return _frame(record, self.index_of, self.spec, (self.name, index))
+        except DataError as error:
+            raise DataError(f"{self.name}: frame {index}: {error}") from None
+
+    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
+        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        return frame_chunks(self, names)
+
+    def where(self, index: int, array: str = "") -> Place:
+        """Return the file and the number of the frame in it."""
+        return Place(self.name, index, self.num_frames)
+
+
+def is_lmdb(path: Path) -> bool:
+    """Whether ``path`` is a data base, or named as one."""
+    return (path.suffix == ".lmdb" and path.exists()) or (path / "data.mdb").exists()
+
+
+def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
+    """Return what opens the data base at ``path``."""
+    if group:
+        raise DataError(f"{path}#{group}: an LMDB data set has no parts. Remove what stands after #.")
+    return [partial(open_lmdb, path)]
+
+
+def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
+    """Return the frames of a data base, after reading all of it once.
+
+    Raises:
+        DataError: with the first problems of its frames.
+    """
+    real = os.path.realpath(path)
+    store = _OPEN.get(real) or _OPEN.setdefault(real, _Store(path))
+    meta = store.record(_META)
+    if meta is None or not isinstance(meta.get("nframes"), int):
+        raise DataError(f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata wrote.")
+    names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
+    sizes, used, seen, problems = list[int](), set[int](), Counter[str](), list[str]()
+    known = len(names if names is not None else spec.type_map)
+    plain, any_type = np.append(np.arange(known), -1), replace(spec, type_map=[str(t) for t in range(known)])
+    for index in range(meta["nframes"]):
+        with collect_problems(problems, f"{path}: frame {index} (from 0): "):
+            record = _frame_record(store, index, key_format)
+            sizes.append(len(record[_ATYPE]))
+            used |= set(np.unique(record[_ATYPE]).tolist())
+            _frame(record, plain, any_type, ("", index))
+            seen.update(record.keys())
+        if len(problems) >= _MOST_PROBLEMS:
+            raise DataError([*problems, f"{path}: the frames after this one were not read."])
+    if not sizes and not problems:
+        problems.append(f"{path}: no frames. Leave it out.")
+    real_types = np.array(sorted(t for t in used if t >= 0), np.int64)
+    index_of = type_table(str(path), spec.type_map, names, real_types, str(path), problems, _META)
+    if problems:
+        raise DataError(problems)
+    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    read = {*LABELS, *taken, COORD, BOX, _ATYPE, *_DESCRIBE}
+    left = {name: number for name, number in seen.items() if name not in read}
+    unread = tuple(p for p, number in taken.items() if not number and p in seen)
+    return LmdbFile(str(path), store, spec, key_format, index_of, np.array(sizes, np.int64), left, unread)
+
+
+def _frame_record(store: _Store, index: int, key_format: str) -> dict[str, Array]:
+    """Return the arrays of a frame by the names of ``labels``, without those that it says it does not have."""
+    with store.readable(f"{store.path}: frame_idx_fmt {key_format!r}"):
+        key = format(index, key_format)
+    record = store.record(key)
+    if record is None:
+        raise DataError(f"there is no record {key}. Was the data set written completely?")
+    found = {_NAME_OF.get(name, name): value for name, value in record.items()}
+    absent = {name.removeprefix("find_") for name, flag in found.items() if name.startswith("find_") and not flag}
+    absent |= {_NAME_OF.get(name, name) for name in absent}
+    found = {n: a for n, a in found.items() if n not in absent and not n.startswith("find_")}
+    types = np.asarray(found.get(_ATYPE, ()))
+    if types.ndim != 1 or not types.size or types.dtype.kind not in "iu":
+        raise DataError("atom_types: missing or wrong. Expected one integer per atom.")
+    return found
+
+
+def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]) -> Frame:
+    types = np.asarray(record[_ATYPE])
+    if types.max() >= len(index_of) - 1:
+        raise DataError(f"atom_types: has {types.max()}, but there are only {len(index_of) - 1} elements.")
+    real = np.flatnonzero(types >= 0)
+    per_atom = {n: _rows(n, a, len(types))[real] for n, a in record.items() if n == COORD or is_per_atom(n)}
+    coord = per_atom.pop(COORD, None)
+    if coord is None or coord.shape[1] != 3 or not real.size:
+        raise DataError(f"{COORD}: missing or wrong. Expected three numbers for each atom, and an atom that is real.")
+    box = np.asarray(record.get(BOX, np.zeros(9)), np.float64)
+    if box.size != 9:
+        raise DataError(f"{BOX}: has {box.size} numbers, expected 9.")
+    per_frame = {name: record[name] for name in (*LABELS, FPARAM) if name in record and not is_per_atom(name)}
+    symbols = [spec.type_map[number] for number in index_of[types[real]].tolist()]
+    cell = box.reshape(3, 3) if box.any() else None  # open frames have a cell of zeros, or none
+    stored = StoredFrame(symbols, coord, cell, per_frame, per_atom)
+    frame = make_frame(stored, {name: name for name in (*per_frame, *per_atom)}, spec, source)
+    return frame if len(real) == len(types) else replace(frame, file_index=real)
+
+
+def _rows(name: str, array: Array, natoms: int) -> Array:
+    values = np.asarray(array)
+    if values.dtype.kind not in "fiu" or not values.size or values.size % natoms:
+        raise DataError(f"{name}: has shape {values.shape} of {values.dtype}, expected numbers for {natoms} atoms.")
+    return values.reshape(natoms, -1).astype(np.float64)
+
+
+def _decoded(value: Any) -> Any:
+    """Return an array that is written as {type, shape, data}; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    parts = {name.decode() if isinstance(name, bytes) else name: part for name, part in value.items()}
+    if not {"type", "data"} <= parts.keys():
+        return value
+    flat = np.frombuffer(parts["data"], np.dtype(parts["type"]))
+    return flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

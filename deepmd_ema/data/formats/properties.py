@@ -1,0 +1,287 @@
+"""Names under which other programs keep labels, and how their arrays become the ones of :mod:`deepmd_ema.labels`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.source import Frame, ReadSpec, is_per_atom
+from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, VIRIAL
+
+STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
+# usual names in small letters, without what says where the numbers are from
+_NAMES = {
+    ENERGY: ("energy", "potential_energy", "total_energy"),
+    FORCE: ("force", "forces"),
+    VIRIAL: ("virial", "virials"),
+    STRESS: ("stress", "stresses"),
+    ATOM_ENERGY: ("atom_energy", "atomic_energy", "atom_energies", "atomic_energies", "atom_ener", "energies"),
+    ATOM_PREF: ("atom_pref", "atomic_pref"),
+    FPARAM: ("fparam",),
+    APARAM: ("aparam",),
+}
+_ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
+_VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
+_MOST_NAMES = 12
+_FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are
+_SMEARED = 1e-5  # eV; VASP and ASE round to less
+
+
+@dataclass(frozen=True, eq=False)
+class StoredFrame:
+    """A frame as a file has it, before names are understood.  N atoms.
+
+    Attributes:
+        symbols: (N,) names of elements.
+        coord: (N, 3) float64, angstrom.
+        box: (3, 3) float64, angstrom, rows are cell vectors; None for an open frame.
+        per_frame: by name, what belongs to the frame: text, number or array.
+        per_atom: by name, (N, numbers) arrays.
+    """
+
+    symbols: Sequence[str]
+    coord: Array
+    box: Array | None
+    per_frame: Mapping[str, Any]
+    per_atom: Mapping[str, Array]
+
+
+@dataclass
+class Inventory:
+    """What the frames of a file have, what of it is read, and from which names: each is told once.
+
+    Attributes:
+        given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the file.
+        num_frames: frames seen.
+        read: by what is read, the number of frames that have it under each name.
+        left: number of frames that have each name that is not read.
+        other: further remarks, with the number of frames they are about; 0 of the whole file.
+    """
+
+    given: Mapping[str, str] = field(default_factory=dict)
+    num_frames: int = 0
+    read: dict[str, Counter[str]] = field(default_factory=dict)
+    left: Counter[str] = field(default_factory=Counter)
+    other: Counter[str] = field(default_factory=Counter)
+    _known: dict[tuple[frozenset[str], frozenset[str]], dict[str, str]] = field(default_factory=dict, repr=False)
+
+    def sources(self, frame: StoredFrame) -> dict[str, str]:
+        """Return the name of everything that is read of a frame with these names.
+
+        Raises:
+            DataError: if there are several names for one thing.
+        """
+        key = frozenset(frame.per_frame), frozenset(frame.per_atom)
+        if key not in self._known:
+            self._known[key] = _choose(sorted(key[0]), sorted(key[1]), self.given)
+        return self._known[key]
+
+    def add(self, frame: StoredFrame) -> None:
+        """Count a frame; raises DataError as ``sources`` does."""
+        self.num_frames += 1
+        sources = self.sources(frame)
+        for what, name in sources.items():
+            self.read.setdefault(what, Counter())[name] += 1
+        self.left.update({*frame.per_frame, *frame.per_atom} - set(sources.values()))
+        if frame.box is None and STRESS in sources:
+            self.other["stress is left out, open frames have no volume"] += 1
+        if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
+            free, energy = (numbers(name, frame.per_frame[name])[0] for name in (_FREE, sources[ENERGY]))
+            if abs(free - energy) > _SMEARED:
+                self.other[f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"] += 1
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the names over all frames."""
+        found = []
+        for what, names in self.read.items():
+            if len(names) > 1:
+                shown = ", ".join(f"{name} ({counted(n, 'frame')})" for name, n in names.items())
+                found.append(f"{what} has several names: {shown}. {_say_which(what, next(iter(names)))}")
+        every = {*self.left, *(name for names in self.read.values() for name in names)}
+        for what, name in self.given.items():
+            if name not in self.read.get(what, {}):
+                found.append(f"#{what}={name}: no frame has it. {did_you_mean(name, sorted(every))}")
+        return found
+
+    def lines(self) -> list[str]:
+        """Return what is read, with unit and sign of stress, and what is not."""
+        out = [f"reads {', '.join(self._read_in_words())}"] if self.read else ["reads positions only"]
+        if self.left:
+            names = [f"{name}{self._in_frames(n)}" for name, n in sorted(self.left.items())]
+            out.append(f"does not read {first_few(names, _MOST_NAMES)}")
+        return out + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
+
+    def _read_in_words(self) -> list[str]:
+        words = []
+        for what, names in self.read.items():
+            name, frames = max(names.items(), key=lambda item: item[1])
+            text = what if what == name else f"{what} from {name}"
+            if what == STRESS:
+                text = f"virial = -volume * {name} ({name} in eV/angstrom^3, positive under tension, as in ASE)"
+            if what == VIRIAL:
+                text += " (eV, -volume * stress)"
+            words.append(text + self._in_frames(frames))
+        return words
+
+    def _in_frames(self, number: int) -> str:
+        return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
+
+
+def parse_choice(text: str) -> dict[str, str]:
+    """Return what stands after ``#`` in ``train.extxyz#energy=REF_energy,force=REF_forces``.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    given = {}
+    for part in filter(None, text.split(",")):
+        what, equal, name = (word.strip() for word in part.partition("="))
+        known = [key for key, names in _NAMES.items() if what.lower() in (key, *names)]
+        if not equal or not name or not known:
+            raise DataError(f"#{text}: {part!r} is not understood. Expected e.g. energy=REF_energy,force=REF_forces.")
+        given[known[0]] = name
+    if VIRIAL in given and STRESS in given:
+        raise DataError(f"#{text}: names a virial and a stress. Expected one of them.")
+    return given
+
+
+def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection[str]) -> dict[str, Array]:
+    """Return the arrays of a frame by label, in the shapes of :class:`~deepmd_ema.data.source.Frame`.
+
+    Args:
+        frame: as stored.
+        sources: the names to read, of :meth:`Inventory.sources`.
+        wanted: labels, ``fparam`` and ``aparam`` to return where the frame has them.
+
+    Raises:
+        DataError: if an array has a wrong shape or is no number.
+    """
+    found = {}
+    for what, name in sources.items():
+        label = VIRIAL if what == STRESS else what
+        if label not in wanted or (what == STRESS and frame.box is None):
+            continue
+        if is_per_atom(label):
+            found[label] = _rows(name, frame.per_atom[name], {FORCE: 3, APARAM: 0}.get(label, 1))
+            continue
+        values = numbers(name, frame.per_frame[name])
+        if label == VIRIAL:
+            tensor = _nine(name, values)
+            volume = 0.0 if frame.box is None else abs(float(np.linalg.det(frame.box)))
+            values = -volume * tensor if what == STRESS else tensor
+        elif label == ENERGY:
+            if values.size != 1:
+                raise DataError(f"{name}: has {values.size} numbers, expected one for the frame.")
+            values = values.reshape(())
+        found[label] = values
+    return found
+
+
+def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]) -> Frame:
+    """Return a frame with the types of the model and what it reads; DataError if it lacks something it must have."""
+    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    read = labels_of(stored, sources, {*spec.labels, *(name for name, n in taken.items() if n)})
+    if spec.numb_fparam and spec.default_fparam is not None:
+        read.setdefault(FPARAM, np.array(spec.default_fparam, np.float64))
+    for name, number in taken.items():
+        if number and (name not in read or read[name].shape[-1] != number):
+            has = f"{read[name].shape[-1]} numbers" if name in read else "none"
+            raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
+    type_of = {element: number for number, element in enumerate(spec.type_map)}
+    unknown = sorted(set(stored.symbols) - type_of.keys())
+    if unknown:
+        raise DataError(
+            f"element {show_text(unknown[0])} is not in model.type_map. {did_you_mean(unknown[0], spec.type_map)} "
+            "Add it to model.type_map, or leave the data out."
+        )
+    return Frame(
+        coord=stored.coord,
+        atom_type=np.array([type_of[element] for element in stored.symbols], np.int64),
+        box=stored.box,
+        labels={name: read[name] for name in spec.labels if name in read},
+        fparam=read.get(FPARAM),
+        aparam=read.get(APARAM),
+        source=source,
+    )
+
+
+def numbers(name: str, value: Any) -> Array:
+    """Return a text or array as (n,) float64; 3x3 tensors row by row.
+
+    Raises:
+        DataError: if it is neither.
+    """
+    if isinstance(value, str):
+        value = re.sub(r"^_JSON ", "", value)
+        value = [word for word in re.split(r"[\s,\[\](){}]+", value) if word]
+    try:
+        found = np.asarray(value, np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        found = np.empty(0)
+    if not found.size:
+        raise DataError(f"{name}: is {_shown(value)}, expected numbers.")
+    return found
+
+
+def _choose(per_frame: Sequence[str], per_atom: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    chosen = {}
+    for what, names in _NAMES.items():
+        stored = per_atom if is_per_atom(what) else per_frame
+        if what in given:
+            found = [name for name in stored if name == given[what]]
+        elif {VIRIAL: STRESS, STRESS: VIRIAL}.get(what) in given:
+            continue
+        else:
+            found = [name for name in stored if _ORIGIN.sub("", name.lower()).replace("-", "_") in names]
+        if len(found) > 1:
+            raise DataError(f"{what} may be {' or '.join(found)}. {_say_which(what, found[0])}")
+        if found:
+            chosen[what] = found[0]
+    if VIRIAL in chosen and STRESS in chosen:
+        raise DataError(
+            f"has {chosen[VIRIAL]} and {chosen[STRESS]}, which may differ. {_say_which(VIRIAL, chosen[VIRIAL])}"
+        )
+    return chosen
+
+
+def _say_which(what: str, name: str) -> str:
+    return f"Say which after the name of the file: FILE#{what}={name}."
+
+
+def _nine(name: str, values: Array) -> Array:
+    if values.size not in (6, 9):
+        raise DataError(f"{name}: has {values.size} numbers, expected 9 (3x3) or 6 (xx, yy, zz, yz, xz, xy).")
+    return values if values.size == 9 else values[_VOIGT]
+
+
+def _rows(name: str, array: Array, width: int) -> Array:
+    """Return (N, width) rows, (N,) numbers where the width is 1; any width where it is 0."""
+    rows = array.reshape(len(array), -1)
+    if width and rows.shape[1] != width:
+        raise DataError(f"{name}: has {counted(rows.shape[1], 'column')}, expected {width}.")
+    try:
+        rows = rows.astype(np.float64)
+    except (TypeError, ValueError):
+        bad = next(text for text in rows.ravel().tolist() if not _is_number(text))
+        raise DataError(f"{name}: has {_shown(bad)}, expected numbers.") from None
+    return rows[:, 0] if width == 1 else rows
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return repr(text if len(text) <= 40 else text[:40] + "...")

@@ -1,0 +1,219 @@
+"""Checkpoints of DeePMD-kit, ``.pt`` of its backends pt and pt_expt, read by way of the tree of a ``.dp`` file.
+
+A checkpoint holds the section ``model`` of its input and tensors under the names of modules. The section gives the tree
+of a model with its arrays in place; each tensor then has one place in that tree, and the reader of trees does the rest.
+A new descriptor needs a line in ``_PLACES`` where its modules have other names than the entries of its tree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from deepmd_ema.config import ModelConfig, model_config_from_dict
+from deepmd_ema.errors import CheckpointError, ConfigError, first_few
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.model import faults_in_words, model_from_tree, model_tree
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.weights import LIVE
+
+EMA = "ema"  # the one average that such a checkpoint may hold
+_EXTRA = "_extra_state"
+_ONLY = "Default"  # name of the model in a file that has one
+# options of a section ``model`` that are about how it was trained
+_OF_TRAINING = ("finetune_head", "model_branch_alias", "info", "hessian_mode")
+# names of modules, in either backend, and the entries of the tree that they are; in this order
+_PLACES = (
+    (r"\._module_networks\.", ".networks."),
+    (r"^fitting_net\.filter_layers\.", "fitting.nets."),
+    (r"^fitting_net\.", "fitting."),
+    (r"\.filter_layers(_strip)?\.", r".embeddings\1."),
+    (r"\.type_embedding\.(embedding\.)?embedding_net\.", ".type_embedding.embedding."),
+    (r"\.descrpt_list\.", ".list."),
+    (r"\.(sea|se_atten|se_ttebd)\.", "."),
+    (r"\.dpa1_attention\.", ".attention_layers."),
+    (r"\.(repflow|repformer)s\.layers\.", r".\1s.\1_layers."),
+    (r"\.repflows\.", ".repflow_variable."),
+    (r"\.(repinit|repinit_three_body|repformers)\.", r".\1_variable."),
+    (r"\.mean$", ".davg"),
+    (r"\.stddev$", ".dstd"),
+    (r"\.matrix$", ".w"),
+    (r"\.bias$", ".b"),
+)
+_CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
+
+
+@dataclass(frozen=True)
+class DeepmdCheckpoint:
+    """One model of a checkpoint of DeePMD-kit.
+
+    Attributes:
+        config: its section ``model``.
+        model: in evaluation mode; ``min_nbor_dist`` is set.
+        weights: ``live``, ``ema``, or empty: a file with weights only does not say what they are.
+        step: optimizer steps of the weights, or None.
+        average: facts of the average; empty for other weights.
+    """
+
+    config: ModelConfig
+    model: EnergyModel
+    weights: str
+    step: int | None
+    average: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_deepmd_checkpoint(payload: Any) -> bool:
+    """Whether the content of a torch file is a checkpoint of DeePMD-kit."""
+    state = _state_of(payload)
+    return isinstance(state, Mapping) and _EXTRA in state
+
+
+def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_average: bool = False) -> DeepmdCheckpoint:
+    """Return one model of a checkpoint of DeePMD-kit.
+
+    Args:
+        payload: the content of the file.
+        path: where it was read, for messages.
+        head: which model, where there are several.
+        use_average: takes the averaged weights of a training checkpoint.
+
+    Raises:
+        CheckpointError: if there is no such head or average, or the model is not available here.
+    """
+    with faults_in_words(path):
+        extra = _extra_of(payload, path)
+        name, section = _choose(extra["model_params"], path, head)
+        state, prefix = _state_of(payload), f"model.{name}."
+        own = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
+        facts: dict[str, Any] = {}
+        if use_average:
+            averaged, facts = _average(payload, path, "" if name == _ONLY else f"{name}.")
+            own |= averaged
+        config = _config(section, path)
+        tree = model_tree(build_model(config), config)
+        _put(tree, own, path)
+        model = model_from_tree(config, tree)
+        distance = float(own.get("min_nbor_dist", own.get("_min_nbor_dist", -1.0)))
+        model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
+        weights = EMA if use_average else LIVE if "optimizer" in payload else ""
+        return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts)
+
+
+def _state_of(payload: Any) -> Any:
+    return payload.get("model", payload) if isinstance(payload, Mapping) else None
+
+
+def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
+    extra = _state_of(payload)[_EXTRA]
+    if not isinstance(extra, Mapping) or not isinstance(extra.get("model_params"), Mapping):
+        raise CheckpointError(
+            f"{path}: a checkpoint of DeePMD-kit without the section `model` of its input. {_CONVERT.format(path=path)}"
+        )
+    return extra
+
+
+def _choose(section: Mapping[str, Any], path: Path, head: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a model in the file, and its section ``model``."""
+    models = section.get("model_dict")
+    if models is None:
+        if head is not None:
+            raise CheckpointError(f"{path}: one model without a name, so there is no head {head!r}. Leave it out.")
+        return _ONLY, section
+    names = {name.lower(): name for name, own in models.items()}
+    for name, own in models.items():
+        names |= {str(alias).lower(): name for alias in own.get("model_branch_alias") or ()}
+    if head is None or head.lower() not in names:
+        wanted = "several models; which?" if head is None else f"no head {head!r}."
+        raise CheckpointError(
+            f"{path}: {wanted} It has {first_few(list(models))}: `dp-ema convert {path} NAME.dp --head NAME` makes a "
+            "file of one."
+        )
+    found = names[head.lower()]
+    return found, models[found]
+
+
+def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
+    try:
+        return model_config_from_dict({n: value for n, value in section.items() if n not in _OF_TRAINING}, str(path))
+    except ConfigError as error:
+        raise CheckpointError(error.problems) from error
+
+
+def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the averaged parameters of one model by name, and the facts of the average."""
+    average = payload.get("ema")
+    if not isinstance(average, Mapping) or not isinstance(average.get("model"), Mapping):
+        raise CheckpointError(
+            f"{path}: a checkpoint of DeePMD-kit without averaged weights (training.enable_ema was false, or these are "
+            "the averaged ones already). Leave out --use-ema."
+        )
+    found = {name.removeprefix(prefix): value for name, value in average["model"].items() if name.startswith(prefix)}
+    return found, {"type": "ema", "decay": float(average.get("decay", 0.0))}
+
+
+def _step(extra: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:
+    step = (extra.get("train_infos") or {}).get("step")
+    # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
+    return None if not isinstance(step, int) else step + ("min_nbor_dist" in state)
+
+
+def _put(tree: Tree, state: Mapping[str, Any], path: Path) -> None:
+    """Write the tensors of one model into the arrays of its tree.
+
+    Raises:
+        CheckpointError: naming tensors without a place, and places without a tensor.
+    """
+    found: dict[str, np.ndarray] = {}
+    names: dict[str, str] = {}
+    for name, tensor in state.items():
+        if _is_weight(name, tensor):
+            place = _place(name)
+            found[place], names[place] = tensor.detach().cpu().numpy(), name
+    missing = sorted(_fill(tree, "", found, False))
+    if missing or found:
+        lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]
+        lines += [f"  missing: {first_few(missing)}"] * bool(missing)
+        lines += [f"  not of this model: {first_few([names[place] for place in found])}"] * bool(found)
+        lines.append(f"  {_CONVERT.format(path=path)}")
+        raise CheckpointError("\n".join(lines))
+
+
+def _is_weight(name: str, tensor: Any) -> bool:
+    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing of a compressed model."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return "._networks." not in name and name.rpartition(".")[2] not in (
+        "min_nbor_dist",
+        "_min_nbor_dist",
+        "default_fparam_tensor",
+    )
+
+
+def _place(name: str) -> str:
+    """Return the place in the tree of the tensor ``name``."""
+    place = name.removeprefix("atomic_model.")
+    for pattern, entry in _PLACES:
+        place = re.sub(pattern, entry, place)
+    return place
+
+
+def _fill(node: Any, place: str, found: dict[str, np.ndarray], is_variable: bool) -> list[str]:
+    """Replace the arrays of a tree by those ``found``, which are taken out of there; return the places without one."""
+    missing: list[str] = []
+    for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+        inside = is_variable or key == VARIABLES
+        there = place if key == VARIABLES else f"{place}.{key}" if place else str(key)
+        if isinstance(value, dict | list):
+            missing += _fill(value, there, found, inside)
+        elif is_variable and there in found:
+            node[key] = found.pop(there)
+        elif is_variable and value is not None:
+            missing.append(there)
+    return missing

@@ -1,0 +1,180 @@
+"""What descriptors with one embedding network per element share: networks, statistics, slots that hold no neighbor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, NeighborLayout, both_orders
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
+from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import precision
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+    from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
+    from deepmd_ema.model.interface import Block
+
+# A atoms, K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
+
+
+class ByTypeDescriptor(nn.Module):
+    """Networks of one input, one per neighbor type or per pair of types, on slots in one section per neighbor type.
+
+    Args:
+        config: the section ``model.descriptor``; ``sel`` must be numbers.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+
+    Attributes:
+        num_columns: C, 4 or, of a descriptor that is radial only, 1.
+    """
+
+    mixed_types = False
+    num_columns: ClassVar[int] = 4
+
+    def __init__(self, config: SeE2AConfig | SeE2RConfig, num_types: int, seed: int) -> None:
+        super().__init__()
+        assert not isinstance(config.sel, str), "sel must be resolved to numbers"
+        self.section = config
+        self.rcut, self.rcut_smth, self.protection = config.rcut, config.rcut_smth, config.env_protection
+        self.sel = tuple(config.sel)
+        self.one_side = config.type_one_side
+        self.num_types, self.num_channels = num_types, config.neuron[-1]
+        self.dtype = precision(config.precision)
+        self.excluded = both_orders(config.exclude_types)
+        start = seed if config.seed is None else config.seed
+        self.embeddings = nn.ModuleList(
+            Network(
+                [1, *config.neuron],
+                config.activation_function,
+                timestep=config.resnet_dt,
+                dtype=self.dtype,
+                seed=seed_for("embedding", start, index),
+            )
+            for index in range(num_types if self.one_side else num_types**2)
+        )
+        freeze(self.embeddings, config.trainable)
+        self.mean: Tensor
+        self.stddev: Tensor
+        shape = (num_types, sum(self.sel), self.num_columns)
+        self.register_buffer("mean", torch.zeros(shape, dtype=self.dtype))
+        self.register_buffer("stddev", torch.ones(shape, dtype=self.dtype))
+        self._statistics = EnvironmentStatistics(
+            num_types,
+            config.rcut,
+            config.rcut_smth,
+            config.env_protection,
+            self.sel,
+            by_type=True,
+            exclude_types=config.exclude_types,
+            radial_only=self.num_columns == 1,
+        )
+        table = torch.tensor([[(i, j) in self.excluded for j in range(num_types)] for i in range(num_types)])
+        self._excluded_table: Tensor
+        self.register_buffer("_excluded_table", table, persistent=False)
+
+    @property
+    def networks(self) -> list[Network]:
+        """The embedding nets: one per neighbor type, or per pair at ``centre + neighbor * T``."""
+        return cast("list[Network]", list(self.embeddings))
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return how this descriptor wants its neighbors."""
+        return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Sums of the environment matrix by type of centre, as DeePMD-kit names them in a stat file."""
+        return self._statistics.sum_names
+
+    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return sums over the environment matrix by type of centre."""
+        return self._statistics.measure(batch, self._dropped(batch))
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
+        mean, spread = self._statistics.mean_and_spread(sums, self.section.set_davg_zero)
+        self.mean.copy_(mean)
+        self.stddev.copy_(spread)
+
+    def stat_identity(self) -> dict[str, Any]:
+        """Return what DeePMD-kit hashes for the name of the folder."""
+        return self._statistics.identity()
+
+    def stat_settings(self) -> dict[str, Any]:
+        """Return what DeePMD-kit's hash rounds or leaves out."""
+        return self._statistics.settings()
+
+    def blocks(self) -> list[Block]:
+        """Return none: the embedding nets are small, and all of them are used in every step."""
+        return []
+
+    def _rows_by_net(self, rows: Tensor, batch: Batch) -> list[list[tuple[Tensor, Network]]]:
+        """Return for all atoms, or for those of each type, the rows (A', K', C) and the net of each neighbor type."""
+        # split, not sliced: a slice compares its ends with the size, which a compiled graph would be asked about
+        centres = [rows] if self.one_side else rows.split(batch.type_counts)
+        nets = self._nets_of_centres()
+        return [
+            list(zip(part.split(batch.slots, 1), own, strict=True)) for part, own in zip(centres, nets, strict=True)
+        ]
+
+    def _nets_of_centres(self) -> list[list[Network]]:
+        """Return for all atoms, or for those of each type, the net of each neighbor type."""
+        types = range(self.num_types)
+        if self.one_side:
+            return [self.networks]
+        return [[self.networks[centre + neighbor * self.num_types] for neighbor in types] for centre in types]
+
+    def _normalisation(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return mean and spread of each slot (A, K, C) in float64."""
+        assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
+        sections = list(zip(accumulate(self.sel, initial=0), batch.slots))
+        mean, spread = (
+            torch.cat([table[:, start : start + n] for start, n in sections], 1).double()[batch.atom_type]
+            for table in (self.mean, self.stddev)
+        )
+        return mean, spread
+
+    def _dropped(self, batch: Batch) -> Tensor | None:
+        """Return (A, K) bool, pairs that do not see each other, or None where all do."""
+        if not self.excluded:
+            return None
+        rows = self._excluded_table[batch.atom_type]
+        return torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
+
+    def _trimmed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield what the empty slots of each section beyond those of the batch hold, by type of centre.
+
+        They are normalised like all slots, so each holds the row ``-mean / stddev`` of its type of centre: a constant
+        per type, whose embedding is evaluated once.
+
+        Yields:
+            rows (T, S, C), embedded (T, S, M) and a weight (S, 1), 1 for the slots beyond those of the batch.
+        """
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
+        nets = self._nets_of_centres()
+        for j, (end, sel, used) in enumerate(zip(accumulate(self.sel), self.sel, batch.slots)):
+            padding = rows[:, end - sel : end]
+            parts = padding.split(self.num_types if self.one_side else 1)
+            embedded = joined([group[j](part[..., :1].reshape(-1, 1)) for group, part in zip(nets, parts, strict=True)])
+            # by a weight of 0, not by a shorter slice: whether it is empty would be asked of every compiled graph
+            beyond = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)
+            yield padding, embedded.view(self.num_types, sel, self.num_channels), beyond[:, None]
+
+
+def of_atoms(by_type: Tensor, batch: Batch) -> Tensor:
+    """Return (A, ...), for each atom the entry of its type in (T, ...)."""
+    shape = by_type.shape[1:]
+    return torch.cat([by_type[t : t + 1].expand(n, *shape) for t, n in enumerate(batch.type_counts)])
+
+
+def joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """Return the concatenation, or the only tensor itself."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

@@ -1,0 +1,295 @@
+"""Files of other programs become deepmd/npy folders: every number comes back, and nothing is dropped without a word."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import open_data
+from test_data_extxyz import LABELS, text, toy_atoms, write_toy
+
+from deepmd_ema.cli import main
+from deepmd_ema.data.convert import convert_data, is_data
+from deepmd_ema.errors import DataError, UserError
+
+KBAR = 1602.1766208  # in eV/angstrom^3
+TYPES = ("O", "H")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def read_all(path, labels=LABELS):
+    """Return the frames below a folder as (sorted rows of element, position, force), box, other labels."""
+    found = []
+    for source in open_data([str(path)], list(TYPES), labels):
+        for k in range(source.num_frames):
+            frame = source.frame(k)
+            rows = np.column_stack([frame.atom_type, frame.coord, frame.labels["force"]])
+            others = {name: value for name, value in frame.labels.items() if name not in ("force", "atom_energy")}
+            found.append((rows[np.lexsort(rows.T[::-1])], frame.box, others))
+    return found
+
+
+def assert_holds(path, expected):
+    """Check that the frames below a folder are those of ASE, in any order, stress and its sign included."""
+    found = read_all(path)
+    assert len(found) == len(expected)
+    by_energy = {float(others["energy"]): (rows, box, others) for rows, box, others in found}
+    for atoms in expected:
+        rows, box, others = by_energy[atoms.get_potential_energy(apply_constraint=False)]
+        own = np.column_stack([[TYPES.index(s) for s in atoms.symbols], atoms.positions,
+                               atoms.get_forces(apply_constraint=False)])  # fmt: skip
+        np.testing.assert_allclose(rows, own[np.lexsort(own.T[::-1])], rtol=1e-12)
+        assert (box is None) == (not atoms.pbc.any())
+        if box is None:
+            assert "virial" not in others
+            continue
+        np.testing.assert_array_equal(box, atoms.cell.array)
+        stress = -others["virial"].reshape(3, 3) / atoms.get_volume()
+        np.testing.assert_allclose(stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", ["a.extxyz", "a.traj", "a.db"])
+def test_frames_come_back(name, mixed):
+    from ase.io import read, write
+
+    frames = toy_atoms(12)
+    if name.endswith(".db"):
+        from ase.db import connect
+
+        with connect(name) as base:
+            for atoms in frames:
+                base.write(atoms, kind_of_frame="toy")
+    else:
+        write(name, frames)
+    lines = convert_data([name], "out", mixed=mixed)
+    assert_holds("out", read(name, ":"))
+    told = "\n".join(lines)
+    assert f"read {name}: 12 frames" in told
+    assert "virial = -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames" in told
+    assert ("kind_of_frame" in told) == name.endswith(".db")
+    folders = [path.parent.name for path in Path("out").rglob("type.raw")]
+    assert all(folder.removesuffix("_open").isdigit() == mixed for folder in folders)
+    assert any(folder.endswith("_open") for folder in folders)
+    assert not list(Path().glob(".out*"))
+
+
+def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
+    """Return what ASE reads of an OUTCAR: two H and one O in a cube of 4 angstrom."""
+    out = [" vasp.6.3.0 20Jan22 complex"]
+    out += [f" POTCAR:    PAW_PBE {e} 01Jan2001" for e in ("O", "H", "O", "H")]
+    out += ["   ISPIN  =      2    spin polarized calculation?", "   ions per type =               1   2"]
+    for k in range(steps):
+        out += [f"--- Iteration {k + 1}(   1)  ---"]
+        out += ["------ aborting loop because EDIFF is reached ------"] * converged
+        out += [" number of electron      8.0 magnetization       1.5"]
+        out += ["  in kB      10.0    20.0    30.0    1.0    2.0    3.0"]
+        out += ["      direct lattice vectors                 reciprocal lattice vectors"]
+        out += [f"  {a}  {b}  {c}  0 0 0" for a, b, c in np.eye(3) * 4.0]
+        out += [" POSITION                                       TOTAL-FORCE (eV/Angst)", " -----"]
+        out += [f"  0.0 0.0 {z + 0.01 * k:.2f}  0.1 0.2 {0.3 * z - 0.3:.1f}" for z in (0, 1, 2)]
+        free, zero = energies
+        out += ["  FREE ENERGIE OF THE ION-ELECTRON SYSTEM (eV)", "  ---",
+                f"  free  energy   TOTEN  =   {free - k} eV", "",
+                f"  energy  without entropy=   {free}  energy(sigma->0) =   {zero - k}"]  # fmt: skip
+    return "\n".join(out + [" General timing and accounting informations for this job:"] * ended) + "\n"
+
+
+def test_an_outcar_with_constraints_smearing_and_spin():
+    Path("OUTCAR").write_text(outcar())
+    Path("POSCAR").write_text(
+        "x\n1.0\n4 0 0\n0 4 0\n0 0 4\nO H\n1 2\nSelective dynamics\nDirect\n"
+        "0 0 0 F F F\n0 0 0.25 T T T\n0 0 0.5 T T T\n"
+    )
+    told = "\n".join(convert_data(["OUTCAR"], "out"))
+    assert "free_energy differs, and forces belong to it: FILE#energy=free_energy reads it (2 frames)" in told
+    assert "constraints are not applied: forces are those that were computed (2 frames)" in told
+    assert "does not read free_energy, magmom" in told
+    first, second = sorted(read_all("out"), key=lambda found: -found[2]["energy"])
+    assert [first[2]["energy"], second[2]["energy"]] == [-10.5, -11.5]
+    assert first[0][0].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.2, -0.3])  # of the atom that is held
+    virial = np.array([[10, 1, 3], [1, 20, 2], [3, 2, 30]]) * 64 / KBAR  # positive under compression
+    np.testing.assert_allclose(first[2]["virial"].reshape(3, 3), virial, rtol=1e-6)
+    told = "\n".join(convert_data(["OUTCAR#energy=free_energy"], "free"))
+    assert "differs" not in told
+    assert sorted(float(found[2]["energy"]) for found in read_all("free")) == [-11, -10]
+
+
+def test_an_outcar_that_is_cut_off_or_did_not_converge_is_told():
+    Path("OUTCAR").write_text(outcar(3, ended=False, converged=False)[:-150])
+    told = "\n".join(convert_data(["OUTCAR"], "out"))
+    assert "read OUTCAR: 2 frames" in told
+    assert "the end of the file is missing: a frame that was not finished is left out" in told
+    assert "EDIFF was not reached: these are read, and may be wrong" in told
+
+
+def vasprun(ended=True):
+    rows = "".join(f"<v>0 0 {z / 4}</v>" for z in (0, 1, 2))
+    basis = "".join(f"<v>{a} {b} {c}</v>" for a, b, c in np.eye(3) * 4)
+    forces = "".join(f"<v>0.1 0.2 {z}</v>" for z in (0, 1, 2))
+    stress = "<v>10 1 3</v><v>1 20 2</v><v>3 2 30</v>"
+    structure = f'<crystal><varray name="basis">{basis}</varray></crystal><varray name="positions">{rows}</varray>'
+    energy = '<energy><i name="e_fr_energy">-7.0</i><i name="e_0_energy">-7.0</i></energy>'
+    step = (
+        f"<calculation><scstep>{energy}</scstep><structure>{structure}</structure>"
+        f'<varray name="forces">{forces}</varray><varray name="stress">{stress}</varray>{energy}</calculation>'
+    )
+    atoms = "".join(f"<rc><c>{e}</c><c>1</c></rc>" for e in ("O", "H", "H"))
+    head = f'<kpoints></kpoints><atominfo><array name="atoms"><set>{atoms}</set></array></atominfo>'
+    text = f'<?xml version="1.0"?><modeling>{head}<structure name="initialpos">{structure}</structure>{step}'
+    return text.replace("><", ">\n<") + ("\n</modeling>\n" if ended else "\n<calculation>")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_vasprun(ended):
+    Path("vasprun.xml").write_text(vasprun(ended))
+    told = "\n".join(convert_data(["vasprun.xml"], "out"))
+    assert ("the end of the file is missing" in told) == (not ended)
+    [(rows, _, others)] = read_all("out")
+    assert others["energy"] == -7
+    assert rows[0].tolist() == [0, 0, 0, 0, 0.1, 0.2, 0]
+    virial = np.array([[10, 1, 3], [1, 20, 2], [3, 2, 30]]) * 64 / KBAR
+    np.testing.assert_allclose(others["virial"].reshape(3, 3), virial, rtol=1e-6)
+
+
+def test_a_format_of_dpdata(monkeypatch):
+    """Another package: what it gives is known from its documentation, and stands here in its place."""
+    data = {
+        "atom_names": ["H", "O"], "atom_numbs": [2, 1], "atom_types": np.array([1, 0, 0]), "orig": np.zeros(3),
+        "coords": np.arange(18.0).reshape(2, 3, 3), "cells": np.tile(9 * np.eye(3), (2, 1, 1)), "nopbc": False,
+        "energies": np.array([-1.0, -2.0]), "forces": np.ones((2, 3, 3)), "virials": np.ones((2, 3, 3)), "spins": 0,
+    }  # fmt: skip
+    package = types.ModuleType("dpdata")
+    package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("output").write_text("")
+    told = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
+    assert "reads energy, force from forces, virial (eV, -volume * stress)" in told
+    assert "does not read spins" in told
+    assert [others["virial"].tolist() for _, _, others in read_all("out")] == [[1.0] * 9] * 2
+
+
+def test_frames_without_labels_are_counted():
+    bare = text(energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n")
+    Path("a.xyz").write_text(text() + bare + text(energy=None) + text(rows="H 0 0 0 1 2 3\nO 0 0 1 4 5 6\n"))
+    lines = convert_data(["a.xyz"], "out")
+    assert "left out: 1 frame without energy and forces" in lines
+    assert "the atoms of a frame are sorted by element: O H" in lines
+    assert lines[-1] == "  H1O1: 3 frames, periodic, energy (2 frames), force"
+    [source] = open_data(["out"], list(TYPES), LABELS)
+    assert [sorted(source.frame(k).labels) for k in range(3)] == [["energy", "force"], ["energy", "force"], ["force"]]
+    assert source.frame(1).labels["force"].tolist() == [[4, 5, 6], [1, 2, 3]]
+
+
+def test_validation_is_whole_files_where_that_fits():
+    for k in range(5):
+        write_toy(f"{k}.extxyz", 4, seed=k)
+    lines = convert_data([f"{k}.extxyz" for k in range(5)], "out", validation=0.2)
+    [words] = [line for line in lines if line.startswith("validation: ")]
+    assert words.startswith("validation: 4 of 20 frames, all of 1 of 5 files (2.extxyz), so that no trajectory")
+    from ase.io import read
+
+    assert_holds("out/validation", read("2.extxyz", ":"))
+    assert len(read_all("out/train")) == 16
+
+
+def test_validation_is_one_block_of_each_composition_else():
+    frames = [text(energy=k) for k in range(10)] + [text("O 0 0 0 1 2 3\n", 1, energy=100 + k) for k in range(10)]
+    Path("a.xyz").write_text("".join(frames))
+    lines = convert_data(["a.xyz"], "out", validation=0.2)
+    assert any(line.startswith("validation: 4 of 20 frames, of 2 compositions the last ones as one") for line in lines)
+    assert sorted(float(found[2]["energy"]) for found in read_all("out/validation")) == [8, 9, 108, 109]
+    assert len(read_all("out/train")) == 16
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (["no.xyz"], {}, "no.xyz: no such file."),
+        (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
+        (["a.xyz"], {"validation": 0.01}, "--validation 0.01: 2 frames leave none for one of the parts"),
+        (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
+        (["a.xyz#energy=other"], {}, "#energy=other: no frame has it."),
+        (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
+        (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
+        (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces."),
+        (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
+        (["two.xyz"], {}, "two.xyz: frame 0: energy may be energy or ref_energy."),
+    ],
+)
+def test_what_cannot_be_converted_is_told(inputs, options, message):
+    from ase.io import write
+
+    Path("a.xyz").write_text(text() + text())
+    Path("cut.xyz").write_text(text()[:-20])
+    Path("two.xyz").write_text(text(ref_energy=1))
+    Path("bare.xyz").write_text("1\n\nO 0 0 0\n")
+    Path("noise.bin").write_bytes(bytes(range(256)) * 9)
+    [slab] = toy_atoms(1)
+    slab.pbc = (True, True, False)
+    write("slab.traj", slab)
+    with pytest.raises(UserError) as caught:
+        convert_data(inputs, "out", **options)
+    assert message in "\n".join(caught.value.problems)
+    assert not Path("out").exists()
+
+
+def test_nothing_is_written_over():
+    Path("a.xyz").write_text(text())
+    Path("out").mkdir()
+    with pytest.raises(UserError, match=r"out: exists. Nothing is written over"):
+        convert_data(["a.xyz"], "out")
+
+
+def test_odd_names_of_elements_make_no_odd_folders():
+    Path("a.xyz").write_text(text("../x 0 0 0 1 2 3\n_./x 0 0 1 4 5 6\n"))
+    convert_data(["a.xyz"], "out")
+    assert [path.parent for path in Path("out").rglob("type.raw")] == [Path("out/___x1___x1")]
+    assert Path("out/___x1___x1/type_map.raw").read_text().split() == ["../x", "_./x"]
+
+
+def test_data_are_told_from_models():
+    for name in ("a.xyz", "OUTCAR", "model.pt", "model.dp", "model.yaml"):
+        Path(name).write_text("")
+    assert [is_data(n) for n in ("a.xyz", "a.xyz#energy=e", "OUTCAR")] == [True] * 3
+    assert [is_data(n) for n in ("model.pt", "model.dp", "model.yaml", "nothing", ".")] == [False] * 5
+
+
+def test_the_command_converts_splits_and_prints(capsys):
+    write_toy("train.xyz", 20)
+    assert main(["convert", "train.xyz", "out", "--validation", "0.2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("read train.xyz: 20 frames, ")
+    assert "\nwrote out/train: 16 frames\n" in told
+    assert "\nwrote out/validation: 4 frames\n" in told
+    assert len(read_all("out")) == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone.xyz", "out"], "gone.xyz: no such file."),
+        (["a.xyz", "out", "--head", "x"], "--head: is an option for models, and these are data. Remove it."),
+        (["gone.pt", "out.dp", "--mixed"], "--mixed: is an option for data, and gone.pt is a model or does not exist."),
+        (["a.pt", "b.pt", "out.dp"], "several models. Expected one"),
+        (["a.xyz", "out", "--validation", "2"], "'2': expected a share of the frames, such as 0.1"),
+        (["a.xyz", "a.xyz"], "a.xyz: exists. Nothing is written over"),
+        (["a.xyz"], "the following arguments are required: OUT"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
+    Path("a.xyz").write_text(text())
+    assert main(["convert", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_told_by_name():
+    with pytest.raises(DataError, match="gone"):
+        convert_data(["gone.traj"], "out")

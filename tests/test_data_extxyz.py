@@ -1,0 +1,265 @@
+"""Extended XYZ files as training data: read as ASE reads them, every name and every fault told."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import open_data, tiny_input, toy_frame, toy_labels
+
+from deepmd_ema.cli import main
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.errors import DataError
+
+LABELS = ("energy", "force", "virial")
+ELEMENTS = np.array(["O", "H", "C"])
+
+
+def toy_atoms(num_frames=10, seed=0, num_types=2, stress=True):
+    """Return frames of several sizes and compositions with toy labels, as Atoms; every fifth is open."""
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+
+    rng, out = np.random.default_rng(seed), []
+    for k in range(num_frames):
+        coord, types, box = toy_frame(rng, int(rng.integers(4, 13)), num_types, pbc=k % 5 != 4)
+        energy, force, virial, atom_energy = toy_labels(coord, types, box)
+        atoms = Atoms(ELEMENTS[types], coord, cell=box, pbc=box is not None)
+        results = {"energy": energy, "forces": force, "energies": atom_energy}
+        if box is not None and stress:
+            tensor = -virial.reshape(3, 3) / atoms.get_volume()
+            results["stress"] = tensor[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
+        atoms.calc = SinglePointCalculator(atoms, **results)
+        out.append(atoms)
+    return out
+
+
+def write_toy(path, *args, **options):
+    from ase.io import write
+
+    frames = toy_atoms(*args, **options)
+    with open(path, "w") as file:
+        for atoms in frames:
+            write(file, atoms, format="extxyz")
+    return frames
+
+
+def text(rows="O 0 0 0 1 2 3\nH 0 0 1 4 5 6\n", natoms=2, **head):
+    """Return one frame in extended XYZ."""
+    values = {"Lattice": "9 0 0 0 9 0 0 0 9", "Properties": "species:S:1:pos:R:3:forces:R:3", "energy": -1.5} | head
+    return f"{natoms}\n" + " ".join(f'{k}="{v}"' for k, v in values.items() if v is not None) + f"\n{rows}"
+
+
+@pytest.fixture
+def write_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(*frames, name="a.xyz", mode="w"):
+        with open(tmp_path / name, mode) as file:
+            file.write("".join(frames) if mode == "w" else b"".join(frames))
+        return name
+
+    return write
+
+
+def open_one(name, type_map=("O", "H"), labels=LABELS, **spec):
+    [source] = open_data([name], list(type_map), labels, **spec)
+    return source
+
+
+def problems_of(name, *args, **spec):
+    with pytest.raises(DataError) as caught:
+        open_one(name, *args, **spec)
+    return "\n".join(caught.value.problems)
+
+
+def test_frames_are_those_that_ase_reads(tmp_path):
+    from ase.io import read
+
+    write_toy(tmp_path / "a.extxyz", 12, num_types=3)
+    source: FrameSource = open_one(str(tmp_path / "a.extxyz"), ("H", "C", "O"), (*LABELS, "atom_energy"))
+    expected = read(tmp_path / "a.extxyz", ":")
+    assert source.num_frames == 12
+    assert len({*source.frame_sizes.tolist()}) > 3
+    for k, atoms in enumerate(expected):
+        frame = source.frame(k)
+        assert [["H", "C", "O"][t] for t in frame.atom_type] == atoms.get_chemical_symbols()
+        np.testing.assert_array_equal(frame.coord, atoms.positions)
+        np.testing.assert_array_equal(frame.labels["force"], atoms.get_forces())
+        np.testing.assert_array_equal(frame.labels["atom_energy"], atoms.calc.results["energies"])
+        assert frame.labels["energy"] == atoms.get_potential_energy()
+        assert (frame.box is None) == (not atoms.pbc.any())
+        if frame.box is not None:
+            np.testing.assert_array_equal(frame.box, atoms.cell.array)
+            stress = -frame.labels["virial"].reshape(3, 3) / atoms.get_volume()
+            np.testing.assert_allclose(stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15)
+        assert source.where(k) == (str(tmp_path / "a.extxyz"), k, 12)
+
+
+def test_the_stress_of_the_calculator_comes_back_as_the_virial(tmp_path):
+    """The sign: a stress in a file is that of the ASE calculator, so a model meets its own stress again."""
+    from ase.io import write
+
+    [atoms] = toy_atoms(1)
+    virial = toy_labels(atoms.positions, np.array([t == "H" for t in atoms.symbols], int), atoms.cell.array)[2]
+    write(tmp_path / "a.xyz", atoms, format="extxyz")
+    np.testing.assert_allclose(open_one(str(tmp_path / "a.xyz")).frame(0).labels["virial"], virial, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("head", "virial"),
+    [
+        ({"virial": "1 4 7 2 5 8 3 6 9"}, range(1, 10)),  # column by column, as ASE writes this name
+        ({"REF_virial": "1 2 3 4 5 6 7 8 9"}, range(1, 10)),
+        ({"dft_virials": "1 2 3 23 13 12"}, [1, 12, 13, 12, 2, 23, 13, 23, 3]),
+        ({"stress": "1 4 7 2 5 8 3 6 9"}, [-729 * k for k in range(1, 10)]),
+        ({"REF_stress": "1 2 3 23 13 12"}, [-729 * k for k in (1, 12, 13, 12, 2, 23, 13, 23, 3)]),
+        ({"virial": "_JSON [[1, 2, 3], [4, 5, 6], [7, 8, 9]]"}, range(1, 10)),
+    ],
+)
+def test_virials_and_stresses_by_their_usual_names(write_text, head, virial):
+    name = write_text(text(**head))
+    assert open_one(name).frame(0).labels["virial"].tolist() == pytest.approx(list(virial), rel=1e-14)
+
+
+def test_names_are_found_chosen_and_told_once(write_text):
+    frame = text(
+        rows="O 0 0 0 1 2 3 1 1 1 0.5\nH 0 0 1 4 5 6 1 1 1 0.5\n",
+        Properties="species:S:1:pos:R:3:REF_forces:R:3:mace_forces:R:3:charge:R:1",
+        energy=None,
+        REF_energy=-2,
+        mace_energy=-3,
+        config_type="bulk water",
+        stress="0 0 0 0 0 0 0 0 0",
+    )
+    source = open_one(
+        write_text(frame, text(Lattice=None, energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n"))
+    )
+    assert source.frame(0).labels["energy"] == -2
+    assert source.frame(0).labels["force"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert source.frame(1).labels == {}
+    assert source.notes == [
+        "reads energy from REF_energy in 1 frame, force from REF_forces in 1 frame, virial = -volume * stress "
+        "(stress in eV/angstrom^3, positive under tension, as in ASE) in 1 frame",
+        "does not read charge in 1 frame, config_type in 1 frame, mace_energy in 1 frame, mace_forces in 1 frame",
+    ]
+    chosen = open_one("a.xyz#energy=mace_energy,forces=mace_forces")
+    assert chosen.frame(0).labels["energy"] == -3
+    assert chosen.frame(0).labels["force"].tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([text(REF_energy=-2)], "a.xyz: frame 0 (from 0): energy may be REF_energy or energy. Say which after"),
+        ([text(), text(energy=None, dft_energy=1)], "energy has several names: energy (1 frame), dft_energy (1 frame)"),
+        ([text(stress="0 " * 9, virial="0 " * 9)], "has virial and stress, which may differ. Say which"),
+        ([text(), text(energy="abc")], "frame 1 (from 0): energy: is 'abc', expected numbers."),
+        ([text(energy="1 2")], "energy: has 2 numbers, expected one"),
+        ([text(virial="1 2 3")], "virial: has 3 numbers, expected 9 (3x3) or 6"),
+        ([text(Lattice="1 2 3")], "Lattice: has 3 numbers, expected 9."),
+        ([text(pbc="T T F")], 'pbc = "T T F": periodic in some directions only'),
+        ([text(Lattice=None, pbc="T T T")], "without Lattice"),
+        ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
+        ([text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")], "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7"),
+        ([text(Properties=None)], "expected 4 (without Properties: species, pos)"),
+        ([text(Properties="species:S:1:pos:R")], "expected name:kind:columns"),
+        ([text(Properties="species:S:1:forces:R:3:x:R:3")], "expected name:kind:columns"),
+        ([text(rows="O 0 0 0 1 2 3\nHe 0 0 1 4 5 6\n")], "element 'He' is not in model.type_map. Did you mean H?"),
+        ([text(rows="O 0 0 x 1 2 3\nH 0 0 1 4 5 6\n")], "positions: could not convert"),
+        ([text(rows="O 0 0 0 1 2 f\nH 0 0 1 4 5 6\n")], "forces: has 'f', expected numbers."),
+        ([text(), "2\n\nO 0 0 0\n"], "is cut off: frame 1 (from line 5) has 1 of 2 atoms."),
+        ([text(), "abc\n"], "line 5: 'abc', expected the number of atoms of frame 1."),
+        ([text(natoms=1)], "line 4: 'H 0 0 1 4 5 6', expected the number of atoms of frame 1."),
+        (["0\n\n"], "line 1: '0', expected the number of atoms"),
+        ([""], "no frames: the file is empty."),
+        ([text(energy=f"x{k}") for k in range(9)], "the frames after this one were not read"),
+    ],
+)  # fmt: skip
+def test_faults_are_told_with_file_and_frame(write_text, frames, message):
+    found = problems_of(write_text(*frames))
+    assert message in found
+    assert "a.xyz" in found
+
+
+def test_damaged_bytes_are_told(write_text):
+    good = text().encode()
+    assert "is not UTF-8 text" in problems_of(write_text(good.replace(b"species", b"sp\xffcies"), mode="wb"))
+    assert "expected the number of atoms" in problems_of(write_text(bytes(range(256)) * 50, mode="wb"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("energy=REF_energy", "#energy=REF_energy: no frame has it. Did you mean energy?"),
+        ("energy", "'energy' is not understood. Expected e.g. energy=REF_energy"),
+        ("enrgy=energy", "'enrgy=energy' is not understood"),
+        ("stress=a,virial=b", "names a virial and a stress"),
+    ],
+)
+def test_a_wrong_choice_is_told(write_text, choice, message):
+    assert message in problems_of(f"{write_text(text())}#{choice}")
+
+
+def test_frames_of_windows_with_blank_lines_and_atomic_numbers(write_text):
+    frame = text(Properties="Z:I:1:pos:R:3:forces:R:3", rows="8 0 0 0 1 2 3\n1 0 0 1 4 5 6\n").replace("\n", "\r\n")
+    source = open_one(write_text(frame.encode(), b"\r\n", frame.encode(), b"\n\n", mode="wb"))
+    assert source.num_frames == 2
+    assert source.frame(1).atom_type.tolist() == [0, 1]
+    assert source.frame(1).labels["energy"] == -1.5
+
+
+def test_parameters_are_read_and_missed(write_text):
+    rows = "O 0 0 0 1 2 3 7 8\nH 0 0 1 4 5 6 9 10\n"
+    columns = "species:S:1:pos:R:3:forces:R:3:aparam:R:2"
+    name = write_text(text(rows, fparam="0.5 1", Properties=columns))
+    frame = open_one(name, numb_fparam=2, numb_aparam=2).frame(0)
+    assert frame.fparam.tolist() == [0.5, 1]
+    assert frame.aparam.tolist() == [[7, 8], [9, 10]]
+    assert set(open_one(name).unread) == {"fparam", "aparam"}
+    assert "fparam: has 2 numbers, but numb_fparam = 1." in problems_of(name, numb_fparam=1)
+    name = write_text(text())
+    assert "aparam: has none, but numb_aparam = 1." in problems_of(name, numb_aparam=1)
+    assert open_one(name, numb_fparam=1, default_fparam=[3.0]).frame(0).fparam.tolist() == [3.0]
+
+
+def test_a_file_that_changes_in_use_is_told(write_text):
+    source = open_one(write_text(text(), text()))
+    write_text(text("O 0 0 0 1 2 3\n", natoms=1), text())
+    with pytest.raises(DataError, match="frame 0 has changed while the file was in use"):
+        source.frame(0)
+
+
+def test_a_folder_of_files_says_their_names(write_text, tmp_path):
+    write_text(text())
+    assert "Name its XYZ files themselves: " in problems_of(str(tmp_path))
+
+
+def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwise(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_toy("train.extxyz", 14)
+    write_toy("valid.extxyz", 4, seed=1)
+    content = tiny_input(
+        ["train.extxyz"],
+        ["valid.extxyz"],
+        num_steps=12,
+        training__training_data__batch_size="auto:16",
+        training__enable_ema=True,
+        training__save_freq=6,
+        model__descriptor__sel="auto",
+        validating={"full_validation": True, "validation_freq": 6, "full_val_start": 0},
+    )
+    (tmp_path / "input.json").write_text(json.dumps(content))
+    assert main(["check", "input.json"]) == 0
+    told = capsys.readouterr().out
+    assert "1 system, 14 frames" in told
+    assert "train.extxyz: reads energy, force from forces, virial = -volume * stress" in told
+    assert main(["train", "input.json"]) == 0
+    assert "valid.extxyz: reads energy" in capsys.readouterr().err
+    whole = torch.load("model.ckpt-12.pt", weights_only=True)
+    assert main(["train", "input.json", "--restart", "model.ckpt-6.pt"]) == 0
+    again = torch.load("model.ckpt-12.pt", weights_only=True)
+    assert all(torch.equal(v, again["model"][name]) for name, v in whole["model"].items() if name != "_extra_state")
+    assert main(["test", "-m", "model.ckpt-12.pt", "-s", "valid.extxyz"]) == 0
