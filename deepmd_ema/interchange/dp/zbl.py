@@ -22,7 +22,7 @@ _NETWORK, _TABLE = 0, 1
 def with_table(tree: Tree, model: EnergyModel, config: ModelConfig) -> Tree:
     """Return the tree of ``model`` with its table around the standard ``tree`` of its network."""
     assert model.short_range is not None
-    none = {"atom_exclude_types": [], "pair_exclude_types": []}
+    none: Tree = {"atom_exclude_types": [], "pair_exclude_types": []}
     num_types = len(config.type_map)
     no_bias = {"out_bias": np.zeros((1, num_types, 1)), "out_std": np.ones((1, num_types, 1))}
     part = {**{name: tree[name] for name in _OF_PARTS}, **none, VARIABLES: no_bias, "preset_out_bias": None}
