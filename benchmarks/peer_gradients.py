@@ -167,7 +167,7 @@ def _peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     return {LOSS: np.array(total.item())} | parameter_leaves(model, model.serialize)
 
 
-def _row(work: Path, name: str, system: str) -> tuple[str, str, int, int, float, float, str, float]:
+def _row(work: Path, name: str, system: str) -> tuple[str, str, str, int, float, float, str, float]:
     """Return arrays, numbers, loss, and the largest differences of loss and gradients of one model and system."""
     ours, peer = (dict(np.load(work / f"{who}.{name}.{system}.npz")) for who in ("ours", "peer"))
     if ours.keys() != peer.keys():
@@ -181,12 +181,14 @@ def _row(work: Path, name: str, system: str) -> tuple[str, str, int, int, float,
         for path, value in peer.items()
     }
     where = max(worst, key=worst.__getitem__)
-    return name, system, len(peer), sum(v.size for v in peer.values()), loss, by_loss, where, worst[where]
+    zero = sum(not value.any() for value in peer.values())
+    arrays = f"{len(peer)} ({zero} zero)" if zero else str(len(peer))
+    return name, system, arrays, sum(v.size for v in peer.values()), loss, by_loss, where, worst[where]
 
 
 def _page(rows: list[tuple], names: list[str]) -> str:
     lines = [
-        [name, system, str(arrays), f"{numbers:,}", f"{loss:.6g}", f"{by_loss:.1e}", f"{worst:.1e}", f"`{where}`"]
+        [name, system, arrays, f"{numbers:,}", f"{loss:.6g}", f"{by_loss:.1e}", f"{worst:.1e}", f"`{where}`"]
         for name, system, arrays, numbers, loss, by_loss, where, worst in rows
     ]
     header = ["model", "frames", "arrays", "parameters", "loss", "loss differs by", "gradients differ by", "most in"]
@@ -197,7 +199,8 @@ def _page(rows: list[tuple], names: list[str]) -> str:
         "",
         "Loss of one batch (energy, force, virial) and its gradient by every parameter, both programs from the same",
         "`.dp` file of `tests/golden`, in float64. Relative differences: of an array, the largest over its largest",
-        f"number. Bound: {TOLERANCE:g}.",
+        f"number. Bound: {TOLERANCE:g}. Every parameter of both models is compared; those of `dpa3` without effect on",
+        "the energy, and those of an excluded type, have zero gradients in both.",
         "",
         "The per-atom mask of the peer is set to one. Its own is of integers, so that it divides by the number of",
         "atoms in float32: for 7 atoms this alone changes the loss by 3e-11 and gradients by up to 8e-8, for 64 atoms",

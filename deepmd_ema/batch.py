@@ -22,6 +22,8 @@ class NeighborLayout:
         num_types: number of elements in the model's type map.
         by_type: whether slots come in one section per neighbor type, or in one section sorted by distance.
         excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.
+        type_sel: most neighbors of each type that parts of the model want, which read one list sorted by distance by
+            type; empty where no part does.
         inner: cutoffs and most neighbors that parts of the model ask ``Batch.within`` for; one section only. What it
             returns then has no more slots than the batch needs.
     """
@@ -31,6 +33,7 @@ class NeighborLayout:
     num_types: int
     by_type: bool = True
     excluded_pairs: frozenset[tuple[int, int]] = frozenset()
+    type_sel: tuple[int, ...] = ()
     inner: tuple[tuple[float, int], ...] = ()
 
 
@@ -79,6 +82,7 @@ class Batch:
         has_label: label name to (F,) float64, 1 where the frame has the label.
         conditions: what the energy depends on beside positions and elements, by name (see ``labels``): float64,
             (F, ...) or (A, ...); a name that no frame has is absent.
+        type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by type needs.
         frames: for messages, where each frame comes from: (system, frame number in the system).
         inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
@@ -99,6 +103,7 @@ class Batch:
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     has_label: Mapping[str, Tensor] = field(default_factory=dict)
     conditions: Mapping[str, Tensor] = field(default_factory=dict)
+    type_slots: tuple[int, ...] = ()
     frames: tuple[tuple[str, int], ...] = ()
     inner: tuple[tuple[float, int, int], ...] = ()
     padding: bool = False
@@ -118,8 +123,15 @@ class Batch:
         """For each section the slice of its slots."""
         return _consecutive(self.slots)
 
-    def within(self, rcut: float, most: int | None = None) -> Neighborhood:
-        """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut``.
+    @property
+    def occupied(self) -> Tensor:
+        """(A, K) bool, whether the slot holds a neighbor, however far."""
+        num_atoms, total = self.neighbor.shape
+        flat = torch.zeros(num_atoms * total + 1, dtype=torch.bool, device=self.neighbor.device)
+        return flat.index_fill(0, self.reverse.flatten(), True)[:-1].view(num_atoms, total)
+
+    def within(self, rcut: float | None = None, most: int | None = None) -> Neighborhood:
+        """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut`` (None: all).
 
         One list of the largest cutoff serves all parts of a model: those that look less far take a prefix of its slots.
         Excluded pairs are not in the list and do not count for ``most``. The batch must hold one section sorted by
@@ -130,7 +142,8 @@ class Batch:
         trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
         width = trimmed[0] if trimmed else total if most is None else min(most, total)
         vector = self.vector[:, :width]
-        near = torch.linalg.vector_norm(vector.detach(), dim=-1) < rcut  # empty slots are at 2 * rcut of the list
+        distance = torch.linalg.vector_norm(vector.detach(), dim=-1)
+        near = self.occupied[:, :width] if rcut is None else distance < rcut  # empty slots are at 2 * rcut of the list
         # where each slot of the list went, for `reverse`: also slot A * K, which is none
         place = torch.arange(num_atoms * width, device=near.device).view(num_atoms, width)
         place = torch.where(near, place, num_atoms * width)

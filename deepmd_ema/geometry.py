@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
@@ -73,6 +73,12 @@ class NeighborStatistics:
     def max_within(self, rcut: float) -> int:
         """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of the search."""
         return int(np.searchsorted(self.by_rank, rcut))
+
+    def within(self, rcut: float) -> NeighborStatistics:
+        """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds if it is shorter."""
+        total = self.max_within(rcut)
+        most = tuple(min(n, total) for n in self.max_neighbors)
+        return replace(self, max_neighbors=most, max_total=total, by_rank=self.by_rank[:total])
 
 
 def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:

@@ -100,7 +100,7 @@ BAD = [
     (
         {"model.descriptor.type": "se_e2"},
         'model.descriptor.type = "se_e2"',
-        ["unknown", "Did you mean se_e2_a?", "Known: se_e2_a, "],
+        ["unknown", "Did you mean se_e2_", "Known: se_e2_a, "],
     ),
     ({"model.descriptor.type": 3}, "model.descriptor.type = 3", ["unknown", "Known: se_e2_a"]),
     ({"loss.loss_func": "rmse"}, 'loss.loss_func = "rmse"', ["Did you mean mse?", "Known: mse, mae"]),
@@ -110,7 +110,7 @@ BAD = [
     # the same option twice
     ({"training.stop_batch": 5}, "training.stop_batch", ["the same option as numb_steps"]),
     # what DeePMD-kit has and we do not
-    ({"model.descriptor.type": "dpa3"}, 'model.descriptor.type = "dpa3"', [NOT_YET, "se_e2_a"]),
+    ({"model.descriptor.type": "dpa4"}, 'model.descriptor.type = "dpa4"', [NOT_YET, "se_e2_a"]),
     ({"model.fitting_net.type": "dos"}, 'model.fitting_net.type = "dos"', [NOT_YET, "ener"]),
     ({"model.type": "frozen"}, 'model.type = "frozen"', [NOT_YET]),
     ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode", ["slice, flat, 2d"]),
@@ -130,7 +130,6 @@ BAD = [
     ({"model": {"model_dict": {"a": {}}}}, "model.model_dict", [NOT_YET, "Multi-task"]),
     ({"model.spin": {"use_spin": [True]}}, "model.spin", [NOT_YET]),
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
-    ({"model.use_srtab": "table.txt"}, "model.use_srtab", [NOT_YET]),
     ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision", [NOT_YET, "float32"]),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),

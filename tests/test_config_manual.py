@@ -72,11 +72,11 @@ def test_every_option_has_a_manual_text(section):
 
 def test_the_manual_names_aliases_units_and_defaults():
     text = manual("model.descriptor.rcut")
-    assert text.splitlines() == [
-        "model.descriptor.rcut",
-        "    a number > 0 and at most 100; angstrom; default 6.0",
-        "    Cutoff radius.",
-    ]
+    first, *middle, last = text.splitlines()
+    assert (first, last) == ("model.descriptor.rcut", "    Cutoff radius.")
+    assert " ".join(line.strip() for line in middle) == (
+        "a number > 0 and at most 100; angstrom; default 6.0; of se_e2_a, se_e2_r, se_atten, se_atten_v2, se_e3_tebd"
+    )
     assert "also spelled stop_batch, num_step" in manual("training.numb_steps")
     assert "learning_rate[wsd].decay_type" in manual("learning_rate.decay_type")
     assert max(map(len, manual().splitlines())) <= 120
@@ -128,6 +128,11 @@ def test_an_option_is_found_by_its_name_or_alias_alone():
         "model.fitting_net.seed",
         "training.seed",
     ]
+
+
+def test_the_parts_of_a_hybrid_are_told_once():
+    assert "model.descriptor[hybrid].list" in manual().splitlines()
+    assert "model.descriptor[hybrid].list[" not in manual()
 
 
 def test_the_schema_is_json():

@@ -9,6 +9,7 @@ import pytest
 from fake_descriptor import FakeConfig
 from helpers import open_data, toy_frame, toy_labels, write_system
 
+from deepmd_ema.config.schema.dpa3 import DPA3Config, RepflowConfig
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.errors import DataError
@@ -212,6 +213,18 @@ def test_another_descriptor_says_its_own_option_and_counts_all_neighbors_togethe
     assert check_systems(opened, [], ELEMENTS, FakeConfig(rcut=4.0, most=total), LABELS).warnings == []
     [warning] = check_systems(opened, [], ELEMENTS, FakeConfig(rcut=4.0, most=5), LABELS).warnings
     assert warning.startswith(f"most = [5] is too small: an atom has up to [{total}] neighbors within 4 angstrom")
+
+
+def test_shorter_lists_of_neighbors_that_are_too_small_are_a_warning_each(water):
+    opened = open_data(["water"], ELEMENTS, LABELS)
+    flow = RepflowConfig(e_rcut=4.0, e_rcut_smth=1.0, e_sel=200, a_rcut=3.0, a_rcut_smth=1.0, a_sel=2)
+    report = check_systems(opened, [], ELEMENTS, DPA3Config(repflow=flow), LABELS)
+    most = report.neighbors.max_within(3.0)
+    assert 2 < most < report.neighbors.max_total
+    assert report.warnings == [
+        f"repflow.a_sel = 2 is too small: an atom has up to {most} neighbors within 3 angstrom, and the farthest are "
+        f"dropped, which makes the energy jump. Use repflow.a_sel {most} or more, or auto."
+    ]
 
 
 def test_elements_that_no_training_frame_has_are_a_warning(water):

@@ -11,6 +11,7 @@ import pytest
 from helpers import open_data
 from test_data_extxyz import LABELS, text, toy_atoms, write_toy
 
+from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data, is_data
 from deepmd_ema.errors import DataError, UserError
 
@@ -168,7 +169,7 @@ def test_a_format_of_dpdata(monkeypatch):
     package = types.ModuleType("dpdata")
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
-    Path("output").write_text("")
+    Path("output").write_text("of CP2K")
     told = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
     assert "reads energy, force from forces, virial (eV, -volume * stress)" in told
     assert "does not read spins" in told
@@ -259,6 +260,34 @@ def test_data_are_told_from_models():
         Path(name).write_text("")
     assert [is_data(n) for n in ("a.xyz", "a.xyz#energy=e", "OUTCAR")] == [True] * 3
     assert [is_data(n) for n in ("model.pt", "model.dp", "model.yaml", "nothing", ".")] == [False] * 5
+
+
+def test_the_command_converts_splits_and_prints(capsys):
+    write_toy("train.xyz", 20)
+    assert main(["convert", "train.xyz", "out", "--validation", "0.2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("read train.xyz: 20 frames, ")
+    assert "\nwrote out/train: 16 frames\n" in told
+    assert "\nwrote out/validation: 4 frames\n" in told
+    assert len(read_all("out")) == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone.xyz", "out"], "gone.xyz: no such file."),
+        (["a.xyz", "out", "--head", "x"], "--head: is an option for models, and these are data. Remove it."),
+        (["gone.pt", "out.dp", "--mixed"], "--mixed: is an option for data, and gone.pt is a model or does not exist."),
+        (["a.pt", "b.pt", "out.dp"], "several models. Expected one"),
+        (["a.xyz", "out", "--validation", "2"], "'2': expected a share of the frames, such as 0.1"),
+        (["a.xyz", "a.xyz"], "a.xyz: exists. Nothing is written over"),
+        (["a.xyz"], "the following arguments are required: OUT"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
+    Path("a.xyz").write_text(text())
+    assert main(["convert", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_read_is_told_by_name():

@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import tiny_input
 from toy_models import FLOW, TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
-from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config import config_from_dict, model_config_from_dict
+from deepmd_ema.config.notices import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
@@ -182,3 +184,14 @@ def test_what_does_not_fit_together_is_named(case):
 def test_what_is_not_available_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         model_with(**changes)
+
+
+def test_options_without_effect_are_listed():
+    flow = {**FLOW, "optim_update": False, "sel_reduce_factor": 5.0, "update_style": "res_avg"}
+    config = config_from_dict(tiny_input(["data"], model__descriptor={"type": "dpa3", "repflow": flow}))
+    place = "model.descriptor.repflow"
+    assert [line for line in ignored_options(config) if place in line] == [
+        f"{place}.optim_update = false: no effect, both values are the same function",
+        f"{place}.sel_reduce_factor = 5.0: no effect, use_dynamic_sel is false",
+        f"{place}.update_residual = 1.0: no effect, update_style is res_avg",
+    ]

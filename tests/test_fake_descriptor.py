@@ -21,7 +21,7 @@ from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.argcheck import arguments
 from deepmd_ema.config.manual import json_schema, manual
-from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.descriptor import DescriptorConfig, HasIdleOptions, HasInnerNeighbors
 from deepmd_ema.config.schema.run import RunConfig
 from deepmd_ema.errors import ConfigError
 
@@ -178,8 +178,9 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 
 def test_no_room_reads_an_option_of_a_descriptor():
-    """Outside of a descriptor's own section, module and tree, its section is asked what every section can answer."""
-    answers = {name for name in vars(DescriptorConfig) if not name.startswith("_")}
+    """Outside of a descriptor's own section, module and tree, its section is asked what sections can answer."""
+    questions = (DescriptorConfig, HasIdleOptions, HasInnerNeighbors)
+    answers = {name for asked in questions for name in vars(asked) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)
     package = Path(deepmd_ema.__file__).parent
     own = {"config/descriptor", "model/descriptor", "interchange/dp"}

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.config.fields import keys_of
+from deepmd_ema.config.fields import keys_of, options
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
@@ -17,6 +17,12 @@ TYPES = ["O", "H", "Na"]
 FLOW = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 3, "e_rcut": 4.0, "e_rcut_smth": 1.0, "e_sel": 60, "a_rcut": 3.0,
         "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True,
         "update_residual": 1.0}  # fmt: skip
+REPINIT = {"rcut": 4.0, "rcut_smth": 1.0, "nsel": 60, "neuron": [4, 8, 16], "axis_neuron": 4, "tebd_dim": 4,
+           "use_three_body": True, "three_body_neuron": [2, 4], "three_body_sel": 30, "three_body_rcut": 3.0,
+           "three_body_rcut_smth": 1.0}  # fmt: skip
+REPFORMER = {"rcut": 3.2, "rcut_smth": 1.0, "nsel": 40, "nlayers": 3, "g1_dim": 8, "g2_dim": 6, "axis_neuron": 3,
+             "attn1_hidden": 4, "attn1_nhead": 2, "attn2_hidden": 4, "attn2_nhead": 2, "update_h2": True,
+             "attn2_has_gate": True, "update_style": "res_residual", "update_residual": 0.05}  # fmt: skip
 # one small section per registered descriptor; a new descriptor is tested as soon as it has a line here
 SECTIONS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
@@ -27,23 +33,36 @@ SECTIONS = {
     "se_atten_v2": {"type": "se_atten_v2", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
                     "axis_neuron": 4, "attn": 8, "attn_layer": 1, "tebd_dim": 4},
     "se_e3_tebd": {"type": "se_e3_tebd", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4},
+    "dpa2": {"type": "dpa2", "repinit": REPINIT, "repformer": REPFORMER, "add_tebd_to_repinit_out": True},
     "dpa3": {"type": "dpa3", "repflow": FLOW},
 }  # fmt: skip
+# by type and by distance; the second part looks less far
+SECTIONS["hybrid"] = {"type": "hybrid", "list": [SECTIONS["se_e2_a"], SECTIONS["se_e3_tebd"] | {"rcut": 3.5}]}
 # for cells with more neighbors than the small section keeps
 MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
                   "se_atten_v2": {"sel": 120}, "se_e3_tebd": {"sel": 120},
-                  "dpa3": {"repflow": {**FLOW, "e_sel": 120}}}  # fmt: skip
+                  "dpa3": {"repflow": {**FLOW, "e_sel": 120}},
+                  "dpa2": {"repinit": {**REPINIT, "nsel": 120}}}  # fmt: skip
+MORE_NEIGHBORS["hybrid"] = {"list": [one | MORE_NEIGHBORS[one["type"]] for one in SECTIONS["hybrid"]["list"]]}
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
     """Return the dict of a section ``model``; changes of options that this descriptor does not have are left out."""
-    known = keys_of(DESCRIPTORS[descriptor])
     return {
         "type_map": TYPES,
-        "descriptor": SECTIONS[descriptor] | {k: v for k, v in (descriptor_changes or {}).items() if k in known},
+        "descriptor": _changed(DESCRIPTORS[descriptor], SECTIONS[descriptor], descriptor_changes or {}),
         "fitting_net": {"neuron": [12, 12], **(fitting_changes or {})},
         **changes,
     }
+
+
+def _changed(kind, section, changes):
+    """Return ``section`` of a ``kind`` with the changes of its options and of those of the sections in it."""
+    section = section | {name: value for name, value in changes.items() if name in keys_of(kind)}
+    for o in (o for o in options(kind) if o.sections and o.name in section):
+        parts = [_changed(o.section_of(part), part, changes) for part in section[o.name]] if o.many else None
+        section = section | {o.name: parts or _changed(o.section_of(section[o.name]), section[o.name], changes)}
+    return section
 
 
 def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, seed=3, **changes):
@@ -65,8 +84,8 @@ def disturb(model, seed=5):
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
         if leaf == "mean":
-            if getattr(model.descriptor.section, "set_davg_zero", False):
-                continue  # it stays zero in training, too
+            if _mean_stays_zero(_owner(model.descriptor, buffer).section):
+                continue
             buffer[..., 0] = 0.1 + 0.05 * draw(buffer[:, :1, 0])
         elif leaf == "stddev":
             buffer.copy_(0.15 + 0.1 * draw(buffer[:, :1, :1]))
@@ -76,6 +95,17 @@ def disturb(model, seed=5):
             buffer.copy_(draw(buffer))
         elif leaf in ("fparam_inv_std", "aparam_inv_std"):
             buffer.copy_(1 + draw(buffer))
+
+
+def _owner(descriptor, buffer):
+    """Return the part of a hybrid that has the buffer, or the descriptor itself."""
+    return next(part for part in getattr(descriptor, "parts", [descriptor]) if any(buffer is b for b in part.buffers()))
+
+
+def _mean_stays_zero(section):
+    """Whether ``set_davg_zero`` of a section, or of one in it, keeps the mean zero in training."""
+    parts = [getattr(section, o.name) for o in options(type(section)) if o.sections]
+    return getattr(section, "set_davg_zero", False) or any(map(_mean_stays_zero, parts))
 
 
 def toy_atoms(seed=0, natoms=11, num_types=3, spread=3.2):

@@ -4,30 +4,81 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, file_to_write, path, start_logging
+from deepmd_ema.cli.options import add_average, path, start_logging
+from deepmd_ema.errors import UserError
 
-SUMMARY = "a model file as another kind of model file"
+SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
+_OF_MODELS = {"head": "--head", "use_ema": "--use-ema", "average": "--average"}
+_OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("input", metavar="IN", type=path,
-                        help="a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml")  # fmt: skip
-    parser.add_argument("output", metavar="OUT", type=file_to_write,
-                        help="a .dp, a .yaml, or a .pt with weights only")  # fmt: skip
-    parser.add_argument("--head", "--model-branch", dest="head", metavar="NAME",
+    parser.add_argument("input", metavar="IN", type=path, nargs="+",
+                        help="a model: a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml; or data: "
+                        "files of extended XYZ (train.xyz#energy=REF_energy), and of what ASE reads")  # fmt: skip
+    parser.add_argument(
+        "output",
+        metavar="OUT",
+        type=path,
+        help="of a model: a .dp, a .yaml, or a .pt with weights only; of data: a new folder",
+    )
+    models = parser.add_argument_group("models")
+    models.add_argument("--head", "--model-branch", dest="head", metavar="NAME",
                         help="which model of a file of DeePMD-kit that holds several")  # fmt: skip
     add_average(parser)
+    data = parser.add_argument_group("data")
+    data.add_argument("--validation", metavar="SHARE", type=_share,
+                      help="keep this share of the frames apart, such as 0.1: whole files, else blocks")  # fmt: skip
+    data.add_argument(
+        "--mixed",
+        action="store_true",
+        help="one system for all frames of one size (real_atom_types.npy), not per composition",
+    )
+    data.add_argument(
+        "--format", metavar="NAME", help="of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the file and print what was read, what was written, and how far it is from what was read."""
+    """Write what was asked for and print what was read and what was written."""
     start_logging(args)
+    from deepmd_ema.data.convert import convert_data, is_data
+
+    if args.format is not None or any(is_data(name) for name in args.input):
+        _refuse(args, _OF_MODELS, "models, and these are data")
+        lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format)
+        print("\n".join(lines))
+    else:
+        _refuse(args, _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")
+        if len(args.input) > 1:
+            raise UserError(f"convert {' '.join(args.input)}: several models. Expected one, or files of data.")
+        _convert_model(args)
+
+
+def _convert_model(args: argparse.Namespace) -> None:
+    """Write the file and print what was read, what was written, and how far it is from what was read."""
     from deepmd_ema.export import convert
     from deepmd_ema.infer.load import load_model
 
-    loaded = load_model(args.input, use_average=args.use_ema, average=args.average, head=args.head)
+    loaded = load_model(args.input[0], use_average=args.use_ema, average=args.average, head=args.head)
     written = convert(loaded, args.output)
     print(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
           f"{loaded.config.descriptor.summary()}")  # fmt: skip
     print(f"wrote {written.text()}")
+
+
+def _refuse(args: argparse.Namespace, options: dict[str, str], kind: str) -> None:
+    given = [option for name, option in options.items() if getattr(args, name) not in (None, False)]
+    if given:
+        raise UserError(f"convert {given[0]}: is an option for {kind}. Remove it.")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share of the frames, such as 0.1")
+    return share

@@ -11,7 +11,21 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from deepmd_ema import __version__
-from deepmd_ema.cli import change_bias, check, convert, doc, freeze, peer, plot, posthoc, show, test, train
+from deepmd_ema.cli import (
+    change_bias,
+    check,
+    convert,
+    doc,
+    freeze,
+    model_devi,
+    neighbor_stat,
+    peer,
+    plot,
+    posthoc,
+    show,
+    test,
+    train,
+)
 from deepmd_ema.cli.options import file_to_write
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
@@ -69,6 +83,8 @@ COMMANDS: dict[str, Command] = {
     "check": check,
     "freeze": freeze,
     "test": test,
+    "model-devi": model_devi,
+    "neighbor-stat": neighbor_stat,
     "posthoc": posthoc,
     "change-bias": change_bias,
     "convert": convert,
@@ -76,7 +92,7 @@ COMMANDS: dict[str, Command] = {
     "plot": plot,
     "doc": doc,
 }
-WITHOUT_LOG = ("check", "show", "plot", "doc")  # they print what was asked for, and nothing else
+WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print what was asked for, and nothing else
 
 
 def main(argv: Sequence[str] | None = None) -> int:

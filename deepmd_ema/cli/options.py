@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from pathlib import Path
@@ -20,11 +21,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:0 (default: CUDA when there is one)")
 
 
-def add_average(parser: argparse.ArgumentParser) -> None:
-    """Add ``--use-ema`` and ``--average``: which weights of a training checkpoint are taken."""
+def add_average(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Add ``--use-ema`` and ``--average``: which weights of a training checkpoint are taken; ``several`` take each."""
     parser.add_argument("--use-ema", action="store_true", help="take the averaged weights of a training checkpoint")
-    parser.add_argument("--average", "--profile", dest="average", metavar="NAME",
-                        help="which average, when there are several; implies --use-ema")  # fmt: skip
+    which = "which averages, each a model" if several else "which average, when there are several"
+    parser.add_argument("--average", "--profile", dest="average", metavar="NAME", nargs="+" if several else None,
+                        help=f"{which}; implies --use-ema")  # fmt: skip
 
 
 def add_systems(
@@ -48,6 +50,17 @@ def num_frames(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of frames, 0 for all")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """Return a number above 0 that is given on the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number above 0")
+    return number
 
 
 def path(text: str) -> str:

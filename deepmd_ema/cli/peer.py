@@ -24,14 +24,13 @@ OPTIONS = {
         "--shuffle-test": "frames are taken in order, -n N takes the first N",
         "--head --model-branch": _NO_TASKS,
     },
+    "model-devi": {"-S --set-prefix": "all sets of a system are read"},
     "change-bias": {"--model-branch": _NO_TASKS},
 }
 COMMANDS = {
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
-    "neighbor-stat": "`dp-ema check INPUT` prints the nearest pair and the most neighbors",
     "convert-backend": "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of a .dp",
     "compress": "convert the frozen .dp file with DeePMD-kit, then `dp --pt compress`",
-    "model-devi": "not here yet; `dp model-devi` takes the frozen files once they are converted",
     "eval-desc": "not here yet",
     "embed": "not here yet",
     "gui": "`dp-ema doc --json-schema` gives an editor what it needs to help with the input",

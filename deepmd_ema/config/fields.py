@@ -107,7 +107,7 @@ def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> A
     """Declare an option as the class ``section`` has it, with another default or with the same."""
     declared = next(f for f in dataclasses.fields(section) if f.name == name)
     if default is not dataclasses.MISSING:
-        return dataclasses.field(default=default, metadata=declared.metadata)
+        return option(default, **declared.metadata)
     if declared.default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=declared.default_factory, metadata=declared.metadata)
     return dataclasses.field(default=declared.default, metadata=declared.metadata)
@@ -162,9 +162,9 @@ def wants(option: Option) -> str:
 
 def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
     inner = _parts(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else ()
-    many = any(dataclasses.is_dataclass(p) for p in inner)
-    parts = inner if many else _parts(hint)
     default, about = field.default, dict(field.metadata)
+    many = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
+    parts = inner if many else _parts(hint)
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if "registry" in about:  # its annotation is a protocol

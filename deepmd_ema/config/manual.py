@@ -29,11 +29,15 @@ _COMMENTS = {"^_": {"description": "a comment"}}
 
 @dataclass(frozen=True)
 class Entry:
-    """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice."""
+    """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice.
+
+    An option that several types declare alike stands once, without a type; ``types`` are these, if not all.
+    """
 
     path: str
     option: Option | None
     doc: str
+    types: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -70,7 +74,9 @@ def manual(topic: str | None = None) -> str:
 
 def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
     """Return paths of options that look like a topic that is none: by their last name, one word of it, or in all."""
-    paths = {key: entry.plain_path for entry in entries for key in entry.keys}
+    paths: dict[str, str] = {}
+    for key, path in ((key, entry.plain_path) for entry in entries for key in entry.keys):
+        paths.setdefault(key, path)  # of sections in sections, the outermost
     last = topic.split(".")[-1]
     same = [entry.plain_path for entry in entries if last in entry.keys]
     words = [path for key, path in paths.items() if last in key.split("_")]
@@ -98,25 +104,37 @@ def json_schema() -> dict[str, Any]:
 
 def _entries(section: type, path: str) -> Iterator[Entry]:
     for o in input_options(section):
-        here = f"{path}.{o.name}" if path else o.name
-        yield Entry(here, o, o.doc)
-        if o.by_type:
-            yield Entry(f"{here}.type", None, _type_words(o))
-        if len(o.sections) == 1:
-            yield from _entries(o.sections[0], here)
-        elif o.sections:
-            yield from _choice_entries(o.sections, here)
+        yield from _option_entries(o, f"{path}.{o.name}" if path else o.name, ())
+
+
+def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield an option and those of its sections, unless the sections are among those ``told`` beside it."""
+    yield Entry(here, option, option.doc)
+    if option.by_type:
+        yield Entry(f"{here}.type", None, _type_words(option))
+    if set(option.sections) <= set(told):
+        return
+    if len(option.sections) == 1:
+        yield from _entries(option.sections[0], here)
+    elif option.sections:
+        yield from _choice_entries(option.sections, here)
 
 
 def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
-    """Yield the options that all sections share, then each type with its own."""
-    shared = [o for o in options(sections[0]) if all(o in options(s) for s in sections)]
+    """Yield the options that sections declare alike, then each type with its own."""
+    declared: dict[str, list[Option]] = {}
+    for o in (o for s in sections for o in options(s)):
+        declared.setdefault(o.name, []).append(o)
+    shared = [same[0] for same in declared.values() if len(same) > 1 and all(o == same[0] for o in same)]
     for o in shared:
-        yield Entry(f"{path}.{o.name}", o, o.doc)
+        having = tuple(s.type for s in sections if o in options(s))
+        yield Entry(f"{path}.{o.name}", o, o.doc, having if len(having) < len(sections) else ())
     for s in sections:
         there = f"{path}[{s.type}]"
         yield Entry(there, None, _class_doc(s))
-        yield from (Entry(f"{there}.{o.name}", o, o.doc) for o in options(s) if o not in shared)
+        for o in options(s):
+            if o not in shared:
+                yield from _option_entries(o, f"{there}.{o.name}", sections)
 
 
 def _type_words(option: Option) -> str:
@@ -132,7 +150,8 @@ def _entry_text(entry: Entry) -> str:
     if o is not None:
         default = "required" if o.required else f"default {_default_words(o)}"
         aliases = f"also spelled {', '.join(o.alias)}" if o.alias else ""
-        texts = ["; ".join(filter(None, [_kind_words(o), o.unit, default, aliases])), entry.doc]
+        types = f"of {', '.join(entry.types)}" if entry.types else ""
+        texts = ["; ".join(filter(None, [_kind_words(o), o.unit, default, aliases, types])), entry.doc]
     texts = [textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT) for text in texts]
     return "\n".join([entry.path, *texts])
 

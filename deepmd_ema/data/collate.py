@@ -35,6 +35,7 @@ class PairedFrame:
         order: (N,) the atom of the frame in each row.
         counts: (T,) atoms of each type.
         slots: slots per section, rounded up.
+        type_slots: slots per type, where the layout has a ``type_sel``.
         inner: the same of each inner neighborhood of the layout.
         coord: (N, 3) positions by row.
         neighbor: (N, K) row of the neighbor, small integers.
@@ -49,6 +50,7 @@ class PairedFrame:
     order: Array
     counts: Array
     slots: tuple[int, ...]
+    type_slots: tuple[int, ...]
     inner: tuple[int, ...]
     coord: Array
     neighbor: Array
@@ -109,6 +111,7 @@ def pair_frame(
         order=order,
         counts=np.bincount(frame.atom_type, minlength=layout.num_types),
         slots=slots,
+        type_slots=_type_slots(frame.atom_type[order], row, column, layout, round_to),
         inner=inner,
         coord=coord,
         neighbor=neighbor.reshape(natoms, total),
@@ -182,6 +185,7 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     return Batch(
         type_counts=tuple(int(n) for n in np.sum([p.counts for p in paired], axis=0)),
         slots=slots,
+        type_slots=tuple(max(widths) for widths in zip(*(p.type_slots for p in paired))),
         inner=tuple((*one, max(p.inner[k] for p in paired)) for k, one in enumerate(layout.inner)),
         atom_type=_tensor(_by_row([p.frame.atom_type[p.order] for p in paired], rows)),
         atom_frame=_tensor(_by_row([np.full(n, k) for k, n in enumerate(num_atoms)], rows)),
@@ -222,10 +226,31 @@ def _place_pairs(
         key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
         rank, counts = rank_in_group(key, natoms * sections)
     used = counts.reshape(natoms, sections).max(axis=0)
-    slots = tuple(min(sel, -(-int(n) // round_to) * round_to) for n, sel in zip(used, layout.sel))
+    slots = _rounded(used, layout.sel, round_to)
     start = np.cumsum(slots) - slots
     place = rank + start[section[sorter]]
     return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, most
+
+
+def _type_slots(row_type: Array, row: Array, column: Array, layout: NeighborLayout, round_to: int) -> tuple[int, ...]:
+    """Return the slots per type that a view of the list by type needs, empty where the layout wants none.
+
+    Args:
+        row_type: (N,) type of each row.
+        row: rows of the pairs that are kept.
+        column: rows of their neighbors.
+        layout: how the model wants its neighbors.
+        round_to: slots are rounded up to a multiple of this.
+    """
+    if not layout.type_sel:
+        return ()
+    counts = np.bincount(row * layout.num_types + row_type[column], minlength=len(row_type) * layout.num_types)
+    used = counts.reshape(len(row_type), layout.num_types).max(axis=0)
+    return _rounded(used, layout.type_sel, round_to)
+
+
+def _rounded(used: Array, sel: tuple[int, ...], round_to: int) -> tuple[int, ...]:
+    return tuple(min(most, -(-int(n) // round_to) * round_to) for n, most in zip(used, sel))
 
 
 def _inner_slots(distance: Array, place: Array, rcut: float, most: int, round_to: int) -> int:

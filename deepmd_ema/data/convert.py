@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.formats.extxyz import is_extxyz
+from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
 from deepmd_ema.data.formats.foreign import in_words, stored_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, labels_of, parse_choice
 from deepmd_ema.data.formats.system import TYPES
@@ -31,9 +31,9 @@ Key: TypeAlias = tuple[str, bool]  # name of a group of frames, and whether they
 
 
 def is_data(path: str) -> bool:
-    """Whether ``dp-ema convert`` takes ``path`` for data: a file that is not named as models are."""
+    """Whether ``dp-ema convert`` takes ``path`` for data: named as XYZ files are, or a file not named as models are."""
     file = Path(path.partition("#")[0])
-    return is_extxyz(file) or (file.is_file() and file.suffix.lower() not in _MODELS)
+    return file.suffix.lower() in XYZ_SUFFIXES or (file.is_file() and file.suffix.lower() not in _MODELS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -16,13 +17,14 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
-from deepmd_ema.infer.load import Provenance, load_model
+from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.report.table import Column, Table, render
@@ -162,14 +164,38 @@ def measure(
     where = select_device(device)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
-    chosen = first_frames(opened, num_frames)
-    network = loaded.model.to(where)
-    batches = sequential_batches(opened, network.layout, labels=labels, frames=chosen)
-    with tqdm(total=sum(map(len, chosen)), unit=" frames", disable=None, leave=False) as bar:
-        total = evaluate(network, batches, where, progress=bar.update, collect=True)
-    if not any(frame.label for frame in total.frames):
+    report = predict(loaded, opened, first_frames(opened, num_frames), where, labels)
+    if not any(frame.label for frame in report.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
-    report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in opened})
+    return report
+
+
+def predict(
+    loaded: LoadedModel,
+    systems: Sequence[FrameSource],
+    frames: Sequence[range],
+    device: torch.device,
+    labels: Sequence[str] = (),
+    cache: PairCache | None = None,
+) -> ErrorReport:
+    """Return the predictions of a model, and their errors where there are labels.
+
+    Args:
+        loaded: the model; it is moved to ``device``.
+        systems: opened and checked (:func:`open_labelled`).
+        frames: which frames of each system.
+        device: where the model is evaluated.
+        labels: names of the labels of ``systems``.
+        cache: neighbor lists shared with other models; without it they are computed and not kept.
+
+    Raises:
+        DataError: if the model gives no finite numbers for a frame.
+    """
+    network = loaded.model.to(device)
+    batches = sequential_batches(systems, network.layout, cache, labels=labels, frames=frames)
+    with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
+        total = evaluate(network, batches, device, progress=bar.update, collect=True)
+    report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
     _refuse_non_finite(report, loaded.config.descriptor)
     return report
 
@@ -201,9 +227,25 @@ def open_labelled(
     Raises:
         DataError: with every problem of the data at once.
     """
-    opened = open_systems([str(path) for path in systems], ReadSpec.of_model(config, labels), rglob_patterns)
-    num_types, rcut = len(config.type_map), config.descriptor.cutoff
-    problems = [text for s in opened for text in scan_system(s, num_types, rcut).problems]
+    return open_checked(systems, ReadSpec.of_model(config, labels), config.descriptor.cutoff, rglob_patterns)
+
+
+def open_checked(
+    systems: Sequence[str | Path], spec: ReadSpec, rcut: float, rglob_patterns: Sequence[str] | None = None
+) -> list[FrameSource]:
+    """Return systems, after one pass over all their numbers.
+
+    Args:
+        systems: systems, or folders searched for systems.
+        spec: what is read.
+        rcut: cutoff radius within which neighbors are going to be searched, angstrom.
+        rglob_patterns: names of systems to search for in folders.
+
+    Raises:
+        DataError: with every problem of the data at once.
+    """
+    opened = open_systems([str(path) for path in systems], spec, rglob_patterns)
+    problems = [text for s in opened for text in scan_system(s, len(spec.type_map), rcut).problems]
     if problems:
         raise DataError(problems)
     return opened

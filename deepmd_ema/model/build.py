@@ -7,17 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
+from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
+from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.pair_table import PairTable
+from deepmd_ema.model.short_range import ShortRange, Switch
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import HybridConfig
     from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.interface import Descriptor, Fitting
+
+
+def _hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
+    """Return a hybrid with its parts, each of which starts from random numbers of its own."""
+    parts = [
+        DESCRIPTORS[part.type](part, num_types, seed_for("part", seed, index)) for index, part in enumerate(config.list)
+    ]
+    return HybridDescriptor(config, parts)
+
 
 # by the ``type`` of their sections; called with the section, the number of elements and the seed
 DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
@@ -25,8 +39,10 @@ DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_e2_r": SeE2RDescriptor,
     "se_atten": DPA1Descriptor,
     "se_atten_v2": DPA1Descriptor,
+    "dpa2": DPA2Descriptor,
     "dpa3": DPA3Descriptor,
     "se_e3_tebd": SeE3TebdDescriptor,
+    "hybrid": _hybrid,
 }
 # called with the section, the number of features, the number of elements, excluded types, the seed, and whether the
 # features tell the elements apart
@@ -50,4 +66,15 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     fitting = FITTINGS[config.fitting_net.type](
         config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
     )
-    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types)
+    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, _short_range(config))
+
+
+def _short_range(config: ModelConfig) -> ShortRange | None:
+    """Return the pair energies that take over at short distances, or None."""
+    if config.use_srtab is None:
+        return None
+    assert config.sw_rmin is not None
+    assert config.sw_rmax is not None
+    switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
+    table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
+    return ShortRange(table, switch, len(config.type_map), tuple(config.atom_exclude_types))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import numpy as np
 
 from deepmd_ema.errors import DataError
 from deepmd_ema.files import atomic_write
-from deepmd_ema.model.statistics import Statistics
+from deepmd_ema.model.statistics import Statistics, folder_of
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -36,7 +35,7 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
         BIAS_STD: statistics.bias_std[:, None],
         OBSERVED: np.array(statistics.observed, dtype=bytes),
         SETTINGS: np.array([_settings(config, descriptor).encode()]),
-        **{f"{_hash(descriptor)}/{name}": sums for name, sums in statistics.measured.items()},
+        **{_entry(descriptor, name): sums for name, sums in statistics.measured.items()},
         **statistics.conditions,
     }
     items = {f"{' '.join(config.type_map)}/{name}": value for name, value in items.items()}
@@ -57,7 +56,7 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
     if not path.exists():
         return None
     fitting = config.fitting_net
-    measured = {name: f"{_hash(descriptor)}/{name}" for name in descriptor.sum_names}
+    measured = {name: _entry(descriptor, name) for name in descriptor.sum_names}
     conditions = [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
     wanted = [BIAS, BIAS_STD, OBSERVED, *measured.values(), *conditions]
     root = " ".join(config.type_map)
@@ -81,10 +80,9 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
     )
 
 
-def _hash(descriptor: Descriptor) -> str:
-    """Return the name of the folder of the descriptor's sums, as DeePMD-kit computes it."""
-    text = json.dumps(descriptor.stat_identity())
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+def _entry(descriptor: Descriptor, name: str) -> str:
+    """Return where sums of a descriptor stand; those of one with several parts are named with their folders."""
+    return name if "/" in name else f"{folder_of(descriptor.stat_identity())}/{name}"
 
 
 def _settings(config: ModelConfig, descriptor: Descriptor) -> str:

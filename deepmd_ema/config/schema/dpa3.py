@@ -151,6 +151,21 @@ class RepflowConfig:
             yield "sequential_update", " = true: needs update_angle = true."
         yield from self._width_problems()
 
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        yield "optim_update", "both values are the same function"
+        if not self.update_angle:
+            yield "smooth_edge_update", "update_angle is false"
+            yield "a_compress_rate", "update_angle is false"
+        if not (self.update_angle and self.a_compress_rate):
+            yield "a_compress_e_rate", "a_compress_rate is 0 or update_angle is false"
+            yield "a_compress_use_split", "a_compress_rate is 0 or update_angle is false"
+        if not self.use_dynamic_sel:
+            yield "sel_reduce_factor", "use_dynamic_sel is false"
+        if self.update_style != "res_residual":
+            yield "update_residual", f"update_style is {self.update_style}"
+            yield "update_residual_init", f"update_style is {self.update_style}"
+
     def _width_problems(self) -> Iterator[tuple[str, str]]:
         narrow = min(self.n_dim, self.e_dim)
         if self.axis_neuron > narrow:
@@ -221,6 +236,12 @@ class DPA3Config:
         flow = self.repflow
         return None if isinstance(flow.a_sel, str) else shared.total_sel(flow.e_sel)
 
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield ``a_sel``."""
+        flow = self.repflow
+        if flow.update_angle and isinstance(flow.a_sel, int):
+            yield "repflow.a_sel", flow.a_rcut, flow.a_sel
+
     def with_neighbors(self, found: NeighborStatistics) -> DPA3Config:
         """Return the section with ``auto`` as numbers."""
         flow = self.repflow
@@ -242,6 +263,11 @@ class DPA3Config:
         """Yield what does not fit together."""
         yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        yield "use_loc_mapping", "there are no images of atoms to be numbered"
+        yield from ((f"repflow.{name}", why) for name, why in self.repflow.idle_options())
 
     def summary(self) -> str:
         """Return the main options in words."""

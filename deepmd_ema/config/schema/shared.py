@@ -106,7 +106,9 @@ def auto_total_sel(sel: int | list[int] | str, found: NeighborStatistics) -> int
 
 def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> int:
     """Return ``sel`` of neighbors nearer than ``rcut`` with ``auto`` as the number that follows from the data."""
-    return auto_sel([found.max_within(rcut)], ratio_of(sel))[0] if isinstance(sel, str) else sel
+    if not isinstance(sel, str):
+        return sel
+    return max(SEL_MULTIPLE, auto_sel([found.max_within(rcut)], ratio_of(sel))[0])  # sums are divided by it
 
 
 @dataclass(frozen=True, kw_only=True)

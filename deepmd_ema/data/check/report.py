@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepmd_ema.arrays import Array
+from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.heuristics import (
     duplicate_warnings,
     energy_outliers,
@@ -133,6 +134,7 @@ def check_systems(
             report.closest = f"{every[k].system.name} frame {index}"
         report.problems += _too_close(every, chosen, report.neighbors, min_distance, type_map)
         report.warnings += _too_few_neighbors(descriptor, report.neighbors, type_map)
+        report.warnings += _too_few_inside(descriptor, report.neighbors)
     report.problems += _no_labels(report.training, labels)
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
@@ -207,6 +209,18 @@ def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics, 
     return [
         f"{option} = {list(kept)} is too small: an atom has up to {needed} neighbors within {descriptor.cutoff:g} "
         f"angstrom, and the farthest are dropped, which makes the energy jump. Use {option} {enough} or more, or auto."
+    ]
+
+
+def _too_few_inside(descriptor: DescriptorConfig, found: NeighborStatistics) -> list[str]:
+    if not isinstance(descriptor, HasInnerNeighbors):
+        return []
+    lists = [(option, rcut, kept, found.max_within(rcut)) for option, rcut, kept in descriptor.inner_neighbors()]
+    return [
+        f"{option} = {kept} is too small: an atom has up to {most} neighbors within {rcut:g} angstrom, and the "
+        f"farthest are dropped, which makes the energy jump. Use {option} {most} or more, or auto."
+        for option, rcut, kept, most in lists
+        if most > kept
     ]
 
 

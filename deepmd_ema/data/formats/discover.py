@@ -14,7 +14,7 @@ from deepmd_ema.data.formats.extxyz import find_extxyz, is_extxyz, xyz_files
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
-from deepmd_ema.data.formats.system import open_system
+from deepmd_ema.data.formats.system import open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems, first_few
 
@@ -81,6 +81,24 @@ def open_systems(
     if not sources:
         raise DataError(f"{where}: is empty. Name at least one folder with type.raw.")
     return sources
+
+
+def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None = None) -> list[str]:
+    """Return the elements that the systems at ``paths`` name in type_map.raw, each once, in the order of the files.
+
+    Raises:
+        DataError: if a path cannot be read, or data do not say which elements they have.
+    """
+    names: dict[str, None] = {}
+    for path in paths:
+        for opener in _find(path, rglob_patterns):
+            store = opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
+            found = None if store is None else read_type_map(store)
+            if found is None:
+                where = path if store is None else f"{store.name}/type_map.raw"
+                raise DataError(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
+            names |= dict.fromkeys(found)
+    return list(names)
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:

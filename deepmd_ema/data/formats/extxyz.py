@@ -20,7 +20,7 @@ from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
 from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
 
-_SUFFIXES = (".xyz", ".extxyz")
+XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MOST_PROBLEMS = 5  # of one file
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
@@ -88,7 +88,7 @@ class ExtxyzFile:
 
 def is_extxyz(path: Path) -> bool:
     """Whether ``path`` is a file named as XYZ files are."""
-    return path.suffix.lower() in _SUFFIXES and path.exists() and not path.is_dir()
+    return path.suffix.lower() in XYZ_SUFFIXES and path.exists() and not path.is_dir()
 
 
 def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
@@ -205,6 +205,8 @@ def read_block(block: bytes) -> StoredFrame:
 
 def _read_head(line: str) -> _Head:
     values = {}
+    if "=" in _WORD.sub("", line):  # what no word has taken begins with a quote that does not end
+        raise DataError(f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}.")
     for key, value in _WORD.findall(line):
         if value:  # a word alone holds nothing that is read
             values[_unquoted(key)] = _unquoted(value)
@@ -281,4 +283,4 @@ def _unquoted(text: str) -> str:
 
 def xyz_files(folder: Path) -> list[str]:
     """Return the names of XYZ files in a folder, for messages."""
-    return sorted(name for name in os.listdir(folder) if name.lower().endswith(_SUFFIXES))
+    return sorted(name for name in os.listdir(folder) if name.lower().endswith(XYZ_SUFFIXES))

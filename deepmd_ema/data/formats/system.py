@@ -177,7 +177,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         DataError: with all problems of its files.
     """
     file_types = _read_types(store)
-    names = _read_type_map(store)
+    names = read_type_map(store)
     set_names = store.set_names()
     if not set_names:
         raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
@@ -211,6 +211,22 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of, unread)
 
 
+def read_type_map(store: ArrayStore) -> list[str] | None:
+    """Return the elements that a system names, None without type_map.raw.
+
+    Raises:
+        DataError: if one is named twice.
+    """
+    names = store.words("type_map.raw")
+    twice = sorted(name for name, count in Counter(names or []).items() if count > 1)
+    if twice:
+        raise DataError(
+            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
+            "either. Expected each element once; merge their numbers in type.raw."
+        )
+    return names
+
+
 def _read_types(store: ArrayStore) -> Array:
     words = store.words("type.raw") or []
     if not words:
@@ -221,17 +237,6 @@ def _read_types(store: ArrayStore) -> Array:
         shown = bad[0] if len(bad[0]) <= _MOST_SHOWN else bad[0][:_MOST_SHOWN] + "..."
         raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
     return np.array(words, np.int64)
-
-
-def _read_type_map(store: ArrayStore) -> list[str] | None:
-    names = store.words("type_map.raw")
-    twice = sorted(name for name, count in Counter(names or []).items() if count > 1)
-    if twice:
-        raise DataError(
-            f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
-            "either. Expected each element once; merge their numbers in type.raw."
-        )
-    return names
 
 
 def _open_set(

@@ -12,6 +12,8 @@ import torch
 
 from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
+from deepmd_ema.config.schema.descriptor import HybridConfig
+from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
@@ -19,27 +21,32 @@ from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
 from deepmd_ema.interchange.dp.dpa3 import DPA3Tree
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
-from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill
+from deepmd_ema.interchange.dp.hybrid import HybridTree
+from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tree_of
 from deepmd_ema.interchange.dp.se_atten import SeAttenTree
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree
 from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
+from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
 # by the ``type`` of their sections; a descriptor without a tree trains, but cannot be frozen
-DESCRIPTOR_TREES: dict[str, PartTree] = {
+PART_TREES: dict[str, PartTree] = {
     "se_e2_a": SeE2ATree(SeE2AConfig),
     "se_e2_r": SeE2RTree(SeE2RConfig),
     "se_atten": SeAttenTree(SeAttenConfig),
     "se_atten_v2": SeAttenTree(SeAttenV2Config),
+    "dpa2": DPA2Tree(DPA2Config),
     "dpa3": DPA3Tree(DPA3Config),
     "se_e3_tebd": SeE3TebdTree(SeE3TebdConfig),
 }
+DESCRIPTOR_TREES: dict[str, PartTree] = {**PART_TREES, "hybrid": HybridTree(HybridConfig, PART_TREES)}
 FITTING_TREES: dict[str, PartTree] = {"ener": EnerTree(EnerFittingConfig)}
 
 
@@ -118,6 +125,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
     with faults_in_words(path):
+        tree["model"] = {**without_table(tree["model"]), **table_options(tree["model"])}
         _check_available(path, tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
@@ -179,7 +187,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
             f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
             f"cannot be frozen. Known: {', '.join(DESCRIPTOR_TREES)}."
         )
-    return {
+    tree = {
         "type_map": list(config.type_map),
         "atom_exclude_types": list(config.atom_exclude_types),
         "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
@@ -192,6 +200,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
         "descriptor": DESCRIPTOR_TREES[name].write(model.descriptor, config),
         "fitting": FITTING_TREES[config.fitting_net.type].write(model.fitting, config),
     }
+    return tree if model.short_range is None else with_table(tree, model, config)
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
@@ -201,11 +210,12 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
         "type_map": model["type_map"],
-        "descriptor": {**_seed(script.get("descriptor")), **_tree_of(DESCRIPTOR_TREES, descriptor).section(descriptor)},
-        "fitting_net": {**_seed(script.get("fitting_net")), **_tree_of(FITTING_TREES, fitting).section(fitting)},
+        "descriptor": {**_seed(script.get("descriptor")), **_section(DESCRIPTOR_TREES, descriptor)},
+        "fitting_net": {**_seed(script.get("fitting_net")), **_section(FITTING_TREES, fitting)},
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],
         "preset_out_bias": model.get("preset_out_bias"),
+        **chosen(model, ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")),
     }
     return model_config_from_dict(section, "model")
 
@@ -233,13 +243,14 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
     """
     kind = tree.get("type", "standard")
     if kind != "standard":
-        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard models are available here.")
+        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard and zbl models are available here.")
     problems: list[str] = []
     used: dict[str, bool] = {}
     for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
         found = tree.get(part) or {}
-        if found.get("type") in {name for tree in known.values() for name in tree.names}:
-            used |= {name: True for name, is_used in _tree_of(known, found).unavailable(found).items() if is_used}
+        reader = tree_of(known, found)
+        if reader is not None:
+            used |= {name: True for name, is_used in reader.unavailable(found).items() if is_used}
         else:
             names = ", ".join(known)
             problems.append(f"{path}: {part} {found.get('type')!r} is not available here. Known: {names}.")
@@ -248,9 +259,10 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
         raise CheckpointError(problems)
 
 
-def _tree_of(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> PartTree:
-    """Return what reads a tree, by its ``type``."""
-    return next(tree for tree in known.values() if found["type"] in tree.names)
+def _section(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> Tree:
+    """Return the options that a tree gives."""
+    reader = tree_of(known, found)
+    return {} if reader is None else reader.section(found)
 
 
 def _seed(section: Any) -> Tree:

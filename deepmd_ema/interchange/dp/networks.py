@@ -57,6 +57,11 @@ class PartTree:
 _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
 
 
+def tree_of(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> PartTree | None:
+    """Return what reads a tree, by its ``type``, or None if nothing does."""
+    return next((tree for tree in known.values() if found.get("type") in tree.names), None)
+
+
 def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, ntypes: int, hidden_only: bool) -> Tree:
     """Return the tree of networks.
 

@@ -106,8 +106,8 @@ def eps_of(ln_eps: float | None) -> float:
     return DEFAULT_EPS if ln_eps is None else ln_eps
 
 
-def env_mat_tree(block: SeAttenBlock | SeTTebdBlock) -> Tree:
-    """Return the tree of the environment matrix."""
+def env_mat_tree(block: Any) -> Tree:
+    """Return the tree of the environment matrix of a block."""
     return {
         "rcut": block.rcut,
         "rcut_smth": block.rcut_smth,

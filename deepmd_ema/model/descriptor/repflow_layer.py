@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.kernels.gather import gather_neighbors
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer
@@ -52,8 +53,8 @@ class RepflowLayer(nn.Module):
         e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i, e_ik, e_ij]) / sqrt(a_norm))
         a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
 
-    ``sym(x) = (H^T x[:X])^T H^T x / (3 e_norm)`` with H the rows ``weighted``. Each linear map of a concatenation is
-    the sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a node.
+    ``sym`` is `symmetrized` with the rows ``weighted``, divided by e_norm. Each linear map of a concatenation is the
+    sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a node.
 
     Args:
         options: the section ``repflow`` with numbers of neighbors.
@@ -164,17 +165,12 @@ class RepflowLayer(nn.Module):
     ) -> Tensor:
         """Return the nodes (A, N) after their messages."""
         neighbor, to_node, _ = neighbors
-        symmetric = torch.cat([self._symmetric(edge, geometry), self._symmetric(neighbor, geometry)], -1)
+        scale, axis = self.options.e_norm**-0.5, self.options.axis_neuron
+        symmetric = torch.cat([symmetrized(x, geometry.weighted, scale, axis) for x in (edge, neighbor)], -1)
         pair = self.act(self._pair_sum(self.node_edge, node, to_node, edge))
         from_edges = torch.bmm(geometry.edge_switch[:, None], pair)[:, 0] / self.options.e_norm
         heads = from_edges.chunk(self.options.n_multi_edge_message, -1)
         return self.node_update(node, [self.act(self.node_self(node)), self.act(self.node_sym(symmetric)), *heads])
-
-    def _symmetric(self, x: Tensor, geometry: Geometry) -> Tensor:
-        """Return the invariants (A, X C) of the moments of ``x`` (A, K, C)."""
-        moments = torch.bmm(geometry.weighted.transpose(1, 2), x)
-        axis = moments[..., : self.options.axis_neuron].transpose(1, 2)
-        return torch.bmm(axis, moments).flatten(1) / (3 * self.options.e_norm)
 
     def _edge_message(self, node: Tensor, neighbors: tuple[Tensor, Tensor, Tensor], edge: Tensor) -> Tensor:
         """Return the messages to edges from themselves and their ends (A, K, E)."""

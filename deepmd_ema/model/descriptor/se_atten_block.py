@@ -119,7 +119,8 @@ class SeAttenBlock(nn.Module):
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
         pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
         if self.layers:
-            direction = (vector / distance[..., None] * mask[..., None]).to(self.dtype)
+            near = mask & (distance < self.rcut)  # the list may reach farther
+            direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
             for layer in self.attention_layers:
                 pairs = layer(pairs, mask, switch, direction, self.sel)
         moments = torch.bmm(rows.transpose(1, 2), pairs)

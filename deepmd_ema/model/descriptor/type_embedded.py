@@ -102,7 +102,7 @@ class TypeEmbeddedDescriptor(nn.Module):
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return sums over the environment matrix by type of centre."""
-        return self._statistics.measure(batch, self.excluded(batch, batch.within(self.section.rcut)))
+        return self._statistics.measure(batch, self.excluded(batch, batch.within()))
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
@@ -124,7 +124,7 @@ class TypeEmbeddedDescriptor(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product."""
-        hood = batch.within(self.section.rcut)
+        hood = batch.within()  # as far as the list reaches: beyond the cutoff, rows are those of empty slots
         dropped = self.excluded(batch, hood)
         table: Tensor = self.type_embedding()
         features, vjp = with_vjp(lambda vector: self.block(vector, hood, table, batch, dropped), batch.vector)

@@ -70,11 +70,9 @@ class GatedAttention(nn.Module):
         both = switch[:, :, None] * switch[:, None, :]
         if self.smooth:
             logits = (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT
-            absent = torch.full_like(logits[:, :, :1], num_slots - pairs.shape[1]).log() - LOGIT_SHIFT
-            weights = torch.cat([logits, absent], -1).softmax(-1)[..., :-1] * both
+            weights = softmax_with_absent(logits, num_slots) * both
         else:
-            # finite, so that a row of empty slots has no nan
-            weights = logits.masked_fill(~mask[:, None, :], torch.finfo(logits.dtype).min).softmax(-1)
+            weights = masked_softmax(logits, mask[:, None, :])
         weights = weights * mask[:, :, None]
         if self.gated:
             weights = weights * torch.bmm(direction, direction.transpose(1, 2))
@@ -106,3 +104,15 @@ class AttentionLayer(nn.Module):
     def of_no_neighbor(self, pairs: Tensor) -> Tensor:
         """Return the channels (..., M) of an empty slot."""
         return cast("Tensor", self.norm(pairs + self.attention.of_no_neighbor(pairs)))
+
+
+def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
+    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
+    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
+    return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is nowhere true."""
+    # finite, so that a row of empty slots has no nan
+    return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)

@@ -33,11 +33,19 @@ WRONG = [
     "posthoc . --metric G:RMSE", "posthoc . --sigma-rel 0.1:0.2:999999999999", "finetune input.json", "convert-backend a b", "compress",
     "train input.json --finetune x", "--pt train input.json", "train input.json -t x", "freeze --head water", "test --shuffle-test",
     "train input.json -l ''", "train input.json -o ''", "train -o x", "check no/where.json", "check .",
-    "train input.json -l data", "check input.json extra.json", "train input.yaml", "train input.json --device cpu:x",
+    "model-devi", "model-devi -m model.ckpt.pt -s valid", "model-devi -m model.ckpt.pt nowhere -s valid", "model-devi -m model.ckpt.pt val.log -s valid",
+    "model-devi -m model.ckpt.pt model_ema.ckpt.pt -s nowhere", "model-devi -m model.ckpt.pt frozen.dp -s valid -f x",
+    "model-devi -m model.ckpt.pt frozen.dp -s valid -f -3", "model-devi -m model.ckpt.pt frozen.dp -s valid --relative nan",
+    "model-devi -m model.ckpt.pt frozen.dp -s valid --relative_v 0", "model-devi -m model.ckpt.pt frozen.dp -s valid -o no/where",
+    "model-devi -m model.ckpt.pt frozen.dp -s valid -o frozen.dp", "model-devi -m model.ckpt.pt frozen.dp -s valid -o input.json",
+    "model-devi -m model.ckpt.pt frozen.dp -s valid --use-ema", "model-devi -m model.ckpt.pt -s valid --average nobody ema",
+    "model-devi -m model.ckpt.pt '' -s valid", "neighbor-stat", "neighbor-stat -s valid", "neighbor-stat -s nowhere -r 6", "neighbor-stat -s valid -r x",
+    "neighbor-stat -s valid -r 0", "neighbor-stat -s valid -r -6", "neighbor-stat -s valid -r inf", "neighbor-stat -s valid -r 1e9", "neighbor-stat -s valid -r 6 -t He",
+    "neighbor-stat -s input.json -r 6", "neighbor-stat -s valid -r 6 -l log", "train input.json -l data", "check input.json extra.json", "train input.yaml", "train input.json --device cpu:x",
 ]  # fmt: skip
 GOOD = ["--version", "--help", "train --help", "doc", "doc --json-schema", "doc ema", "check input.json --config-only", "show frozen.dp",
         "show model.ckpt.pt --config", "plot lcurve.out val.log val_ema.log", f"{MODEL} -n 0", f"{MODEL} -n 1000000", f"{MODEL} --use-ema",
-        "freeze -o x", "freeze --use-ema", "change-bias model.ckpt.pt -b 1 2", "change-bias model.ckpt.pt -s valid"]  # fmt: skip
+        "freeze -o x", "model-devi -m model.ckpt.pt frozen.dp -s valid", "neighbor-stat -s valid -r 6", "freeze --use-ema", "change-bias model.ckpt.pt -b 1 2", "change-bias model.ckpt.pt -s valid"]  # fmt: skip
 LISTS = {
     "empty": "",
     "only comments": "# x\n\n",

@@ -1,0 +1,194 @@
+"""How far the predictions of several models are apart, frame by frame: ``dp-ema model-devi``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmd_ema.data.collate import PairCache
+from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.dist.device import select_device
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
+from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
+from deepmd_ema.infer.load import LoadedModel, load_model
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.metrics import FrameResult
+from deepmd_ema.report.table import Column, Table, render
+
+# M models, F frames, N atoms
+
+COLUMNS = ("step", *(f"{of}_devi_{of_what}" for of_what in "vf" for of in ("max", "min", "avg")), "devi_e")
+_LABELS = (ENERGY, FORCE, VIRIAL)
+_WIDTH = 19  # of a column in the file, as DeePMD-kit writes it
+
+
+@dataclass(frozen=True)
+class DeviationOptions:
+    """What a deviation is measured from, and how.
+
+    Attributes:
+        real_error: whether the labels take the place of the mean over the models.
+        atomic: whether each atom's deviation of the force is kept.
+        relative: level in eV/angstrom; deviations of forces are divided by the length of the force plus this level.
+        relative_v: level in eV per atom; the same for virials.
+        frequency: steps of the trajectory between two frames.
+    """
+
+    real_error: bool = False
+    atomic: bool = False
+    relative: float | None = None
+    relative_v: float | None = None
+    frequency: int = 1
+
+
+@dataclass(frozen=True)
+class DeviationReport:
+    """Deviations of models.
+
+    Attributes:
+        models: the models that were compared, in words.
+        systems: by the name of the system, (F, 8) numbers in the order of ``COLUMNS``: eV per atom, eV/angstrom, or
+            plain numbers where relative; with the atoms' deviations of the force (F, 8 + N) if these were asked for,
+            nan beyond the atoms of a smaller frame.
+    """
+
+    models: Sequence[str]
+    systems: Mapping[str, NDArray[np.float64]]
+
+    def write(self, path: str | Path) -> Path:
+        """Write one block of rows per system, in the format of ``dp model-devi``; return the path."""
+        path = Path(path)
+        with atomic_write(path, "Choose another -o.") as part, part.open("w", encoding="utf-8") as file:
+            for name, rows in self.systems.items():
+                head = "step".ljust(10) + "".join(column.ljust(_WIDTH) for column in COLUMNS[1:])
+                head += "atm_devi_f(N)".ljust(_WIDTH) if rows.shape[1] > len(COLUMNS) else ""
+                formats = ["%12d", *["%19.6e"] * (rows.shape[1] - 1)]
+                np.savetxt(file, rows, fmt=formats, delimiter="", header=f"{name}\n{head}")
+        return path
+
+    def text(self) -> str:
+        """Return the models, and for each system the mean and the largest deviation of the force."""
+        place = COLUMNS.index("max_devi_f")
+        rows: list[list[float | str]] = []
+        for name, found in self.systems.items():
+            most = found[:, place]
+            worst = int(np.argmax(np.nan_to_num(most, nan=-math.inf)))
+            rows.append([name, len(found), float(most.mean()), float(most[worst]), worst])
+        numbers = {"frames": ".0f", "mean": ".4g", "largest": ".4g", "in frame": ".0f"}
+        columns = (Column("system"), *(Column(name, "", spec) for name, spec in numbers.items()))
+        return "\n".join([*self.models, *render(Table("max_devi_f, frames count from 0", columns, rows))])
+
+
+def measure_deviation(
+    models: Sequence[str | Path],
+    systems: Sequence[str | Path],
+    options: DeviationOptions | None = None,
+    use_average: bool = False,
+    averages: Sequence[str] = (),
+    device: str | None = None,
+    rglob_patterns: Sequence[str] | None = None,
+) -> DeviationReport:
+    """Return how far the predictions of models for the frames of systems are apart.
+
+    Args:
+        models: ``.pt`` checkpoints, folders of runs, frozen ``.dp`` or ``.yaml`` files.
+        systems: systems, or folders searched for systems.
+        options: what is measured.
+        use_average: takes the averaged weights of training checkpoints.
+        averages: which averages; each model is taken once with each of them. Implies ``use_average``.
+        device: ``cpu``, ``cuda``; CUDA when there is one if not given.
+        rglob_patterns: names of systems to search for in folders.
+
+    Raises:
+        UserError: if a model or the data cannot be read, or the models do not go together.
+    """
+    options = options or DeviationOptions()
+    wanted: Sequence[str | None] = averages or [None]
+    loaded = [load_model(path, use_average, name) for path in models for name in wanted]
+    _check_models(loaded, options)
+    where = select_device(device)
+    widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
+    opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
+    cache, every = PairCache(), first_frames(opened, 0)
+    reports = [predict(one, opened, every, where, _LABELS if options.real_error else (), cache) for one in loaded]
+    words = [f"{one.info.path}: {one.info.in_words()}" for one in loaded]
+    return DeviationReport(words, {system.name: _rows(system, reports, options) for system in opened})
+
+
+def refuse_output(path: str | Path, models: Sequence[str | Path]) -> None:
+    """Check that :meth:`DeviationReport.write` would write over nothing but a table.
+
+    Raises:
+        UserError: if a model or a file of another kind is there.
+    """
+    refuse_to_lose(path, "-o", TABLE, models)
+
+
+def frame_deviation(
+    predictions: Sequence[Mapping[str, NDArray[Any]]],
+    labels: Mapping[str, NDArray[Any]] | None,
+    options: DeviationOptions,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the deviations of one frame, (7,) in the order of ``COLUMNS`` without the step, and (N,) of the forces.
+
+    The deviation of a number is the root of the mean over the models of its squared distance to their mean (to the
+    label, if ``labels`` are given). Of a force it is the length of the vector of its three, of a virial the number is
+    per atom, and its average is the length of the nine over 3.
+
+    Args:
+        predictions: of each model: energy (), force (N, 3), virial (9,).
+        labels: the same from the data, or None; nan where one is missing.
+        options: the levels of relative deviations.
+    """
+    spread, center = {}, {}
+    for name in _LABELS:
+        values = np.stack([np.asarray(one[name], np.float64) for one in predictions])
+        size = 1 if name == FORCE else len(predictions[0][FORCE])
+        about = values.mean(axis=0) if labels is None else labels.get(name, np.full(values.shape[1:], np.nan))
+        center[name] = about / size
+        spread[name] = np.sqrt(np.square(values / size - center[name]).mean(axis=0))
+    virial, force = spread[VIRIAL], np.linalg.norm(spread[FORCE], axis=-1)
+    if options.relative_v is not None:
+        virial = virial / (np.linalg.norm(center[VIRIAL]) + options.relative_v)
+    if options.relative is not None:
+        force = force / (np.linalg.norm(center[FORCE], axis=-1) + options.relative)
+    of_virial = virial.max(), virial.min(), np.linalg.norm(virial) / 3
+    return np.array([*of_virial, force.max(), force.min(), force.mean(), spread[ENERGY]]), force
+
+
+def _rows(system: FrameSource, reports: Sequence[ErrorReport], options: DeviationOptions) -> NDArray[np.float64]:
+    by_model: list[list[FrameResult]] = [[f for f in r.frames if f.source[0] == system.name] for r in reports]
+    width = max(frame.num_atoms for frame in by_model[0]) if options.atomic else 0
+    rows = np.full((len(by_model[0]), len(COLUMNS) + width), np.nan)
+    for number, frames in enumerate(zip(*by_model)):
+        labels = frames[0].label if options.real_error else None
+        rows[number, 1 : len(COLUMNS)], atoms = frame_deviation([f.prediction for f in frames], labels, options)
+        if options.atomic:
+            rows[number, len(COLUMNS) : len(COLUMNS) + len(atoms)] = atoms
+    rows[:, 0] = options.frequency * np.arange(len(rows))
+    return rows
+
+
+def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> None:
+    """Raise UserError if there is nothing to compare, or if the models do not read the same data."""
+    if len(loaded) < 2 and not options.real_error:
+        raise UserError(
+            "-m: one model, and deviations are those of two or more. Give more models or averages (--average A B), or "
+            "--real_error for the errors of one."
+        )
+    first = loaded[0]
+    expected = vars(ReadSpec.of_model(first.config, ()))
+    for other in loaded[1:]:
+        for what, theirs in vars(ReadSpec.of_model(other.config, ())).items():
+            if theirs != expected[what]:
+                raise UserError(
+                    f"{other.info.path}: {what} is {theirs}, and {expected[what]} in {first.info.path}. Models "
+                    "that are compared read the same data."
+                )

@@ -1,0 +1,114 @@
+"""The repformer of DPA-2: layers in which messages pass between atoms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.descriptor.repformer_attention import Surroundings, linear
+from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
+from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.seeds import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.dpa2 import RepformerConfig
+
+FEWEST = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
+
+# A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
+
+
+class Repformer(nn.Module):
+    """Layers that change features of atoms (A, C), beginning with ``act(features)``, and of pairs.
+
+    A pair begins with the channels ``act(s W + b)`` and its angular row as a vector, s its radial row; or with distance
+    and vector, both over the cutoff (``direct_dist``).
+
+    Args:
+        options: the section ``repformer``, with ``nsel`` a number.
+        num_types: T.
+        smooth: whether messages vanish smoothly at the cutoff.
+        protection: added to distances before division, angstrom.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        options: RepformerConfig,
+        num_types: int,
+        *,
+        smooth: bool,
+        protection: float,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.options, self.smooth, self.protection, self.dtype = options, smooth, protection, dtype
+        self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
+        self.act = activation(options.activation_function).value
+        self.pair_embedding = linear(1, options.g2_dim, "pair_embedding", seed, dtype)
+        self.layers = nn.ModuleList(
+            RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
+            for n in range(options.nlayers)
+        )
+        self.mean: Tensor
+        self.stddev: Tensor
+        self.register_buffer("mean", torch.zeros(num_types, self.sel, 4, dtype=dtype))
+        self.register_buffer("stddev", torch.ones(num_types, self.sel, 4, dtype=dtype))
+
+    @property
+    def stack(self) -> list[RepformerLayer]:
+        """The layers, first to last."""
+        return cast("list[RepformerLayer]", list(self.layers))
+
+    def forward(self, vector: Tensor, hood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None) -> Tensor:
+        """Return the features (A, C) after all layers, which can be differentiated by ``vector`` and ``node``.
+
+        Args:
+            vector: (A, K, 3) those of ``hood``.
+            hood: neighbors inside the cutoff.
+            node: (A, C) features.
+            batch: the batch that the neighbors are of.
+            dropped: (A, K) bool, pairs that do not see each other here, or None.
+        """
+        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
+        if self.options.direct_dist:
+            rows = torch.where(mask[..., None], torch.cat([distance[..., None], vector], -1), 0) / self.rcut
+        else:
+            mean, stddev = (t[:, : vector.shape[1]].double()[batch.atom_type] for t in (self.mean, self.stddev))
+            rows = (torch.where(mask[..., None], raw, 0) - mean) / stddev
+        around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
+        pair, vectors = rows.to(self.dtype).split([1, 3], -1)
+        node, pair = self.act(node), self.act(self.pair_embedding(pair))
+        for layer in self.stack:
+            node, pair, vectors = layer(node, pair, vectors, around)
+        return node + self._nothing(pair, vectors)
+
+    def _nothing(self, pair: Tensor, vectors: Tensor) -> Tensor:
+        """Return 0, which ties what no atom takes: every parameter has a gradient."""
+        options = self.options
+        nothing = pair.new_zeros(())
+        if not (options.update_g1_has_conv or options.update_g1_has_grrg):
+            nothing = nothing + 0 * pair.sum()
+        if not (options.update_g1_has_drrd or options.update_g1_has_grrg):
+            nothing = nothing + 0 * vectors.sum()
+        return nothing
+
+    def _surroundings(self, hood: Neighborhood, mask: Tensor, switch: Tensor) -> Surroundings:
+        """Return the neighbors with the factors of sums over them."""
+        weight = switch if self.smooth else mask.to(switch)
+        root = self.options.use_sqrt_nnei
+        per_neighbor: Tensor | float = 1 / self.sel
+        per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
+        if not self.smooth:
+            count = weight.sum(1, keepdim=True)
+            per_neighbor = 1 / (FEWEST + count)
+            per_moment = (1 / (FEWEST + (count.sqrt() if root else count)))[..., None]
+        return Surroundings(hood.neighbor, hood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment)

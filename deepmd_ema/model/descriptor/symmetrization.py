@@ -1,0 +1,23 @@
+"""Scalar products of the moments of features, which do not change under rotation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A atoms, K neighbor slots, C channels, X axis channels
+
+
+def symmetrized(features: Tensor, vectors: Tensor, scale: Tensor | float, num_axis: int) -> Tensor:
+    """Return ``M[:, :X]^T M / 3`` as (A, X C) with the moments ``M = scale sum_k h_k g_k^T`` (A, 3, C).
+
+    The terms ``grrg`` and ``drrd`` of DPA-2, Zhang et al., arXiv:2312.15492.
+
+    Args:
+        features: (A, K, C) g, zero where there is no neighbor.
+        vectors: (A, K, 3) h, which turn with the frame.
+        scale: a number, or (A, 1, 1).
+        num_axis: X.
+    """
+    moments = torch.bmm(vectors.transpose(1, 2), features) * scale
+    return torch.bmm(moments[..., :num_axis].transpose(1, 2), moments).flatten(1) / 3

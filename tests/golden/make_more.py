@@ -1,0 +1,23 @@
+"""Parity numbers for options that make_golden.py does not have; run it with DeePMD-kit's python.
+
+``python make_more.py FOLDER OUT NAME...``, where FOLDER holds make_golden.py.
+"""
+
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import make_golden
+
+fitting = make_golden.fitting()
+three = make_golden.MODELS["se_e3_tebd"]["descriptor"]
+strip = {"tebd_input_mode": "strip", "exclude_types": [[0, 1]], "resnet_dt": True}
+parts = [  # of three cutoffs; without smoothness, neighbors beyond its cutoff count in the attention of a part
+    {**make_golden.SE, "rcut": 3.5, "sel": [30, 60, 20]},
+    {**make_golden.ATTEN, "rcut": 3.9, "sel": 60, "smooth_type_embedding": False},
+    {**three, "rcut": 4.5, "sel": 120},
+]
+make_golden.MODELS = {
+    "se_e3_tebd_strip": {"descriptor": {**three, **strip}, "fitting_net": fitting, "pair_exclude_types": [[0, 2]]},
+    "hybrid_cutoffs": {"descriptor": {"type": "hybrid", "list": parts}, "fitting_net": fitting},
+}
+make_golden.main(sys.argv[2], sys.argv[3:])

@@ -1,0 +1,63 @@
+"""One list of neighbors in the layouts of several parts of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy_models import TRICLINIC, toy_atoms
+
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.source import Frame
+from deepmd_ema.model.kernels.views import view_of
+
+LIST = NeighborLayout(4.0, (60,), 3, by_type=False, type_sel=(20, 20, 20))
+BY_TYPE = NeighborLayout(4.0, (20, 20, 20), 3)
+PARTS = {
+    "by_type": (LIST, BY_TYPE),
+    "by_type_few": (LIST, NeighborLayout(4.0, (1, 2, 1), 3)),
+    "nearest": (LIST, NeighborLayout(4.0, (5,), 3, by_type=False)),
+    "few_of_many": (BY_TYPE, NeighborLayout(4.0, (1, 2, 1), 3)),
+}
+every_part = pytest.mark.parametrize("part", sorted(PARTS))
+
+
+def frames():
+    """Return an open frame, a periodic one without neighbors at equal distances, and a lonely atom."""
+    first, second = toy_atoms(0, 11), toy_atoms(1, 4)
+    alone = Frame(second[0][:1], second[1][:1], None)
+    return [Frame(*first, None), Frame(*second, 3 * TRICLINIC), alone]
+
+
+@every_part
+def test_a_view_is_the_list_that_the_part_alone_would_have(part):
+    layout, wanted = PARTS[part]
+    view = view_of(collate(frames(), layout), layout, wanted).batch
+    alone = collate(frames(), wanted)
+    assert view.slots == alone.slots
+    for name in ("neighbor", "vector"):
+        assert torch.equal(getattr(view, name), getattr(alone, name)), name
+    none = view.neighbor.numel()
+    assert [sorted({*row} - {none}) for row in view.reverse.tolist()] == [
+        sorted({*row} - {none}) for row in alone.reverse.tolist()
+    ]
+    assert torch.equal(view.occupied, alone.occupied)
+
+
+@every_part
+def test_gradients_go_back_to_the_slots_that_they_are_of(part):
+    layout, wanted = PARTS[part]
+    batch = collate(frames(), layout)
+    view = view_of(batch, layout, wanted)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(view.batch.vector.shape, generator=generator, dtype=torch.float64)
+    grad = grad * view.batch.occupied[..., None]
+    back = view.vjp(grad)
+    assert back.shape == batch.vector.shape
+    torch.testing.assert_close((back * batch.vector).sum(), (grad * view.batch.vector).sum())
+    assert not back[~batch.occupied].any()
+
+
+def test_a_part_that_wants_the_list_sees_the_list():
+    batch = collate(frames(), LIST)
+    assert view_of(batch, LIST, NeighborLayout(3.0, (60,), 3, by_type=False)).batch is batch
