@@ -58,10 +58,10 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
         ElementsError: if the models have other tensors, or tensors of another shape.
     """
     places: Places = [old.type_map.index(name) if name in old.type_map else None for name in new.type_map]
-    is_taken = (lambda name: True) if with_fitting else (lambda name: not name.startswith(_OF_FITTING))
-    have = {name: tensor for name, tensor in old.state_dict().items() if is_taken(name)}
+    left = () if with_fitting else _OF_FITTING
+    have = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith(left)}
     state = {name: tensor.clone() for name, tensor in new.state_dict().items()}
-    targets = {name: tensor for name, tensor in state.items() if is_taken(name)}
+    targets = {name: tensor for name, tensor in state.items() if not name.startswith(left)}
     _check_names(have, targets)
     problems = _of_sections(old, new, places, have)
     slots = _slots(old, places)
