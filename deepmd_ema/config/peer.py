@@ -29,6 +29,17 @@ _ZERO = Unavailable((None, 0))
 _EMPTY = Unavailable((None, {}, []))
 _ONE_TASK = "Multi-task training comes later; train one task per input."
 _MULTI_TASK = Unavailable((None, {}), _ONE_TASK)
+_IN_DESCRIPTOR = (
+    "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "
+    "(tebd_dim). Remove it."
+)
+_DPLR = "Train on energies and forces without the long-range part, and remove it."
+_HESSIAN = "Second derivatives are not trained on. Remove it to train on energies and forces."
+_GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
+_HALF = (
+    'DeePMD-kit\'s torch backend ignores it. Remove it, and for a faster training set "precision": "float32" in '
+    "descriptor and fitting_net."
+)
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
@@ -36,9 +47,10 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "model": {
         "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
         "shared_dict": _MULTI_TASK,
-        **dict.fromkeys(("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"), Unavailable()),
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("modifier", "compress", "spin", "type_embedding", "model_branch_alias"), _EMPTY),
+        **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
+        "modifier": Unavailable((None, {}), _DPLR),
+        "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
         "finetune_head": Unavailable((None, "")),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
@@ -46,14 +58,15 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
-        **dict.fromkeys(("start_pref_h", "limit_pref_h", "start_pref_gf", "limit_pref_gf"), _ZERO),
-        "numb_generalized_coord": _ZERO,
+        **dict.fromkeys(("start_pref_h", "limit_pref_h"), Unavailable((None, 0), _HESSIAN)),
+        **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
+        "numb_generalized_coord": Unavailable((None, 0), _GENERALIZED),
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
         "data_dict": Unavailable((None, {}), _ONE_TASK, replaces=("training_data",)),
         **dict.fromkeys(("model_prob", "num_epoch_dict"), _MULTI_TASK),
-        "mixed_precision": Unavailable((None, {}), 'Set "precision": "float32" in descriptor and fitting_net instead.'),
+        "mixed_precision": Unavailable((None, {}), _HALF),
         **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),
@@ -73,6 +86,15 @@ UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "model.descriptor": _DESCRIPTORS,
     "model.fitting_net": ("dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
+}
+
+# what to do about some of them
+_TENSORFLOW = "Only DeePMD-kit's TensorFlow backend has it"
+_EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 tells elements apart by an embedding as well."
+INSTEAD_OF_TYPES: dict[str, str] = {
+    **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
+    **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
+    "frozen": "Give the whole model, and its weights by --init-model.",
 }
 
 _ACTIVATIONS = tuple(
