@@ -97,11 +97,15 @@ INSTEAD_OF_TYPES: dict[str, str] = {
     "frozen": "Give the whole model, and its weights by --init-model.",
 }
 
+_ACTIVATIONS = tuple(
+    f"model.{part}.activation_function"
+    for part in ("descriptor", "descriptor.repinit", "descriptor.repformer", "fitting_net")
+)
 # texts of plain options: path -> pattern of how they begin
 _UNAVAILABLE_TEXTS: dict[str, str] = {
     **dict.fromkeys(("model.descriptor.precision", "model.fitting_net.precision"), r"b?float16\Z"),
     **dict.fromkeys(("training.training_data.batch_size", "training.validation_data.batch_size"), "mix(ed)?:"),
-    **dict.fromkeys(("model.descriptor.activation_function", "model.fitting_net.activation_function"), "custom_silu"),
+    **dict.fromkeys(_ACTIVATIONS, "custom_silu"),
     "validating.validation_metric": "FR:|FM:|fr:|fm:",
 }
 
