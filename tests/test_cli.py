@@ -96,7 +96,6 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
             ["train", "a.json", "--init-frz-model", "x"],
             "--init-frz-model: --init-model model.dp starts from",
         ),
-        (["train", "a.json", "--use-pretrain-script"], "takes the section `model` from a file, and none is given"),
         (["train", "a.json", "--model-branch=x"], "--model-branch: chooses a model of the file of --finetune or"),
         (["train", "a.json", "--force-load"], "weights are loaded whole"),
         (["train", "a.json", "-m", "master"], "train -m: rank 0 speaks"),

@@ -207,6 +207,11 @@ BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "n
         (input_of(["H", "O", "Na"], descriptor={**BY_TYPE, "sel": [9] * 3}), ["-t", "FILE"], "not of this model: "),
         (input_of(["H", "O", "Na"]), ["-t", "FILE", "--model-branch", "ice"], "there is no head 'ice' to choose"),
         (input_of(["H", "O", "Na"]), ["-t", "nothing.pt"], "no such file"),
+        (
+            input_of(["H", "O", "Na"]),
+            ["--use-pretrain-script"],
+            "takes the section `model` from a file, and none is given",
+        ),
         (input_of(["H", "O", "Na"]), ["-i", "FILE"], "Use the type_map of the file, or --finetune"),
         (input_of(["H", "O", "Na"]), ["-r", "FILE", "--model-branch", "x"], "--model-branch: chooses a model"),
         (input_of(["H", "O", "Na"]), ["-t", str(PEER_FILES / "pt_heads.pt"), "--head", "steam"], "no head 'steam'"),
