@@ -67,6 +67,7 @@ class DPA3Descriptor(nn.Module):
             trainable=config.trainable,
             dtype=self.dtype,
             seed=seed_for("type_embedding", start),
+            electrons=config.use_econf_tebd,
         )
         self.edge_embedding, self.angle_embedding = linear(flow.e_dim, bias=True), linear(flow.a_dim, bias=False)
         to_come = range(flow.nlayers - 1, -1, -1)  # layers after each: an angle acts on edges, and these on nodes
