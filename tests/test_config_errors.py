@@ -130,7 +130,6 @@ BAD = [
     ({"model": {"model_dict": {"a": {}}}}, "model.model_dict", [NOT_YET, "Multi-task"]),
     ({"model.spin": {"use_spin": [True]}}, "model.spin", [NOT_YET]),
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
-    ({"model.use_srtab": "table.txt"}, "model.use_srtab", [NOT_YET]),
     ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision", [NOT_YET, "float32"]),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),

@@ -10,7 +10,13 @@ from typing import Any
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
-from deepmd_ema.config.peer import UNAVAILABLE_TYPES, is_replaced, is_unavailable_text, unavailable_key
+from deepmd_ema.config.peer import (
+    INSTEAD_OF_TYPES,
+    UNAVAILABLE_TYPES,
+    is_replaced,
+    is_unavailable_text,
+    unavailable_key,
+)
 from deepmd_ema.config.schema.run import RunConfig
 
 
@@ -106,7 +112,8 @@ class _Validator:
         if "type" not in value:
             text = f": required, but missing. Expected one of {', '.join(known)}."
         elif name in UNAVAILABLE_TYPES.get(dotted(path), ()):
-            text = f" = {show(name)}: {NOT_AVAILABLE}. Available: {', '.join(known)}."
+            instead = f" {INSTEAD_OF_TYPES[name]}" if name in INSTEAD_OF_TYPES else ""
+            text = f" = {show(name)}: {NOT_AVAILABLE}.{instead} Available: {', '.join(known)}."
         else:
             text = _unknown_choice(name, known)
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged

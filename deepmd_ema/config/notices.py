@@ -112,10 +112,12 @@ def _unused(config: RunConfig) -> Unused:
     yield from _of_validating(config)
 
 
+_OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
 _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "model": (
         ("data_bias_nsample", lambda _: True, "the bias is fitted on data_stat_nbatch batches"),
+        *((name, lambda model: model.use_srtab is None, "use_srtab is not given") for name in _OF_TABLE),
         ("fitting_net.layer_name", lambda _: True, "layers are not shared by name"),
     ),
     "loss": (

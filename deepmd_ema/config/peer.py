@@ -29,6 +29,17 @@ _ZERO = Unavailable((None, 0))
 _EMPTY = Unavailable((None, {}, []))
 _ONE_TASK = "Multi-task training comes later; train one task per input."
 _MULTI_TASK = Unavailable((None, {}), _ONE_TASK)
+_IN_DESCRIPTOR = (
+    "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "
+    "(tebd_dim). Remove it."
+)
+_DPLR = "Train on energies and forces without the long-range part, and remove it."
+_HESSIAN = "Second derivatives are not trained on. Remove it to train on energies and forces."
+_GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
+_HALF = (
+    'DeePMD-kit\'s torch backend ignores it. Remove it, and for a faster training set "precision": "float32" in '
+    "descriptor and fitting_net."
+)
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
@@ -36,24 +47,26 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "model": {
         "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
         "shared_dict": _MULTI_TASK,
-        **dict.fromkeys(("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"), Unavailable()),
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("modifier", "compress", "spin", "type_embedding", "model_branch_alias"), _EMPTY),
-        "finetune_head": Unavailable((None, "")),
+        **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
+        "modifier": Unavailable((None, {}), _DPLR),
+        "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
+        "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
         "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
-        **dict.fromkeys(("start_pref_h", "limit_pref_h", "start_pref_gf", "limit_pref_gf"), _ZERO),
-        "numb_generalized_coord": _ZERO,
+        **dict.fromkeys(("start_pref_h", "limit_pref_h"), Unavailable((None, 0), _HESSIAN)),
+        **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
+        "numb_generalized_coord": Unavailable((None, 0), _GENERALIZED),
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
         "data_dict": Unavailable((None, {}), _ONE_TASK, replaces=("training_data",)),
         **dict.fromkeys(("model_prob", "num_epoch_dict"), _MULTI_TASK),
-        "mixed_precision": Unavailable((None, {}), 'Set "precision": "float32" in descriptor and fitting_net instead.'),
+        "mixed_precision": Unavailable((None, {}), _HALF),
         **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),
@@ -75,11 +88,24 @@ UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
 }
 
+# what to do about some of them
+_TENSORFLOW = "Only DeePMD-kit's TensorFlow backend has it"
+_EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 tells elements apart by an embedding as well."
+INSTEAD_OF_TYPES: dict[str, str] = {
+    **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
+    **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
+    "frozen": "Give the whole model, and its weights by --init-model.",
+}
+
+_ACTIVATIONS = tuple(
+    f"model.{part}.activation_function"
+    for part in ("descriptor", "descriptor.repinit", "descriptor.repformer", "fitting_net")
+)
 # texts of plain options: path -> pattern of how they begin
 _UNAVAILABLE_TEXTS: dict[str, str] = {
     **dict.fromkeys(("model.descriptor.precision", "model.fitting_net.precision"), r"b?float16\Z"),
     **dict.fromkeys(("training.training_data.batch_size", "training.validation_data.batch_size"), "mix(ed)?:"),
-    **dict.fromkeys(("model.descriptor.activation_function", "model.fitting_net.activation_function"), "custom_silu"),
+    **dict.fromkeys(_ACTIVATIONS, "custom_silu"),
     "validating.validation_metric": "FR:|FM:|fr:|fm:",
 }
 

@@ -106,6 +106,12 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts)
 
 
+def heads_of(payload: Any, path: Path) -> tuple[str, ...]:
+    """Return the names of the models of a checkpoint of DeePMD-kit; none where there is one without a name."""
+    with faults_in_words(path):
+        return tuple(_extra_of(payload, path)["model_params"].get("model_dict", ()))
+
+
 def _state_of(payload: Any) -> Any:
     return payload.get("model", payload) if isinstance(payload, Mapping) else None
 
@@ -140,6 +146,8 @@ def _choose(section: Mapping[str, Any], path: Path, head: str | None) -> tuple[s
 
 
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
+    if section.get("use_srtab"):
+        raise CheckpointError(f"{path}: a model with a table (use_srtab). {_CONVERT.format(path=path)}")
     try:
         return model_config_from_dict({n: value for n, value in section.items() if n not in _OF_TRAINING}, str(path))
     except ConfigError as error:

@@ -15,6 +15,8 @@ from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.pair_table import PairTable
+from deepmd_ema.model.short_range import ShortRange, Switch
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -64,4 +66,15 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     fitting = FITTINGS[config.fitting_net.type](
         config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
     )
-    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types)
+    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, _short_range(config))
+
+
+def _short_range(config: ModelConfig) -> ShortRange | None:
+    """Return the pair energies that take over at short distances, or None."""
+    if config.use_srtab is None:
+        return None
+    assert config.sw_rmin is not None
+    assert config.sw_rmax is not None
+    switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
+    table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
+    return ShortRange(table, switch, len(config.type_map), tuple(config.atom_exclude_types))

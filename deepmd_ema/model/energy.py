@@ -13,6 +13,7 @@ from deepmd_ema.model.kernels.gather import sum_over_reverse
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block, Descriptor, Fitting
+    from deepmd_ema.model.short_range import ShortRange
     from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
@@ -31,6 +32,7 @@ class EnergyModel(nn.Module):
         type_map: names of the elements.
         excluded_pairs: pairs of types that do not see each other at all.
         excluded_types: types whose atoms have no energy of their own.
+        short_range: pair energies that take over from the network at short distances, or None.
 
     Attributes:
         layout: how ``batch`` must hold the neighbors.
@@ -46,10 +48,12 @@ class EnergyModel(nn.Module):
         type_map: list[str],
         excluded_pairs: frozenset[tuple[int, int]],
         excluded_types: tuple[int, ...],
+        short_range: ShortRange | None = None,
     ) -> None:
         super().__init__()
         self.descriptor: Descriptor = descriptor
         self.fitting: Fitting = fitting
+        self.short_range = short_range
         self.type_map = list(type_map)
         self.layout = descriptor.layout(excluded_pairs)
         self.excluded_types = frozenset(excluded_types)
@@ -79,8 +83,11 @@ class EnergyModel(nn.Module):
         with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
             features, vjp = self.descriptor(batch)
             atom_energy, grad_features = self.fitting(features, batch)
+            if self.short_range is None:
+                pair = vjp(grad_features)
+            else:
+                atom_energy, pair = self.short_range(batch, atom_energy, grad_features, vjp)
             atom_energy = atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type]
-            pair = vjp(grad_features)
             frames_FA = _membership(batch)  # noqa: N806
             out = {
                 ENERGY: frames_FA @ atom_energy,

@@ -11,6 +11,7 @@ from deepmd_ema.config.fields import Check, not_negative, option, positive, posi
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig
+from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
 from deepmd_ema.config.schema.texts import ActivationName
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
@@ -123,13 +124,48 @@ class ModelConfig:
         doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
     )
 
+    use_srtab: list[list[float]] | None = option(
+        None,
+        also=(str,),
+        check=pair_table,
+        convert=read_table,
+        doc="Text file of pair energies that take over at short distances: rows of a distance in angstrom, in even "
+        "steps, and an energy in eV for each pair of elements (for O and H: O-O, O-H, H-H). A checkpoint holds its "
+        "rows. Nearer than its first row the energy is nan. DeePMD-kit's torch backend has this for descriptors of "
+        "mixed types only (not for `se_e2_a`), and reads only such frozen models.",
+    )
+    smin_alpha: float = option(
+        0.1,
+        unit="angstrom",
+        check=positive,
+        doc="Decay length of the soft minimum of the distances to the neighbors, by which `use_srtab` is switched on.",
+    )
+    sw_rmin: float | None = option(
+        None,
+        unit="angstrom",
+        check=not_negative,
+        doc="An atom whose nearest neighbor (soft minimum) is nearer than this has the energy of `use_srtab` only.",
+    )
+    sw_rmax: float | None = option(
+        None,
+        unit="angstrom",
+        check=positive,
+        doc="An atom whose nearest neighbor is farther than this has the energy of the network only.",
+    )
+
     def summary(self) -> list[tuple[str, str]]:
         """Return names and texts of what the model is, rows of a table."""
         return [
             ("elements", " ".join(self.type_map)),
             ("descriptor", self.descriptor.summary()),
             ("fitting", self.fitting_net.summary()),
+            *self._short_range_words(),
         ]
+
+    def _short_range_words(self) -> Iterator[tuple[str, str]]:
+        if self.use_srtab is not None:
+            first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
+            yield "short range", f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together in the section itself."""
@@ -147,6 +183,10 @@ class ModelConfig:
         yield from (("pair_exclude_types", text) for text in shared.unknown_types(paired, names))
         excluded = self.atom_exclude_types
         yield from (("atom_exclude_types", text) for text in shared.unknown_types(excluded, names))
+        if self.use_srtab is not None:
+            texts = table_problems(self.use_srtab, len(names), self.descriptor.cutoff)
+            yield from (("use_srtab", text) for text in texts)
+        yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
         if set(excluded) >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 

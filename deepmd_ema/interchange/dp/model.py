@@ -30,6 +30,7 @@ from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tr
 from deepmd_ema.interchange.dp.se_atten import SeAttenTree
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree
 from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
+from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 
@@ -124,6 +125,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
     with faults_in_words(path):
+        tree["model"] = {**without_table(tree["model"]), **table_options(tree["model"])}
         _check_available(path, tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
@@ -185,7 +187,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
             f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
             f"cannot be frozen. Known: {', '.join(DESCRIPTOR_TREES)}."
         )
-    return {
+    tree = {
         "type_map": list(config.type_map),
         "atom_exclude_types": list(config.atom_exclude_types),
         "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
@@ -198,6 +200,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
         "descriptor": DESCRIPTOR_TREES[name].write(model.descriptor, config),
         "fitting": FITTING_TREES[config.fitting_net.type].write(model.fitting, config),
     }
+    return tree if model.short_range is None else with_table(tree, model, config)
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
@@ -212,6 +215,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],
         "preset_out_bias": model.get("preset_out_bias"),
+        **chosen(model, ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")),
     }
     return model_config_from_dict(section, "model")
 
@@ -239,7 +243,7 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
     """
     kind = tree.get("type", "standard")
     if kind != "standard":
-        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard models are available here.")
+        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard and zbl models are available here.")
     problems: list[str] = []
     used: dict[str, bool] = {}
     for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):

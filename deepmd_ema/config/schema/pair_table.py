@@ -1,0 +1,69 @@
+"""A table of pair energies: the file that ``model.use_srtab`` names, and what makes it right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deepmd_ema.config.fields import Check
+from deepmd_ema.config.messages import show
+
+Table = list[list[float]]
+"""Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for ["O", "H"]."""
+
+_UNEVEN = 1e-2  # of the spacing: tables are printed with few digits
+
+
+def read_table(value: str | Table) -> Table:
+    """Return the rows of a table, which stands in a text file or, in the config of a checkpoint, in the config."""
+    if not isinstance(value, str):
+        return [list(map(float, row)) for row in value]
+    lines = (line.partition("#")[0].split() for line in Path(value).read_text(encoding="utf-8").splitlines())
+    return [list(map(float, line)) for line in lines if line]
+
+
+def table_problems(table: Table, num_types: int, rcut: float) -> Iterator[str]:
+    """Yield the rest of the message of what does not fit to the elements and the cutoff."""
+    columns, expected = len(table[0]) - 1, num_types * (num_types + 1) // 2
+    if columns != expected:
+        yield f": has energies of {columns} pairs, expected {expected}, one for each pair of {num_types} elements."
+    if table[-1][0] < rcut and any(table[-1][1:]):
+        yield (
+            f": ends at {table[-1][0]:g} angstrom with energies that are not 0, and rcut is {rcut:g}. Continue it "
+            "until they are 0, or to rcut."
+        )
+
+
+def _is_table(value: Any) -> bool:
+    try:
+        table = read_table(value)
+    except (OSError, ValueError, TypeError):
+        return False
+    widths = {len(row) for row in table}
+    if (
+        len(table) < 3
+        or len(widths) != 1
+        or widths.pop() < 2
+        or not all(math.isfinite(v) for row in table for v in row)
+    ):
+        return False
+    first, step = table[0][0], (table[-1][0] - table[0][0]) / (len(table) - 1)
+    return step > 0 and all(abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table))
+
+
+pair_table = Check(
+    _is_table,
+    "a text file that can be read, of at least three rows: a distance in even steps, then an energy for each pair of "
+    "elements",
+)
+
+
+def switch_problems(table: Any, first: float | None, last: float | None, rcut: float) -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if the two distances of the switch do not fit to the table."""
+    for name, distance in (("sw_rmin", first), ("sw_rmax", last)):
+        if table is not None and distance is None:
+            yield name, ": required beside use_srtab, in angstrom, but missing."
+    if first is not None and last is not None and not first < last <= rcut:
+        yield "sw_rmax", f" = {show(last)}: expected more than sw_rmin = {first:g}, at most rcut = {rcut:g} (angstrom)."

@@ -1,0 +1,114 @@
+"""Tabulated pair energies that take over from the network where atoms come close (DP-ZBL).
+
+Wang et al., Appl. Phys. Lett. 114, 244101 (2019). The energy of an atom is ``w E_table + (1 - w) E_network`` with
+``E_table = 1/2 sum_k V(r_k)``. The weight w goes smoothly from 1 to 0 where the soft minimum of the distances to its
+neighbors, ``sigma = sum_k r_k exp(-r_k / alpha) / sum_k exp(-r_k / alpha)``, goes from the inner to the outer radius.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.model.kernels.switch import switch_and_derivative
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.interface import Vjp
+    from deepmd_ema.model.pair_table import PairTable
+
+# A atoms, K neighbor slots, D features, T types, R rows
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Where the table takes over.
+
+    Attributes:
+        alpha: decay length of the soft minimum, angstrom.
+        inner: the table alone counts below, angstrom.
+        outer: the network alone counts beyond, angstrom.
+    """
+
+    alpha: float
+    inner: float
+    outer: float
+
+
+class ShortRange(nn.Module):
+    """Energies of a table, blended with those of a network; without parameters.
+
+    Its buffers are not saved: they follow from the config.
+
+    Args:
+        table: pair energies.
+        switch: where they take over.
+        num_types: T.
+        excluded_types: types whose atoms have no energy of their own.
+    """
+
+    def __init__(self, table: PairTable, switch: Switch, num_types: int, excluded_types: tuple[int, ...]) -> None:
+        super().__init__()
+        self.table, self.switch, self.num_types = table, switch, num_types
+        # plain numbers: torch.compile does not look into arrays of numpy
+        self._first, self._step, self._rcut = table.first, table.step, table.rcut
+        coefficients = torch.from_numpy(table.coefficients())
+        self._num_rows = coefficients.shape[2]
+        self._coefficients: Tensor
+        self.register_buffer("_coefficients", coefficients.view(-1, 4), persistent=False)
+        counted = torch.tensor([t not in excluded_types for t in range(num_types)], dtype=torch.float64)
+        self._counted: Tensor
+        self.register_buffer("_counted", counted, persistent=False)
+
+    def forward(self, batch: Batch, energy: Tensor, grad_features: Tensor, vjp: Vjp) -> tuple[Tensor, Tensor]:
+        """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K, 3).
+
+        Args:
+            batch: frames with their neighbors.
+            energy: (A,) float64, of the network without the bias of the elements, eV.
+            grad_features: (A, D) its gradient with respect to the features.
+            vjp: from that to the gradient with respect to the vectors.
+        """
+        distance = torch.linalg.vector_norm(batch.vector, dim=-1)
+        near = distance < self._rcut  # empty slots are at 2 * rcut
+        pair, pair_slope = self._pairs(batch, distance, near)
+        weight, weight_slope = self._weight(distance, near)
+        counted = self._counted[batch.atom_type]
+        tabulated = 0.5 * pair.sum(1) * counted
+        keep = 1 - weight
+        # d/dr_k of w E_table + (1 - w) E_network, but for what the features have of r_k
+        slope = (0.5 * weight * counted)[:, None] * pair_slope + (tabulated - energy)[:, None] * weight_slope
+        unit = batch.vector / distance.unsqueeze(-1)
+        blended = vjp(keep[:, None].to(grad_features) * grad_features)
+        return keep * energy + weight * tabulated, blended + slope.unsqueeze(-1) * unit
+
+    def _pairs(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the energy (A, K) of each pair, eV, and its derivative, nan nearer than the first row."""
+        place = (distance - self._first) / self._step
+        interval = place.floor().clamp(0, self._num_rows - 1)
+        u = place - interval
+        kinds = batch.atom_type[:, None] * self.num_types + batch.atom_type[batch.neighbor]
+        row = (kinds * self._num_rows + interval.long()).flatten()
+        c0, c1, c2, c3 = self._coefficients.index_select(0, row).view(*distance.shape, 4).unbind(-1)
+        counts = near & (place < self._num_rows)
+        bad = torch.where(place < 0, torch.nan, 0.0).to(distance)
+        energy = torch.where(counts, ((c0 * u + c1) * u + c2) * u + c3 + bad, 0.0)
+        slope = torch.where(counts, ((3 * c0 * u + 2 * c1) * u + c2) / self._step + bad, 0.0)
+        return energy, slope
+
+    def _weight(self, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""
+        alpha, outer = self.switch.alpha, self.switch.outer
+        # measured from the nearest neighbor, so that the sums do not vanish where it is far away
+        limit = distance.new_full((len(distance), 1), self._rcut)  # there may be no slot at all
+        nearest = torch.cat([torch.where(near, distance, torch.inf), limit], 1).amin(1, keepdim=True)
+        share = torch.where(near, torch.exp((nearest - distance) / alpha), 0.0)
+        share = share / share.sum(1, keepdim=True).clamp(min=1)
+        soft = (share * distance).sum(1)
+        weight, derivative = switch_and_derivative(soft, outer, self.switch.inner)
+        alone = ~near.any(1)
+        weight, derivative = weight.masked_fill(alone, 0), derivative.masked_fill(alone, 0)
+        return weight, derivative[:, None] * share * (1 + (soft[:, None] - distance) / alpha)

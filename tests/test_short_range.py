@@ -1,0 +1,208 @@
+"""Tabulated pair energies that take over from the network at short distances (``model.use_srtab``)."""
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from toy_models import TRICLINIC, TYPES, batch_of, evaluate, model_section, toy_atoms, toy_model
+
+from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.interchange import read_dp, write_dp
+from deepmd_ema.interchange.dp.files import read_tree, write_tree
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.energy import run
+from deepmd_ema.model.pair_table import PairTable
+
+DIFFERENCES = 2e-7  # central differences of step 1e-4
+PAIRS = np.array([64.0, 8.0, 88.0, 1.0, 11.0, 121.0])  # products of the nuclear charges of O, H, Na
+
+
+def rows(last=2.4, step=0.02):
+    """Return a table of screened repulsion that ends smoothly at ``last``."""
+    r = 0.3 + step * np.arange(round((last - 0.3) / step) + 1)
+    screened = np.exp(-r / 0.5) / r * np.clip(1 - r / last, 0, None) ** 3
+    return np.column_stack([r, 3 * screened[:, None] * PAIRS]).tolist()
+
+
+TABLE = {"use_srtab": rows(), "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
+SOME = pytest.mark.parametrize("descriptor", ["se_e2_a", "se_atten", "dpa3"])
+
+
+@SOME
+def test_forces_are_the_derivative_of_the_energy(descriptor):
+    _, model = toy_model(descriptor, atom_exclude_types=[2], **TABLE)
+    coord, types = toy_atoms(0, 6)
+    step, numerical = 1e-4, np.zeros_like(coord)
+    for place in np.ndindex(coord.shape):
+        moved = [coord.copy(), coord.copy()]
+        moved[0][place] += step
+        moved[1][place] -= step
+        up, down = evaluate(model, *((c, types, TRICLINIC) for c in moved))["energy"]
+        numerical[place] = -(up - down) / (2 * step)
+    found = evaluate(model, (coord, types, TRICLINIC))["force"]
+    without = toy_model(descriptor, atom_exclude_types=[2])[1]
+    assert np.abs(found - evaluate(without, (coord, types, TRICLINIC))["force"]).max() > 0.1  # the table acts
+    assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
+
+
+def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain():
+    _, model = toy_model("se_atten", **TABLE)
+    coord, types = toy_atoms(0, 6)
+    numerical = np.zeros((3, 3))
+    for place in np.ndindex(3, 3):
+        strain = np.zeros((3, 3))
+        strain[place] = 1e-4
+        ends = [(coord @ (np.eye(3) + s), types, TRICLINIC @ (np.eye(3) + s)) for s in (strain, -strain)]
+        up, down = evaluate(model, *ends)["energy"]
+        numerical[place] = -(up - down) / 2e-4
+    found = evaluate(model, (coord, types, TRICLINIC))["virial"].reshape(3, 3)
+    assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
+
+
+@SOME
+def test_gradients_of_the_parameters_are_right(descriptor):
+    _, model = toy_model(descriptor, **TABLE)
+    model.train()
+    batch = batch_of(model, (*toy_atoms(0, 7), TRICLINIC))
+
+    def loss():
+        return sum(value.square().sum() for value in model(batch).values())
+
+    loss().backward()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in list(model.named_parameters())[::4]:
+        direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        ends = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=step)
+                ends.append(float(loss()))
+                parameter.sub_(direction, alpha=step)
+        expected = (ends[0] - ends[1]) / 2e-5
+        assert abs(expected - float((parameter.grad * direction).sum())) < 1e-6 * max(1.0, abs(expected)), name
+
+
+def test_the_network_alone_counts_far_away_and_the_table_alone_nearby():
+    _, model = toy_model("se_atten", **TABLE)
+    network = toy_model("se_atten")[1]
+    far = ([[0.0, 0, 0], [3.5, 0, 0], [0, 2.6, 0]], [0, 1, 2], None)
+    np.testing.assert_array_equal(evaluate(model, far)["force"], evaluate(network, far)["force"])
+    np.testing.assert_array_equal(evaluate(model, far)["energy"], evaluate(network, far)["energy"])
+    near = ([[0.0, 0, 0], [0.5, 0, 0]], [0, 1], None)
+    bias = model.out_bias.view(-1)[:2].numpy()
+    table = {round(row[0], 6): row[1:] for row in TABLE["use_srtab"]}
+    np.testing.assert_allclose(evaluate(model, near)["energy"], bias.sum() + table[0.5][1], rtol=1e-12)
+
+
+def test_an_atom_whose_neighbors_are_all_far_has_the_energy_of_the_network():
+    """DeePMD-kit's sum of exponentials is clamped at 1e-20, so that at 3.9 angstrom the table would take over."""
+    changes = {**TABLE, "smin_alpha": 0.05}
+    pair = ([[0.0, 0, 0], [3.9, 0, 0]], [0, 1], None)
+    with_table, network = toy_model("se_e2_a", **changes)[1], toy_model("se_e2_a")[1]
+    np.testing.assert_array_equal(evaluate(with_table, pair)["energy"], evaluate(network, pair)["energy"])
+
+
+def test_atoms_without_neighbors_are_finite_and_nearer_than_the_table_is_nan():
+    _, model = toy_model("se_e2_a", **TABLE)
+    alone = evaluate(model, ([[0.0, 0, 0]], [1], None))
+    assert np.isfinite(alone["energy"]).all()
+    assert not alone["force"].any()
+    assert np.isnan(evaluate(model, ([[0.0, 0, 0], [0.29, 0, 0]], [0, 1], None))["energy"]).all()
+
+
+def test_a_frame_has_the_same_energy_in_any_batch_and_any_number_of_slots():
+    _, model = toy_model("se_atten", **TABLE)
+    small, large = ([[0.0, 0, 0], [1.0, 0, 0]], [0, 1], None), (*toy_atoms(0, 11), TRICLINIC)
+    alone = [evaluate(model, atoms) for atoms in (small, large)]
+    together = evaluate(model, small, large)
+    for name in (ENERGY, ATOM_ENERGY, "force"):
+        joined = np.concatenate([found[name] for found in alone])
+        np.testing.assert_allclose(together[name], joined, rtol=0, atol=1e-11 * np.abs(joined).max())
+
+
+def test_the_spline_is_clamped_and_has_two_continuous_derivatives():
+    table = PairTable.of_rows(rows(), 4.0)
+    assert table.rows[-1, 0] >= 4.0 > table.rows[-2, 0]
+    c0, c1, c2, c3 = np.moveaxis(table.coefficients()[0, 1], -1, 0)
+    np.testing.assert_array_equal(c3, table.rows[:-1, 2])
+    np.testing.assert_allclose((c0 + c1 + c2 + c3)[:-1], c3[1:], rtol=0, atol=1e-12 * c3.max())
+    np.testing.assert_allclose((3 * c0 + 2 * c1 + c2)[:-1], c2[1:], rtol=0, atol=1e-12 * c3.max())
+    np.testing.assert_allclose((3 * c0 + c1)[:-1], c1[1:], rtol=0, atol=1e-12 * c3.max())
+    assert c2[0] == 0
+    np.testing.assert_array_equal(table.coefficients(), table.coefficients().transpose(1, 0, 2, 3))
+
+
+@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
+def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
+    config, model = toy_model("se_atten", atom_exclude_types=[1], **TABLE)
+    write_dp(tmp_path / f"a{suffix}", model, config)
+    again, loaded, _ = read_dp(tmp_path / f"a{suffix}")
+    atoms = (*toy_atoms(0, 8), TRICLINIC)
+    here, there = evaluate(model, atoms), evaluate(loaded, atoms)
+    assert all(np.array_equal(here[name], there[name]) for name in here)
+    assert (again.sw_rmin, again.sw_rmax, again.smin_alpha) == (0.7, 2.2, 0.15)
+    write_dp(tmp_path / f"b{suffix}", loaded, again)
+    once, twice = (read_tree(tmp_path / f"{name}{suffix}")["model"]["models"][1]["tab"] for name in "ab")
+    assert np.array_equal(once["@variables"]["tab_data"], twice["@variables"]["tab_data"])
+
+
+@pytest.mark.parametrize(("change", "phrase"), [
+    (lambda model: model["models"][0]["@variables"].update(out_bias=np.ones((1, 3, 1))), "out_bias of its own"),
+    (lambda model: model["models"][1].update(rcut=9.0), "extrapolated"),
+    (lambda model: model["models"][0].update(atom_exclude_types=[1]), "excludes types"),
+])  # fmt: skip
+def test_what_a_blended_model_of_another_program_may_have_beside_is_refused(tmp_path, change, phrase):
+    config, model = toy_model("se_atten", **TABLE)
+    write_dp(tmp_path / "a.dp", model, config)
+    tree = read_tree(tmp_path / "a.dp")
+    change(tree["model"])
+    write_tree(tmp_path / "b.dp", tree)
+    with pytest.raises(CheckpointError, match=phrase):
+        read_dp(tmp_path / "b.dp")
+
+
+def test_the_config_holds_the_rows_of_the_file(tmp_path):
+    np.savetxt(tmp_path / "table.txt", TABLE["use_srtab"], header="r O-O O-H O-Na H-H H-Na Na-Na")
+    section = model_section("se_atten", **{**TABLE, "use_srtab": str(tmp_path / "table.txt")})
+    config = model_config_from_dict(section)
+    np.testing.assert_allclose(config.use_srtab, TABLE["use_srtab"], rtol=1e-15)
+    (tmp_path / "table.txt").unlink()
+    again = model_config_from_dict(to_dict(config))
+    assert again == config
+    assert build_model(again).short_range is not None
+    assert ("short range", "table from 0.3 to 2.4 angstrom, off from 0.7 to 2.2") in config.summary()
+
+
+@pytest.mark.parametrize(("changes", "phrase"), [
+    ({"use_srtab": "missing.txt"}, 'use_srtab = "missing.txt": expected a text file that can be read'),
+    ({"use_srtab": [[1.0, 2.0], [2.0, 1.0]]}, "at least three rows"),
+    ({"use_srtab": [[1.0, 2.0], [2.0, 1.0], [4.0, 0.0]]}, "even steps"),
+    ({"use_srtab": [row[:4] for row in TABLE["use_srtab"]]}, "has energies of 3 pairs, expected 6"),
+    ({"use_srtab": TABLE["use_srtab"][:50]}, "with energies that are not 0, and rcut is 4"),
+    ({"sw_rmin": None}, "model.sw_rmin: required beside use_srtab"),
+    ({"sw_rmax": 0.5}, "expected more than sw_rmin = 0.7, at most rcut = 4"),
+    ({"sw_rmax": 5.0}, "at most rcut = 4"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(changes, phrase):
+    with pytest.raises(ConfigError) as refused:
+        model_config_from_dict(model_section("se_atten", **{**TABLE, **changes}))
+    assert phrase in str(refused.value)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_it_compiles_without_a_break():
+    torch._dynamo.reset()
+    counters.clear()
+    _, model = toy_model("se_e2_a", {"neuron": [2], "axis_neuron": 2}, {"neuron": [2]}, **TABLE)
+    batch = batch_of(model.train(), (*toy_atoms(0, 7), TRICLINIC))
+    compiled = torch.compile(run, dynamic=True, backend="aot_eager")(model, batch)
+    for name, value in run(model, batch).items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-12, atol=1e-12)
+    assert sum(counters["graph_break"].values()) == 0
+    torch._dynamo.reset()
+
+
+assert len(PAIRS) == len(TYPES) * (len(TYPES) + 1) // 2
