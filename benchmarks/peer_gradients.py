@@ -1,15 +1,17 @@
 """Loss and gradients of one batch here and in DeePMD-kit, from the same ``.dp`` files.
 
-usage: python benchmarks/peer_gradients.py --peer DIR [--models NAME ...] [--output PAGE]
+usage: python benchmarks/peer_gradients.py --peer DIR [--models NAME ...] [--output PAGE] [--golden FILE]
 
 For every model in tests/golden, the loss (energy, force and virial) of a batch and its gradient by each parameter. Both
 programs read the file, take the same labels, and write their gradients under the names of the file's tree: the model is
-serialized once more with each parameter replaced by its gradient.
+serialized once more with each parameter replaced by its gradient. ``--golden tests/golden/gradients.json`` keeps two
+numbers of every array of the peer, for tests without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -40,13 +42,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all)")
     parser.add_argument("--work", type=Path, default=common.RUNS / "peer_gradients", help="folder of the gradients")
     parser.add_argument("--output", type=Path, help="also write the page here")
+    parser.add_argument("--golden", type=Path, help="write numbers of the peer's gradients here")
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.models or sorted(path.stem for path in GOLDEN.glob("*.dp"))
     args.work.mkdir(parents=True, exist_ok=True)
     if args.as_peer:
         for name in names:
-            _write(args.work, "peer", name, _peer_gradients)
+            _write(args.work, "peer", name, peer_gradients)
         return
     if args.peer is None:
         raise SystemExit("peer_gradients.py compares with DeePMD-kit: give --peer DIR.")
@@ -54,11 +57,25 @@ def main() -> None:
     subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
     rows = []
     for name in names:
-        _write(args.work, "ours", name, _our_gradients)
+        _write(args.work, "ours", name, our_gradients)
         rows += [_row(args.work, name, system) for system in SYSTEMS]
+    if args.golden is not None:
+        found = {name: summary(dict(np.load(args.work / f"peer.{name}.{SYSTEMS[-1]}.npz"))) for name in names}
+        made_by = "python benchmarks/peer_gradients.py --peer DIR --golden tests/golden/gradients.json"
+        args.golden.write_text(
+            json.dumps({"made_by": made_by, "system": SYSTEMS[-1], "models": found}, indent=0) + "\n"
+        )
     common.publish(_page(rows, names), args.output)
     if any(worst > TOLERANCE for *_, worst in rows):
         raise SystemExit(f"a gradient differs by more than {TOLERANCE:g}")
+
+
+def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Return two numbers of each array: its length, and its sum weighted by cosines, which notices other orders."""
+    return {
+        path: [float(np.linalg.norm(value)), float(value.ravel() @ np.cos(np.arange(value.size)))]
+        for path, value in gradients.items()
+    }
 
 
 def parameter_leaves(model: torch.nn.Module, tree: Callable[[], dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -95,10 +112,10 @@ def _arrays(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
 def _write(work: Path, who: str, name: str, gradients: Callable[[str, dict], dict[str, np.ndarray]]) -> None:
     """Write the loss and the gradients of each system for one model and one program."""
     for system in SYSTEMS:
-        np.savez(work / f"{who}.{name}.{system}.npz", **gradients(name, _batch(name, system)))
+        np.savez(work / f"{who}.{name}.{system}.npz", **gradients(name, batch_of(name, system)))
 
 
-def _batch(name: str, system: str) -> dict[str, np.ndarray | None]:
+def batch_of(name: str, system: str) -> dict[str, np.ndarray | None]:
     """Return the frames of a system with labels near what the model predicts, and parameters if it takes some."""
     systems, predicted = np.load(GOLDEN / "systems.npz"), np.load(GOLDEN / f"{name}.npz")
     coord, kinds, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
@@ -119,7 +136,7 @@ def _conditions(numb_fparam: int, numb_aparam: int, frames: int, atoms: int) -> 
     return found
 
 
-def _our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
+def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return loss and gradients as a training step computes them."""
     from deepmd_ema.config.schema.optim import EnerLossConfig
     from deepmd_ema.data.collate import collate
@@ -144,7 +161,7 @@ def _our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     return {LOSS: np.array(total.item())} | parameter_leaves(model, lambda: model_tree(model, config))
 
 
-def _peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
+def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return loss and gradients of DeePMD-kit's model and loss; runs in its environment."""
     import torch
     from deepmd.dpmodel.utils.serialization import load_dp_model

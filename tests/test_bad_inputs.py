@@ -17,7 +17,19 @@ from bad_inputs.families.text import bomb
 
 from deepmd_ema import cli
 
-FAMILIES = ("options", "text", "paths", "data", "HDF5", "files", "checkpoints", "frozen models", "commands", "machine")
+FAMILIES = (
+    "options",
+    "text",
+    "paths",
+    "data",
+    "HDF5",
+    "data of others",
+    "files",
+    "checkpoints",
+    "frozen models",
+    "commands",
+    "machine",
+)
 SAMPLE, SEED = 150, 20
 
 

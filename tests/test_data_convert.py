@@ -169,7 +169,7 @@ def test_a_format_of_dpdata(monkeypatch):
     package = types.ModuleType("dpdata")
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
-    Path("output").write_text("")
+    Path("output").write_text("of CP2K")
     told = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
     assert "reads energy, force from forces, virial (eV, -volume * stress)" in told
     assert "does not read spins" in told

@@ -162,6 +162,7 @@ def test_names_are_found_chosen_and_told_once(write_text):
         ([text(Lattice="1 2 3")], "Lattice: has 3 numbers, expected 9."),
         ([text(pbc="T T F")], 'pbc = "T T F": periodic in some directions only'),
         ([text(Lattice=None, pbc="T T T")], "without Lattice"),
+        (["2\nLattice='9 0 0 0 9 0 0 0 9\nO 0 0 0\nH 0 0 1\n"], "line 2 of the frame: a quote or bracket does not end"),
         ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
         ([text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")], "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7"),
         ([text(Properties=None)], "expected 4 (without Properties: species, pos)"),

@@ -109,6 +109,7 @@ def test_flags_other_names_and_parameters(tmp_path):
     [
         ({}, {"type_map": ["O", "He"]}, 'a.lmdb/__metadata__: element "He" is not in model.type_map. Did you mean H?'),
         ({}, {"type_map": ["O"]}, "frame 0 (from 0): atom_types: has 1, but there are only 1 elements."),
+        ({}, {"type_map": 3}, "type_map = '3', expected a list of elements."),
         ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."),
         ({}, {"nframes": None}, "has no __metadata__ with nframes"),
         ({}, {"nframes": 0}, "no frames"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +11,28 @@ from pathlib import Path
 
 import pytest
 
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "gradients.json").read_text())
+TOLERANCE = 1e-8  # relative to the length of an array of gradients
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peer_gradients.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(SCRIPT.parent))
+    yield importlib.import_module(SCRIPT.stem)
+    sys.path.remove(str(SCRIPT.parent))
+
+
+@pytest.mark.parametrize("name", GOLDEN["models"])
+def test_the_loss_and_its_gradients_are_those_of_deepmd_kit(script, name):
+    found = script.summary(script.our_gradients(name, script.batch_of(name, GOLDEN["system"])))
+    expected = GOLDEN["models"][name]
+    assert found.keys() == expected.keys()
+    longest = max(length for length, _ in expected.values())
+    for path, numbers in expected.items():
+        # an array whose gradient vanishes holds rounding of the others
+        assert found[path] == pytest.approx(numbers, rel=0, abs=TOLERANCE * max(numbers[0], 1e-12 * longest)), path
 
 
 @pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")

@@ -205,6 +205,8 @@ def read_block(block: bytes) -> StoredFrame:
 
 def _read_head(line: str) -> _Head:
     values = {}
+    if "=" in _WORD.sub("", line):  # what no word has taken begins with a quote that does not end
+        raise DataError(f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}.")
     for key, value in _WORD.findall(line):
         if value:  # a word alone holds nothing that is read
             values[_unquoted(key)] = _unquoted(value)

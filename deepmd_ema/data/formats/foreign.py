@@ -39,6 +39,8 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
     """
     if not is_there(path):
         raise DataError(f"{path}: no such file.")
+    if path.is_file() and not path.stat().st_size:  # ASE would make a new data base of it
+        raise DataError(f"{path}: is empty.")
     frames = _frames(path, file_format, inventory)
     found, problems, number = [], list[str](), 0
     while True:

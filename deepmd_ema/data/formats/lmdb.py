@@ -19,7 +19,7 @@ from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom
-from deepmd_ema.errors import DataError, collect_problems, counted, first_few
+from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 _ATYPE, _META = "atype", "__metadata__"
@@ -147,6 +147,8 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     if meta is None or not isinstance(meta.get("nframes"), int):
         raise DataError(f"{path}: has no {_META} with nframes. Expected a data set that DeePMD-kit or dpdata wrote.")
     names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise DataError(f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements.")
     sizes, used, seen, problems = list[int](), set[int](), Counter[str](), list[str]()
     known = len(names if names is not None else spec.type_map)
     plain, any_type = np.append(np.arange(known), -1), replace(spec, type_map=[str(t) for t in range(known)])

@@ -14,6 +14,7 @@ from bad_inputs.families import (
     hdf5,
     machine,
     options,
+    others,
     paths,
     text,
 )
@@ -29,7 +30,7 @@ def known(case: Case) -> str:
 
 def all_cases() -> list[Case]:
     """Return every case, family by family."""
-    modules = (options, text, paths, data, hdf5, files, checkpoints, frozen, commands, machine)
+    modules = (options, text, paths, data, hdf5, others, files, checkpoints, frozen, commands, machine)
     cases = [case for module in modules for case in module.cases()]
     titles = [case.title for case in cases]
     assert len(set(titles)) == len(titles), sorted({t for t in titles if titles.count(t) > 1})
