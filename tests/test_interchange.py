@@ -34,6 +34,10 @@ VARIANTS = {
     "vacuum": {"descriptor_changes": {"set_davg_zero": True},
                "fitting_changes": {"atom_ener": [-1.5, None, -0.5], "numb_fparam": 1, "resnet_dt": False}},
     "single": {"descriptor_changes": {"precision": "float32"}, "fitting_changes": {"precision": "float32"}},
+    "dpa2": {"descriptor": "dpa2", "descriptor_changes": {"ln_eps": 1e-3}},
+    "dpa2_rough": {"descriptor": "dpa2",
+                   "descriptor_changes": {"ln_eps": 1e-5, "smooth": False, "direct_dist": True, "g1_out_conv": False,
+                                          "update_style": "res_avg", "exclude_types": [[0, 1]]}},
     "mixed_precision": {"descriptor_changes": {"precision": "float32"}},
 }  # fmt: skip
 
