@@ -1,6 +1,6 @@
 """Weights of a model in a model of other elements: what belongs to an element is found by its name.
 
-A tensor is of one of three kinds. One of its dims counts elements: the rows of a type embedding (unless they are those of
+A tensor is of one of three kinds. One of its dims counts elements: the rows of a type embedding (unless they are of
 electronic states), means and spreads, the bias. Or it is of a network that one element, or a pair of them, has for
 itself. All others do not depend on elements.
 """
