@@ -66,6 +66,17 @@ def test_fewer_and_more_elements_leave_the_energies_of_the_others(descriptor, ty
         assert torch.equal(new.out_bias[0, 0], before["out_bias"][0, 0])
 
 
+@pytest.mark.parametrize("type_map", [["Na", "O", "H"], ["C", "Na", "H", "O"]])
+def test_an_embedding_of_electronic_states_is_taken_over_as_it_is(type_map):
+    changes = {"use_econf_tebd": True}
+    old, new = toy_model("se_atten", changes)[1], model_of("se_atten", type_map, changes)
+    state = carried_over(old, new)
+    new.load_state_dict(state)
+    assert_same_numbers(old, new)
+    weight = "descriptor.type_embedding.net.layers.0.weight"
+    assert torch.equal(state[weight], old.state_dict()[weight])
+
+
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "se_e2_r"])
 def test_nets_of_pairs_find_their_pair(descriptor):
     two_sided = {"descriptor_changes": {"type_one_side": False}}

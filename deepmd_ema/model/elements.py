@@ -1,7 +1,8 @@
 """Weights of a model in a model of other elements: what belongs to an element is found by its name.
 
-A tensor is of one of three kinds. One of its dims counts elements: the rows of a type embedding, means and spreads, the
-bias. Or it is of a network that one element, or a pair of them, has for itself. All others do not depend on elements.
+A tensor is of one of three kinds. One of its dims counts elements: the rows of a type embedding (unless they are of
+electronic states), means and spreads, the bias. Or it is of a network that one element, or a pair of them, has for
+itself. All others do not depend on elements.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import first_few
+from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 if TYPE_CHECKING:
     from deepmd_ema.model.energy import EnergyModel
@@ -65,11 +67,13 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     _check_names(have, targets)
     problems = _of_sections(old, new, places, have)
     slots = _slots(old, places)
+    of_states = _of_electronic_states(new)
     for name, target in targets.items() if not problems else ():
         source = _source(name, places, have, targets)
         if source is not None:
             values = have[source][:, slots] if slots is not None and re.fullmatch(_STATISTICS, name) else have[source]
-            problems += _copy(name, values, target, places)
+            axis = None if name in of_states else _axis(name)
+            problems += _copy(name, values, target, places, axis)
     if problems:
         raise ElementsError(problems)
     return state
@@ -99,9 +103,20 @@ def _slots(old: EnergyModel, places: Places) -> list[int] | None:
     return [slot for place in places if place is not None for slot in range(starts[place], starts[place + 1])]
 
 
-def _copy(name: str, source: Tensor, target: Tensor, places: Places) -> list[str]:
-    """Copy ``source`` into ``target``, by element where a dim counts them; return what is wrong."""
-    axis = next((axis for pattern, axis in _AXES if re.fullmatch(pattern, name)), None)
+def _of_electronic_states(model: EnergyModel) -> set[str]:
+    """Return the names of the weights of type embeddings whose rows are electronic states, not elements."""
+    parts = model.named_modules()
+    own = _TYPE_EMBEDDING.removeprefix("type_embedding")
+    return {name + own for name, part in parts if isinstance(part, TypeEmbedding) and part.electrons}
+
+
+def _axis(name: str) -> int | None:
+    """Return the dim of a tensor that counts elements, or None."""
+    return next((axis for pattern, axis in _AXES if re.fullmatch(pattern, name)), None)
+
+
+def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int | None) -> list[str]:
+    """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what is wrong."""
     one, two = (list(tensor.shape) for tensor in (source, target))
     if axis is not None and len(one) == len(two):
         one[axis] = two[axis]

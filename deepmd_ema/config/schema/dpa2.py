@@ -293,6 +293,7 @@ class DPA2Config:
         yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
         yield from self._cutoffs_out_of_order()
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
+        yield from shared.elements_known(self.use_econf_tebd, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""

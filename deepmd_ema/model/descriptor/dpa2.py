@@ -84,6 +84,7 @@ class DPA2Descriptor(nn.Module):
             trainable=config.trainable,
             dtype=self.dtype,
             seed=seed_for("type_embedding", start),
+            electrons=config.use_econf_tebd,
         )
         self.repinit = SeAttenBlock(first, config.neighbors[0], num_types, self.dtype, seed_for("repinit", start))
         self.angles: SeTTebdBlock | None = None
