@@ -144,7 +144,7 @@ def _type(section: Mapping[str, Any], default: str) -> str:
 
 def _short(message: str, path: Path) -> str:
     text = re.sub(r"\s+", " ", message.replace(f"{path}:", "")).replace("|", "\\|").strip()
-    return text if len(text) <= 200 else text[:197] + "..."
+    return text if len(text) <= 240 else text[:237] + "..."
 
 
 if __name__ == "__main__":

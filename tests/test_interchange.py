@@ -110,7 +110,7 @@ OTHERWISE = {
             "/models/1/tab/@variables/tab_data"],
     # of each pair of elements it has two networks and uses one
     "se_e3": [f"/descriptor/embeddings/networks/{k}/layers/{layer}/@variables/{name}" for k in (1, 2, 5)
-              for layer in range(3) for name in ("w", "b", "idt")] + ["/fitting/atom_ener"],
+              for layer in range(3) for name in ("w", "b", "idt")[: 3 if layer else 2]] + ["/fitting/atom_ener"],
 }  # fmt: skip
 
 
