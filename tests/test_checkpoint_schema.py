@@ -163,7 +163,7 @@ def test_snapshots_that_lack_a_part_are_told_by_posthoc(trained, tmp_path, monke
 
 
 def test_show_has_words_for_every_kind():
-    assert SHOWN.keys() == {*KINDS, "frozen"}
+    assert SHOWN.keys() == {*KINDS, "frozen", "deepmd"}
 
 
 @pytest.mark.parametrize(

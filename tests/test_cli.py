@@ -91,14 +91,12 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["train"], "the following arguments are required: INPUT"),
         (["train", "a.json", "-r", "x", "-i", "y"], "-i/--init-model: not allowed with argument -r/--restart"),
         (["train", "a.json", "--retsart", "x"], "train has no option --retsart. Did you mean --restart?"),
-        (["train", "a.json", "--finetune", "x"], "train --finetune: fine-tuning is not here yet"),
-        (["train", "a.json", "-t", "x"], "train -t: fine-tuning is not here yet"),
+        (["train", "a.json", "-t", "x", "-i", "y"], "-i/--init-model: not allowed with argument -t/--finetune"),
         (
             ["train", "a.json", "--init-frz-model", "x"],
             "--init-frz-model: --init-model model.dp starts from",
         ),
-        (["train", "a.json", "--use-pretrain-script"], "copy the model section"),
-        (["train", "a.json", "--model-branch=x"], "train --model-branch: a run has one task"),
+        (["train", "a.json", "--model-branch=x"], "--model-branch: chooses a model of the file of --finetune or"),
         (["train", "a.json", "--force-load"], "weights are loaded whole"),
         (["train", "a.json", "-m", "master"], "train -m: rank 0 speaks"),
         (["train", "a.json", "--mpi-log", "master"], "rank 0 speaks"),
@@ -120,10 +118,10 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
 
 
 def test_several_mistakes_are_a_numbered_list(capsys):
-    assert cli.main(["train", "a.json", "--finetune", "x", "--retsart"]) == 2
+    assert cli.main(["train", "a.json", "--force-load", "--retsart"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert err[0] == "dp-ema: 2 problems"
-    assert err[1].startswith("  1. train --finetune: ")
+    assert err[1].startswith("  1. train --force-load: ")
     assert err[2].startswith("  2. train has no option --retsart.")
 
 

@@ -341,9 +341,9 @@ def test_parameters_that_the_model_does_not_take_are_told_once(tmp_path):
     names = [str(tmp_path / name) for name in "vw"]
     told = [w for w in check(names).warnings if "is not read" in w]
     assert told == [
-        f"set.*/fparam.npy in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_fparam is 0. "
+        f"fparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_fparam is 0. "
         "Set it to the numbers per frame, or leave it if the model shall not depend on them.",
-        f"set.*/aparam.npy in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_aparam is 0. "
+        f"aparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_aparam is 0. "
         "Set it to the numbers per atom, or leave it if the model shall not depend on them.",
     ]
     opened = open_data([str(path)], ELEMENTS, LABELS, numb_fparam=2, numb_aparam=1)

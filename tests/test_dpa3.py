@@ -177,7 +177,6 @@ def test_what_does_not_fit_together_is_named(case):
     [
         ({"add_chg_spin_ebd": True}, r"add_chg_spin_ebd = true: expected false: charge and spin .* not available in"),
         ({"default_chg_spin": [0.0, 1.0]}, r"default_chg_spin = \[0\.0, 1\.0\]: expected null: charge and spin"),
-        ({"use_econf_tebd": True}, r"use_econf_tebd = true: expected false: embeddings of electronic conf"),
         ({"exclude_types": [[0, 3]]}, r"exclude_types: type 3 does not exist"),
     ],
 )

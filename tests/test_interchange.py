@@ -34,6 +34,10 @@ VARIANTS = {
     "vacuum": {"descriptor_changes": {"set_davg_zero": True},
                "fitting_changes": {"atom_ener": [-1.5, None, -0.5], "numb_fparam": 1, "resnet_dt": False}},
     "single": {"descriptor_changes": {"precision": "float32"}, "fitting_changes": {"precision": "float32"}},
+    "dpa2": {"descriptor": "dpa2", "descriptor_changes": {"ln_eps": 1e-3}},
+    "dpa2_rough": {"descriptor": "dpa2",
+                   "descriptor_changes": {"ln_eps": 1e-5, "smooth": False, "direct_dist": True, "g1_out_conv": False,
+                                          "update_style": "res_avg", "exclude_types": [[0, 1]]}},
     "mixed_precision": {"descriptor_changes": {"precision": "float32"}},
 }  # fmt: skip
 
@@ -168,7 +172,7 @@ def shorten_davg(tree):
          r"model.yaml: descriptor 'loc_frame' is not available here\. Known: se_e2_a, "),
         (lambda t: t["model"]["fitting"].update(type="dipole"),
          r"fitting 'dipole' is not available here\. Known: ener"),
-        (lambda t: t["model"].update(type="linear"), "a model of type 'linear'; only standard models"),
+        (lambda t: t["model"].update(type="linear"), "a model of type 'linear'; only standard and zbl models"),
         (lambda t: t["model"]["descriptor"].update({"@version": 3}),
          r"version 3 \(compressed\), which is not available"),
         (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}),

@@ -7,10 +7,7 @@ _NO_TASKS = "a run has one task here, and a model one head"
 OPTIONS = {
     "": {"-b --backend --pt --pt-expt --tf --tf2 --jax --pd --dp": "there is one backend, PyTorch: leave it out"},
     "train": {
-        "-t --finetune": "fine-tuning is not here yet; --init-model starts from the weights of a file",
         "-f --init-frz-model": "--init-model model.dp starts from the weights of a frozen model",
-        "--use-pretrain-script": "copy the model section into the input; `dp-ema show --config CKPT` prints it",
-        "--model-branch": _NO_TASKS,
         "--force-load": "weights are loaded whole or not at all, and the message names what does not fit",
         "-m --mpi-log": "rank 0 speaks for all ranks",
     },

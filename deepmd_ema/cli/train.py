@@ -19,6 +19,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
     start.add_argument("-i", "--init-model", metavar="FILE", type=path,
                        help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
+    start.add_argument("-t", "--finetune", metavar="FILE", type=path,
+                       help="fine-tune such a file on other data, perhaps of other elements")  # fmt: skip
+    parser.add_argument("--model-branch", "--head", dest="model_branch", metavar="NAME",
+                        help="which model of a file with several; RANDOM: a fresh fitting network")  # fmt: skip
+    parser.add_argument("--use-pretrain-script", action="store_true", help="take the section model from that file")
     parser.add_argument("-o", "--output", metavar="FILE", default="out.json", type=file_to_write,
                         help="normalized input (out.json)")  # fmt: skip
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
@@ -45,6 +50,9 @@ def run(args: argparse.Namespace) -> None:
             args.input,
             restart=args.restart,
             init_model=args.init_model,
+            finetune=args.finetune,
+            model_branch=args.model_branch,
+            use_pretrain_script=args.use_pretrain_script,
             output=args.output,
             device=args.device,
             skip_neighbor_stat=args.skip_neighbor_stat,

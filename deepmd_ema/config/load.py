@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,19 @@ from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
 
-def load_config(path: str | Path) -> RunConfig:
+def load_config(path: str | Path, model_section: Callable[[Any], Any] | None = None) -> RunConfig:
     """Return the run that a ``.json``, ``.yaml`` or ``.yml`` file describes.
+
+    Args:
+        path: the file.
+        model_section: called with the section ``model`` of the file, returns the one that is used instead.
 
     Raises:
         ConfigError: with every mistake of the file, each with its line.
     """
     values, lines = read_config_file(Path(path))
+    if model_section is not None and isinstance(values, Mapping):
+        values = {**values, "model": model_section(values.get("model"))}
     return _load(values, str(path), lines)
 
 

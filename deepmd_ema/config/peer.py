@@ -51,7 +51,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
-        "finetune_head": Unavailable((None, "")),
+        "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
@@ -100,11 +100,15 @@ INSTEAD_OF_TYPES: dict[str, str] = {
     "frozen": "Give the whole model, and its weights by --init-model.",
 }
 
+_ACTIVATIONS = tuple(
+    f"model.{part}.activation_function"
+    for part in ("descriptor", "descriptor.repinit", "descriptor.repformer", "fitting_net")
+)
 # texts of plain options: path -> pattern of how they begin
 _UNAVAILABLE_TEXTS: dict[str, str] = {
     **dict.fromkeys(("model.descriptor.precision", "model.fitting_net.precision"), r"b?float16\Z"),
     **dict.fromkeys(("training.training_data.batch_size", "training.validation_data.batch_size"), "mix(ed)?:"),
-    **dict.fromkeys(("model.descriptor.activation_function", "model.fitting_net.activation_function"), "custom_silu"),
+    **dict.fromkeys(_ACTIVATIONS, "custom_silu"),
     "validating.validation_metric": "FR:|FM:|fr:|fm:",
 }
 

@@ -121,6 +121,22 @@ def load_model(
     return loaded
 
 
+def heads_in(path: str | Path) -> tuple[str, ...]:
+    """Return the names of the models in a file; none where there is one without a name.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged.
+    """
+    path = Path(path)
+    if path.suffix.lower() in FROZEN_SUFFIXES:
+        return ()
+    try:
+        checkpoint.load(path)
+    except checkpoint.DeepmdCheckpointError as error:
+        return interchange.heads_of(error.content, path)
+    return ()
+
+
 def average_in_words(average: Mapping[str, Any]) -> str:
     """Return what people want to know of an average, of whatever type, on one line."""
     facts = dict(average)

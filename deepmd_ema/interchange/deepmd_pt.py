@@ -106,6 +106,12 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts)
 
 
+def heads_of(payload: Any, path: Path) -> tuple[str, ...]:
+    """Return the names of the models of a checkpoint of DeePMD-kit; none where there is one without a name."""
+    with faults_in_words(path):
+        return tuple(_extra_of(payload, path)["model_params"].get("model_dict", ()))
+
+
 def _state_of(payload: Any) -> Any:
     return payload.get("model", payload) if isinstance(payload, Mapping) else None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from deepmd_ema.batch import both_orders
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
@@ -16,6 +18,7 @@ from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.short_range import ShortRange, Switch
 from deepmd_ema.seeds import seed_for
@@ -65,6 +68,9 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     pairs = both_orders(config.pair_exclude_types)
     start = seed_for("model", seed or 0)
     descriptor = DESCRIPTORS[config.descriptor.type](config.descriptor, num_types, start)
+    for module in cast("nn.Module", descriptor).modules():
+        if isinstance(module, TypeEmbedding):
+            module.name_elements(config.type_map)
     fitting = FITTINGS[config.fitting_net.type](
         config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
     )

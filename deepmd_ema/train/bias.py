@@ -63,10 +63,9 @@ def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str
 
 def _fit(frames: FrameEnergies, before: np.ndarray, name: str) -> Tensor:
     fit = change_bias(frames, before)
-    means = [np.mean(frames.residual(change) / frames.num_atoms) for change in (None, fit.bias - before)]
     logger.info(
-        "output bias fitted again with the weights %s on %s frames: mean residual %s meV/atom before, %s after",
-        name, f"{len(frames):,}", *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
+        "output bias fitted again with the weights %s on %s frames: %s",
+        name, f"{len(frames):,}", frames.means_in_words(fit.bias - before),
     )  # fmt: skip
     return torch.from_numpy(fit.bias).view(1, -1, 1)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch
@@ -20,6 +21,7 @@ from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
 from deepmd_ema.files import writing
+from deepmd_ema.model.bias import change_bias, energies_of
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
@@ -132,15 +134,34 @@ def _check_data(
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
     """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
-    if start.has_weights:
-        start.load_weights(run.models)
-    else:
+    if start.needs_statistics(run.config):
         for task in run.tasks.values():
             statistics = _statistics(run.config, task, run.seed, num_ranks)
             task.model.apply_statistics(statistics)
             for line in statistics.lines():
                 logger.info("%s", line)
+    start.load_weights(run.models)
+    if start.fits_bias:
+        for task in run.tasks.values():
+            _fit_bias(task, run.seed, num_ranks)
     return run.models.state_dict()
+
+
+def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
+    """Move the output bias of a task so that the mean residual per atom is zero on the frames of the statistics."""
+    model, of_task = task.model, f" of task {task.config.name}" if task.config.name else ""
+    before = model.out_bias.view(-1).numpy().copy()
+    frames = energies_of(model, task.config.model, _statistics_batches(task, seed, num_ranks))
+    if not len(frames):
+        logger.warning("no training frame%s has an energy to fit the output bias to: it stays as in the file", of_task)
+        return
+    fit = change_bias(frames, before)
+    model.out_bias.copy_(torch.from_numpy(fit.bias).view_as(model.out_bias))
+    model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
+    logger.info(
+        "output bias%s moved by a fit of label minus prediction on %s frames: %s", of_task, f"{len(frames):,}",
+        frames.means_in_words(fit.bias - before),
+    )  # fmt: skip
 
 
 def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:

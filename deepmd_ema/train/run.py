@@ -30,6 +30,9 @@ def run_training(
     input_file: str,
     restart: str | None = None,
     init_model: str | None = None,
+    finetune: str | None = None,
+    model_branch: str | None = None,
+    use_pretrain_script: bool = False,
     output: str = "out.json",
     device: str | None = None,
     skip_neighbor_stat: bool = False,
@@ -44,6 +47,9 @@ def run_training(
         input_file: JSON or YAML.
         restart: checkpoint to continue exactly.
         init_model: file whose weights, live or averaged, a new run starts from.
+        finetune: file whose weights a new run on other data, perhaps of other elements, starts from.
+        model_branch: which model of a file that holds several; ``RANDOM`` is a fresh fitting network for fine-tuning.
+        use_pretrain_script: take the section ``model`` from the file.
         output: where the normalized config is written.
         device: ``cpu``, ``cuda``, ``cuda:1``; chosen by itself when not given.
         skip_neighbor_stat: refuse ``sel: auto``; the data are checked all the same.
@@ -60,13 +66,15 @@ def run_training(
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
-            config = load_config(input_file)
+            start = find_start(restart, init_model, finetune, model_branch)
+            config = load_config(input_file, start.model_section if use_pretrain_script else None)
             if problems := launch_problems(config, world.size, launch.launched):
                 raise ConfigError(problems)
-            start = find_start(restart, init_model)
             config = start.adopt_from_checkpoint(config)
             start.check_resumable(config, allow_config_change)
-        seed = world.broadcast_from_rank0(partial(_seed, config, output, (input_file, restart, init_model), held))
+        seed = world.broadcast_from_rank0(
+            partial(_seed, config, output, (input_file, restart, init_model, finetune), held)
+        )
         config = replace(config, training=replace(config.training, seed=seed))
         for line in (*config.notes, *ignored_options(config)):
             logger.warning("%s", line)

@@ -1,4 +1,4 @@
-"""How a run starts: anew, from the weights of a file, or as the exact continuation of a checkpoint."""
+"""How a run starts: anew, from the weights of a file, by fine-tuning them, or as the exact continuation of a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import RunConfig, config_from_dict, model_config_from_dict, to_dict
-from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
+from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.errors import CheckpointError, ConfigError, UserError
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
+from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import check_weights
 
@@ -38,6 +39,8 @@ CONTINUITY = (
 )
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
+RANDOM = "RANDOM"  # as a head: a fresh fitting network
+_OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
@@ -50,15 +53,29 @@ class Start:
     Subclasses start from a file. All differences between the ways to start are methods here.
 
     Attributes:
-        has_weights: whether weights and statistics come from a file.
+        fits_bias: whether the output bias is moved to the data before the first step.
     """
 
-    has_weights: ClassVar[bool] = False
+    fits_bias: bool = False
 
     @property
     def step(self) -> int:
         """Optimizer steps done before the start."""
         return 0
+
+    def model_section(self, given: Any) -> Any:
+        """Return the section ``model`` of the file, in place of that of the input.
+
+        Args:
+            given: the section in the input, right or wrong.
+
+        Raises:
+            ConfigError: if the run does not start from a file.
+        """
+        raise ConfigError(
+            "--use-pretrain-script: takes the section `model` from a file, and none is given. Name it with --finetune, "
+            "--init-model or --restart, or leave the option out."
+        )
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with what it leaves open as it is in the file.
@@ -67,6 +84,10 @@ class Start:
             CheckpointError: if the file holds a model of other elements.
         """
         return config
+
+    def needs_statistics(self, config: RunConfig) -> bool:
+        """Whether means, spreads and biases of the data are needed, because the file does not have all of them."""
+        return True
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint that is continued.
@@ -103,10 +124,16 @@ class FromWeights(Start):
         payload: its content.
     """
 
-    has_weights = True
-
     path: Path
     payload: Mapping[str, Any]
+
+    def model_section(self, given: Any) -> Any:
+        """Return the section ``model`` of the file, in place of that of the input."""
+        return self.payload["config"]["model"]
+
+    def needs_statistics(self, config: RunConfig) -> bool:
+        """Whether statistics of the data are needed: all of them are in the file."""
+        return False
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
@@ -116,7 +143,7 @@ class FromWeights(Start):
             if list(saved["type_map"]) != list(model.type_map):
                 raise CheckpointError(
                     f"{self.path}: a model of type_map {saved['type_map']}, but model.type_map is {model.type_map}. "
-                    "Use the type_map of the file."
+                    "Use the type_map of the file, or --finetune, which takes over the elements that both have."
                 )
             if model.descriptor.neighbors is None:
                 written = model_config_from_dict(saved, str(self.path)).descriptor
@@ -212,12 +239,122 @@ class Restart(FromWeights):
         return raw
 
 
-def find_start(restart: str | None, init_model: str | None) -> Start:
+@dataclass(frozen=True)
+class FineTune(Start):
+    """A new run on other data: weights of a file, with the elements and the energy of each that the new data need.
+
+    Elements that the file does not have get the parameters of the seed and statistics of the data. The bias is moved by
+    a fit of label minus prediction, or, with a fresh fitting network, set by a fit of the labels.
+
+    Attributes:
+        loaded: the model of the file.
+        fresh_fitting: whether the fitting network starts anew.
+    """
+
+    loaded: LoadedModel
+    fresh_fitting: bool = False
+
+    @property
+    def fits_bias(self) -> bool:  # type: ignore[override]
+        """Whether the output bias is moved to the data before the first step."""
+        return not self.fresh_fitting
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.loaded.info.path
+
+    def model_section(self, given: Any) -> Any:
+        """Return the section of the input with descriptor and fitting network of the file, trainable as given.
+
+        Raises:
+            ConfigError: if options of the file count elements by number, and the elements are others.
+        """
+        section = to_dict(self.loaded.config)
+        if not isinstance(given, Mapping):
+            return section
+        type_map = given.get("type_map", section["type_map"])
+        taken = ("descriptor",) if self.fresh_fitting else ("descriptor", "fitting_net")
+        by_number = [f"{n}.{o}" for n in taken for o in ("exclude_types", "atom_ener") if section[n].get(o)]
+        if by_number and type_map != section["type_map"]:
+            raise ConfigError(
+                f"--use-pretrain-script: {', '.join(by_number)} of {self.path} counts elements by number, and type_map "
+                "is another here. Write the section model into the input (`dp-ema show --config` prints it)."
+            )
+        own = {name: given[name] if isinstance(given.get(name), Mapping) else {} for name in taken}
+        trained = {name: {"trainable": own[name]["trainable"]} if "trainable" in own[name] else {} for name in taken}
+        return {**given, "type_map": type_map, **{name: {**section[name], **trained[name]} for name in taken}}
+
+    def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
+        """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits."""
+        models, saved = {}, self.loaded.config
+        for name, task in config.tasks.items():
+            model = task.model
+            self._tell_differences(model)
+            fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
+            if model.descriptor.neighbors is None and fits and model.descriptor.type == saved.descriptor.type:
+                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(saved.descriptor))
+        return config.with_models(models) if models else config
+
+    def needs_statistics(self, config: RunConfig) -> bool:
+        """Whether there are new elements, or a fresh fitting network."""
+        known = set(self.loaded.config.type_map)
+        return self.fresh_fitting or any(set(task.model.type_map) - known for task in config.tasks.values())
+
+    def run_id(self, config: RunConfig) -> str:
+        """Return what tells this trajectory of weights from others."""
+        return _digest(to_dict(config), f"{self.path} fine-tuned")
+
+    def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
+        """Return the nearest pair that the model has seen, angstrom: in the data or in those of the file."""
+        return min((d for d in (in_data, self.loaded.info.min_nbor_dist) if d is not None), default=None)
+
+    def load_weights(self, models: ModelSet) -> None:
+        """Take over the weights of the file for the elements that it has."""
+        old = self.loaded.model
+        for model in models.by_task.values():
+            try:
+                model.load_state_dict(carried_over(old, model, with_fitting=not self.fresh_fitting))
+            except ElementsError as error:
+                lines = [f"{self.path}: its weights do not fit the model of this input.", *error.problems]
+                advice = "Use its sections descriptor and fitting_net (--use-pretrain-script takes them)"
+                last = "." if self.fresh_fitting else ", or a fresh fitting network (--model-branch RANDOM)."
+                raise CheckpointError("\n  ".join([*lines, advice + last])) from error
+            new = [name for name in model.type_map if name not in old.type_map]
+            logger.info(
+                "fine-tuning %s: %s; %s; fitting network %s", self.path, self.loaded.info.in_words(),
+                f"new elements {' '.join(new)}" if new else "no new elements",
+                "fresh" if self.fresh_fitting else "of the file",
+            )  # fmt: skip
+
+    def _tell_differences(self, model: ModelConfig) -> None:
+        """Warn of options of the descriptor that are not those of the file: weights may fit and mean another thing."""
+        before, now = to_dict(self.loaded.config)["descriptor"], to_dict(model)["descriptor"]
+        for path, old, new in _differences(before, now, "model.descriptor"):
+            name = path.rpartition(".")[2]
+            is_of_elements = name in ("sel", "exclude_types") and model.type_map != self.loaded.config.type_map
+            is_left_open = name in _OF_THE_RUN or is_of_elements or {str(old), str(new)} == {"default", "float64"}
+            if not is_left_open and new != "auto":
+                logger.warning("%s was %s where the weights were trained, is %s here", path, old, new)
+
+
+def find_start(
+    restart: str | None, init_model: str | None, finetune: str | None = None, head: str | None = None
+) -> Start:
     """Load the file that a run starts from, if any.
+
+    Args:
+        restart: checkpoint to continue.
+        init_model: file whose weights a new run starts from.
+        finetune: file whose weights are fine-tuned.
+        head: which model of a file with several; ``RANDOM`` is a fresh fitting network, for fine-tuning.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
+        UserError: if a head is given for what has none.
     """
+    if head is not None and (restart is not None or (init_model is None and finetune is None)):
+        raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
     if restart is not None:
         if _is_frozen(restart):
             raise CheckpointError(
@@ -228,18 +365,32 @@ def find_start(restart: str | None, init_model: str | None) -> Start:
         payload = checkpoint.load(path)
         checkpoint.require_training(payload, path)
         return Restart(path, payload)
+    if finetune is not None:
+        return _fine_tune(finetune, head)
     if init_model is not None:
-        return FromWeights(*_payload_of(init_model))
+        return FromWeights(*_payload_of(init_model, head))
     return Start()
 
 
-def _payload_of(file: str) -> tuple[Path, Mapping[str, Any]]:
+def _fine_tune(file: str, head: str | None) -> FineTune:
+    if head is not None and head.upper() != RANDOM:
+        return FineTune(load_model(file, head=head))
+    heads = heads_in(file)
+    if heads and head is None:
+        logger.warning(
+            "%s holds %s: no --model-branch chooses one, so the fitting network starts anew", file, ", ".join(heads)
+        )
+    first = heads[0] if heads else None  # they share the descriptor
+    return FineTune(load_model(file, head=first), fresh_fitting=bool(heads) or head is not None)
+
+
+def _payload_of(file: str, head: str | None) -> tuple[Path, Mapping[str, Any]]:
     """Return the path of a model file of any kind, and its content as that of a checkpoint."""
-    if not _is_frozen(file):
+    if not _is_frozen(file) and head is None:
         path = checkpoint.resolve(file)
         with suppress(checkpoint.DeepmdCheckpointError):  # read below
             return path, checkpoint.load(path)
-    loaded = load_model(file)
+    loaded = load_model(file, head=head)
     return loaded.info.path, _as_payload(loaded)
 
 

@@ -21,6 +21,10 @@ angles |= {"resnet_dt": True, "exclude_types": [[1, 2]], "env_protection": 1e-2}
 make_golden.MODELS = {
     "se_e3": {"descriptor": angles, "fitting_net": fitting},
     "se_e3_tebd_strip": {"descriptor": {**three, **strip}, "fitting_net": fitting, "pair_exclude_types": [[0, 2]]},
+    "dpa1_electrons": {
+        "descriptor": {**make_golden.ATTEN, "attn_layer": 0, "use_econf_tebd": True, "use_tebd_bias": True},
+        "fitting_net": fitting,
+    },
     "hybrid_cutoffs": {"descriptor": {"type": "hybrid", "list": parts}, "fitting_net": fitting},
 }
 make_golden.main(sys.argv[2], sys.argv[3:])

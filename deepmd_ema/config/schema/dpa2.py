@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import not_negative, option, positive_int, redefined
+from deepmd_ema.config.fields import not_negative, option, options, positive_int, redefined
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.se_atten import SeAttenConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
@@ -150,6 +150,31 @@ class RepformerConfig:
     trainable_ln: bool = redefined(SeAttenConfig, "trainable_ln")
     ln_eps: float | None = redefined(SeAttenConfig, "ln_eps")
 
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        attends = self.update_g2_has_attn and self.nlayers > 1
+        of_pairs = ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2")
+        moments = self.update_g1_has_grrg or self.update_g1_has_drrd
+        for is_idle, names, why in (
+            (self.nlayers == 1, of_pairs, "pairs do not change in the last layer, and there is one"),
+            (not self.update_g1_has_attn, ("attn1_hidden", "attn1_nhead"), "update_g1_has_attn is false"),
+            (
+                not (attends or (self.update_h2 and self.nlayers > 1)),
+                ("attn2_hidden", "attn2_nhead", "attn2_has_gate"),
+                "there is no attention of pairs",
+            ),
+            (not attends, ("trainable_ln", "ln_eps"), "channels of pairs have no attention, which is normalised"),
+            (not moments, ("axis_neuron", "use_sqrt_nnei"), "update_g1_has_grrg and update_g1_has_drrd are false"),
+            (not self.update_g1_has_conv, ("g1_out_conv",), "update_g1_has_conv is false"),
+            (self.direct_dist, ("set_davg_zero",), "direct_dist is true"),
+            (
+                self.update_style != "res_residual",
+                ("update_residual", "update_residual_init"),
+                f"update_style is {self.update_style}",
+            ),
+        ):
+            yield from ((name, why) for name in names if is_idle)
+
     @property
     def terms(self) -> int:
         """Return the number of inputs of the layer of all terms."""
@@ -219,7 +244,13 @@ class DPA2Config:
         nsel = shared.auto_sel_within(later.nsel, later.rcut, found)
         angles = shared.auto_sel_within(first.three_body_sel, first.three_body_rcut, found)
         most = shared.auto_sel_within(first.nsel, first.rcut, found)
-        if isinstance(first.nsel, str):  # in small systems both may count the same; DeePMD-kit wants more here
+        # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same number
+        if first.use_three_body:
+            if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
+                nsel = max(nsel, angles)
+            if isinstance(first.three_body_sel, str) and later.rcut <= first.three_body_rcut:
+                angles = max(nsel, angles)
+        if isinstance(first.nsel, str):
             most = max(most, nsel + shared.SEL_MULTIPLE, angles if first.use_three_body else 0)
         return replace(
             self, repinit=replace(first, nsel=most, three_body_sel=angles), repformer=replace(later, nsel=nsel)
@@ -241,12 +272,28 @@ class DPA2Config:
         nsel = chosen(self.repformer.nsel, saved.repformer.nsel)
         return replace(self, repinit=first, repformer=replace(self.repformer, nsel=nsel))
 
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the numbers of neighbors of the parts that look less far."""
+        first, later = self.repinit, self.repformer
+        if first.use_three_body and isinstance(first.three_body_sel, int):
+            yield "repinit.three_body_sel", first.three_body_rcut, first.three_body_sel
+        if isinstance(later.nsel, int):
+            yield "repformer.nsel", later.rcut, later.nsel
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        if not self.repinit.use_three_body:
+            names = (o.name for o in options(RepinitConfig) if o.name.startswith("three_body_"))
+            yield from ((f"repinit.{name}", "use_three_body is false") for name in names)
+        yield from ((f"repformer.{name}", why) for name, why in self.repformer.idle_options())
+
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
         yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
         yield from self._cutoffs_out_of_order()
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
+        yield from shared.elements_known(self.use_econf_tebd, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""
@@ -322,13 +369,10 @@ class DPA2Config:
         first, later = self.repinit, self.repformer
         if later.rcut >= first.rcut:
             yield "repformer.rcut", f" = {later.rcut:g}: expected less than repinit.rcut = {first.rcut:g} (angstrom)."
-        named: list[tuple[float, int | str, str]] = [(later.rcut, later.nsel, "repformer.nsel")]
-        if first.use_three_body:
-            named.append((first.three_body_rcut, first.three_body_sel, "repinit.three_body_sel"))
-        named = sorted((rcut, n, name) for rcut, n, name in named if not isinstance(n, str))
-        named += [(first.rcut, first.nsel, "repinit.nsel")] if not isinstance(first.nsel, str) else []
+        named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
+        named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
         for (_, fewer, name), (_, more, beyond) in pairwise(named):
-            if fewer > more:  # type: ignore[operator]  # numbers
+            if fewer > more:
                 yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
-        if not isinstance(later.nsel, str) and later.nsel == first.nsel:
+        if isinstance(later.nsel, int) and later.nsel == first.nsel:
             yield "repformer.nsel", f" = {later.nsel}: expected less than repinit.nsel = {first.nsel}."

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.se_atten import SeAttenConfig
 from deepmd_ema.config.schema.texts import ActivationName
 
 if TYPE_CHECKING:
@@ -215,11 +216,7 @@ class DPA3Config:
     )
     trainable: bool = option(True, doc="Whether the parameters are trained.")
     seed: int | None = shared.seed_option()
-    use_econf_tebd: bool = option(
-        False,
-        check=Check(lambda v: not v, f"false: embeddings of electronic configurations are {NOT_AVAILABLE}"),
-        doc="Whether elements are told apart by their electronic configurations. Only false here.",
-    )
+    use_econf_tebd: bool = redefined(SeAttenConfig, "use_econf_tebd")
     use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
     use_loc_mapping: bool = option(
         True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."
@@ -263,6 +260,7 @@ class DPA3Config:
         """Yield what does not fit together."""
         yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
+        yield from shared.elements_known(self.use_econf_tebd, type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield the options without effect, and why."""

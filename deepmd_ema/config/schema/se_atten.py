@@ -80,8 +80,8 @@ class SeAttenV2Config(shared.OneListSection):
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
     use_econf_tebd: bool = option(
         False,
-        check=Check(lambda v: not v, f"false: embeddings of electronic configurations are {NOT_AVAILABLE}"),
-        doc="Whether elements are told apart by their electronic configurations. Only false here.",
+        doc="Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
+        "symbols of elements.",
     )
     use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
     scaling_factor: float = option(
@@ -105,6 +105,7 @@ class SeAttenV2Config(shared.OneListSection):
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
+        yield from shared.elements_known(self.use_econf_tebd, type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""

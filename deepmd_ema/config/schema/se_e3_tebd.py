@@ -55,6 +55,13 @@ class SeE3TebdConfig(shared.OneListSection):
         """Yield what does not fit together."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
+        yield from shared.elements_known(self.use_econf_tebd, type_map)
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        yield "set_davg_zero", "only angular columns enter, and their mean is zero"
+        if self.tebd_input_mode == "concat":
+            yield "smooth", "only the gate of strip is switched off"
 
     def summary(self) -> str:
         """Return the main options in words."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.texts import ActivationName, is_readable
+from deepmd_ema.elements import SYMBOLS
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -245,6 +246,14 @@ def excluded_types_exist(exclude_types: Sequence[Sequence[int]], type_map: Seque
     """Yield an option and the rest of a message if a pair in ``exclude_types`` names a type that does not exist."""
     excluded = [t for pair in exclude_types for t in pair]
     yield from (("exclude_types", text) for text in unknown_types(excluded, type_map))
+
+
+def elements_known(electrons: bool, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if names without electronic configurations need them."""
+    unknown = [name for name in type_map if name not in SYMBOLS] if electrons else []
+    if unknown:
+        expected = "symbols of elements, whose electronic configurations are known"
+        yield "use_econf_tebd", f" = true: type_map has {show(unknown[0])}, expected {expected}."
 
 
 def dashes(numbers: Iterable[int]) -> str:

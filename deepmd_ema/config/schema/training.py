@@ -49,8 +49,9 @@ class _Data:
         check=_systems,
         also=(str,),
         convert=lambda v: [v] if isinstance(v, str) else v,
-        doc="Folders of systems (`deepmd/npy` or mixed), folders to search for them, or HDF5 files `file.h5` and "
-        "`file.h5#/group`. Paths are relative to the working directory.",
+        doc="Folders of systems (`deepmd/npy` or mixed), folders to search for them, HDF5 files `file.h5` and "
+        "`file.h5#/group`, extended XYZ `train.extxyz` and `train.extxyz#energy=REF_energy,force=REF_forces`, or "
+        "LMDB `data.lmdb`. Paths are relative to the working directory.",
     )
     rglob_patterns: list[str] | None = option(
         None,

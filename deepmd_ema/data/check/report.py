@@ -259,7 +259,7 @@ def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[str]:
     for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
         if having := [scan.system.name for scan in scans if name in scan.system.unread]:
             yield (
-                f"set.*/{name}.npy in {len(having)} of {counted(len(scans), 'system')} (first: {having[0]}) is not "
+                f"{name} in {len(having)} of {counted(len(scans), 'system')} (first: {having[0]}) is not "
                 f"read: model.fitting_net.numb_{name} is 0. Set it to the numbers per {each}, or leave it if the model "
                 "shall not depend on them."
             )

@@ -83,7 +83,6 @@ class DPA2Tree(PartTree):
             "descriptor version 4 (compressed)": tree.get("@version", 3) == 4
             or bool(tree["repinit_variable"].get("compress")),
             "an exponential switch": any(has_exp_switch(tree.get(part) or {}) for part in parts),
-            "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
         }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:

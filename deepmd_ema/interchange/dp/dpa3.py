@@ -84,7 +84,6 @@ class DPA3Tree(PartTree):
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
         """Return features that are not available here, and whether the tree uses them."""
         return {
-            "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
             "charge and spin as an input": bool(tree.get("add_chg_spin_ebd")),
         }
 

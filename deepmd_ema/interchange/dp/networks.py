@@ -170,7 +170,7 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
         **chosen(entry, ("neuron", "resnet_dt", "precision", "activation_function")),
         "trainable": trainable,
         "padding": True,
-        "use_econf_tebd": False,
+        "use_econf_tebd": embedding.electrons,
         "use_tebd_bias": entry["bias"],
         "type_map": list(type_map),
         "embedding": {**entry, "layers": layers},

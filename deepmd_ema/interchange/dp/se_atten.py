@@ -74,7 +74,6 @@ class SeAttenTree(PartTree):
             "angular degrees above 1": tree.get("lmax", 1) != 1,
             "spin": bool(tree.get("spin")),
             "an exponential switch": has_exp_switch(tree),
-            "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
         }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:

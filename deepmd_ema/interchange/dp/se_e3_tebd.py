@@ -54,7 +54,6 @@ class SeE3TebdTree(PartTree):
         return {
             "descriptor version 2 (compressed)": tree.get("@version", 1) > 1,
             "an exponential switch": has_exp_switch(tree),
-            "embeddings of electronic configurations": bool(tree.get("use_econf_tebd")),
         }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:

@@ -84,6 +84,7 @@ class DPA2Descriptor(nn.Module):
             trainable=config.trainable,
             dtype=self.dtype,
             seed=seed_for("type_embedding", start),
+            electrons=config.use_econf_tebd,
         )
         self.repinit = SeAttenBlock(first, config.neighbors[0], num_types, self.dtype, seed_for("repinit", start))
         self.angles: SeTTebdBlock | None = None
@@ -121,7 +122,10 @@ class DPA2Descriptor(nn.Module):
         """Return how this descriptor wants its neighbors."""
         most = self.section.neighbors
         assert most is not None
-        return NeighborLayout(self.section.cutoff, most, self.num_types, by_type=False, excluded_pairs=excluded_pairs)
+        later = tuple((part.rcut, part.most) for part in self._parts[1:])
+        return NeighborLayout(
+            self.section.cutoff, most, self.num_types, by_type=False, excluded_pairs=excluded_pairs, inner=later
+        )
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -169,7 +173,8 @@ class DPA2Descriptor(nn.Module):
     def _features(self, vector: Tensor, batch: Batch, table: Tensor) -> Tensor:
         """Return the features of the repformer (A, C)."""
         section = self.section
-        node: Tensor = self._in_part(self.repinit, batch.within(section.repinit.rcut), vector, batch, table)
+        hood = batch.within(section.repinit.rcut, self.repinit.sel)
+        node: Tensor = self._in_part(self.repinit, hood, vector, batch, table)
         if self.angles is not None:
             hood = batch.within(section.repinit.three_body_rcut, self.angles.sel)
             node = torch.cat([node, self._in_part(self.angles, hood, vector, batch, table)], 1)
@@ -177,9 +182,8 @@ class DPA2Descriptor(nn.Module):
             node = self.to_repformer(node)
         if self.add_element is not None:
             node = node + pick(self.add_element(table), batch.atom_type)
-        return self._in_part(
-            self.repformer, batch.within(section.repformer.rcut, self.repformer.sel), vector, batch, node
-        )
+        hood = batch.within(section.repformer.rcut, self.repformer.sel)
+        return self._in_part(self.repformer, hood, vector, batch, node)
 
     def _in_part(self, part: nn.Module, hood: Neighborhood, vector: Tensor, batch: Batch, features: Tensor) -> Tensor:
         """Return the features that a part computes with the vectors of its own neighbors."""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class DPA3Descriptor(nn.Module):
     """Nodes of a network of nodes, edges and angles (DPA-3, Zhang et al., arXiv:2506.01686).
 
-    Nodes begin with the embeddings of their elements, edges with distances, angles with cosines; `RepflowLayer` updates
-    them. Empty slots have no effect but through the numbers that sums over neighbors are divided by, so a batch need
-    not hold them.
+    Nodes and edges are the graph G(1) of its line graph series, edges and angles the graph G(2). Nodes begin with the
+    embeddings of their elements, edges with distances, angles with cosines; `RepflowLayer` updates them. Empty slots
+    have no effect but through the numbers that sums over neighbors are divided by, so a batch need not hold them.
 
     Args:
         config: the section ``model.descriptor``; numbers of neighbors must be numbers.
@@ -67,6 +67,7 @@ class DPA3Descriptor(nn.Module):
             trainable=config.trainable,
             dtype=self.dtype,
             seed=seed_for("type_embedding", start),
+            electrons=config.use_econf_tebd,
         )
         self.edge_embedding, self.angle_embedding = linear(flow.e_dim, bias=True), linear(flow.a_dim, bias=False)
         to_come = range(flow.nlayers - 1, -1, -1)  # layers after each: an angle acts on edges, and these on nodes
@@ -130,7 +131,7 @@ class DPA3Descriptor(nn.Module):
         """Return sums over the environment matrix by type of centre."""
         if self.flow.fix_stat_std:
             return {}
-        return self._statistics.measure(batch, self.excluded(batch, batch.within(self.flow.e_rcut)))
+        return self._statistics.measure(batch, self.excluded(batch, batch.within()))
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set the spread of the columns of the environment matrix; their mean stays zero."""
@@ -170,7 +171,8 @@ class DPA3Descriptor(nn.Module):
     def _beginning(self, vector: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Geometry]:
         """Return the first edges (A, K, E) and angles (A, J, J, G), and what the layers know of the positions."""
         flow, protection, dtype = self.flow, self.section.env_protection, self.dtype
-        hood, near = batch.within(flow.e_rcut), batch.within(flow.a_rcut, int(flow.a_sel))
+        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
+        hood, near = batch.within(), batch.within(flow.a_rcut, int(flow.a_sel))
         dropped = self.excluded(batch, hood)
         edges = hood.mask if dropped is None else hood.mask & ~dropped
         some = near.vector.shape[1]

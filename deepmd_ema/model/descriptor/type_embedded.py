@@ -71,6 +71,7 @@ class TypeEmbeddedDescriptor(nn.Module):
             trainable=config.trainable,
             dtype=self.dtype,
             seed=seed_for("type_embedding", start),
+            electrons=config.use_econf_tebd,
         )
         self.block: Any = make_block(config, self.sel, num_types, self.dtype, start)
         self._statistics = EnvironmentStatistics(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.elements import NUM_STATES, occupied_states
 from deepmd_ema.model.nn.layers import Network, freeze
 
 
 class TypeEmbedding(nn.Module):
     """One dense layer of the one-hot vector of an element (DPA-1, Zhang et al., arXiv:2208.08236, eq. 7).
+
+    With ``electrons`` it is a layer of the occupied one-electron states of the element, 1 or -1 over the root of their
+    number. Elements then have names: ``name_elements`` must be called.
 
     Args:
         num_types: T.
@@ -18,19 +24,37 @@ class TypeEmbedding(nn.Module):
         trainable: whether it is trained.
         dtype: precision of the parameters.
         seed: of the initial parameters.
+        electrons: whether electronic configurations tell the elements apart.
     """
 
     def __init__(
-        self, num_types: int, width: int, *, bias: bool, trainable: bool, dtype: torch.dtype, seed: int
+        self,
+        num_types: int,
+        width: int,
+        *,
+        bias: bool,
+        trainable: bool,
+        dtype: torch.dtype,
+        seed: int,
+        electrons: bool = False,
     ) -> None:
         super().__init__()
-        self.net = Network([num_types, width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias)
+        self.electrons = electrons
+        self._rows: Tensor  # the inputs of the layer
+        rows = torch.zeros(num_types, NUM_STATES, dtype=dtype) if electrons else torch.eye(num_types, dtype=dtype)
+        self.register_buffer("_rows", rows, persistent=False)
+        self.net = Network([rows.shape[1], width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias)
         freeze(self.net, trainable)
 
     def forward(self) -> Tensor:
         """Return the embeddings of all elements (T, width)."""
-        weight = self.net.stack[0].weight
-        return self.net(torch.eye(len(weight), dtype=weight.dtype, device=weight.device))
+        return self.net(self._rows)
+
+    def name_elements(self, type_map: Sequence[str]) -> None:
+        """Say which elements these are, symbols of the periodic table where ``electrons``."""
+        if self.electrons:
+            states = torch.tensor([occupied_states(symbol) for symbol in type_map], dtype=torch.float64)
+            self._rows.copy_((2 * states - 1) * NUM_STATES**-0.5)
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:

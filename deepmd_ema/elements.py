@@ -1,0 +1,64 @@
+"""The chemical elements, and which one-electron states of a free atom are occupied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_SYMBOLS = (
+    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb "
+    "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au "
+    "Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts "
+    "Og"
+)
+SYMBOLS = tuple(_SYMBOLS.split())
+NUM_STATES = len(SYMBOLS)  # those of oganesson, in which all shells that an element begins are full
+
+Shell = tuple[int, int]
+"""Principal and angular quantum number (n, l); it holds 2 (2 l + 1) electrons."""
+
+# electrons that are not where the Madelung rule puts them: from which shell, to which, how many
+_MOVED: dict[str, tuple[Shell, Shell, int]] = {
+    **dict.fromkeys(("Cr", "Cu"), ((4, 0), (3, 2), 1)),
+    **dict.fromkeys(("Nb", "Mo", "Ru", "Rh", "Ag"), ((5, 0), (4, 2), 1)),
+    "Pd": ((5, 0), (4, 2), 2),
+    **dict.fromkeys(("La", "Ce", "Gd"), ((4, 3), (5, 2), 1)),
+    **dict.fromkeys(("Pt", "Au"), ((6, 0), (5, 2), 1)),
+    **dict.fromkeys(("Ac", "Pa", "U", "Np", "Cm"), ((5, 3), (6, 2), 1)),
+    "Th": ((5, 3), (6, 2), 2),
+    **dict.fromkeys(("Ds", "Rg"), ((7, 0), (6, 2), 1)),
+}
+
+
+def electrons_of_shells(symbol: str) -> dict[Shell, int]:
+    """Return the electrons in each shell of a free atom, shells sorted by n, then by l."""
+    electrons = dict(_filled(SYMBOLS.index(symbol) + 1))
+    if symbol in _MOVED:
+        source, target, number = _MOVED[symbol]
+        electrons[source] -= number
+        electrons[target] += number
+    return dict(sorted(electrons.items()))
+
+
+def occupied_states(symbol: str) -> list[bool]:
+    """Return for each of ``NUM_STATES`` one-electron states whether it is occupied.
+
+    Shells are sorted by n, then by l. By Hund's rule every orbital of a shell gets one electron before any gets two;
+    of each orbital the state of the second electron stands first, as DeePMD-kit has it.
+    """
+    states = []
+    for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741  # its name in quantum mechanics
+        orbitals = range(2 * l + 1)
+        states += [occupied for k in orbitals for occupied in (number > len(orbitals) + k, number > k)]
+    return states
+
+
+def _filled(number: int) -> Iterator[tuple[Shell, int]]:
+    """Yield all shells with their electrons: by n + l, then by n (Madelung rule), until ``number`` are placed."""
+    shells = sorted(((n, l) for n in range(1, 8) for l in range(n)), key=lambda shell: (sum(shell), shell[0]))  # noqa: E741
+    room = NUM_STATES
+    for n, l in shells:  # noqa: E741
+        if room == 0:
+            return
+        most = 2 * (2 * l + 1)
+        yield (n, l), min(number, most)
+        number, room = number - min(number, most), room - most

@@ -1,0 +1,123 @@
+"""Weights taken over to a model of other elements: the same atoms have the same energies, for every descriptor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy_models import SECTIONS, TRICLINIC, TYPES, disturb, evaluate, model_section, toy_atoms, toy_model
+
+from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.elements import ElementsError, carried_over
+
+SAME_MATH = 1e-10
+every_descriptor = pytest.mark.parametrize("descriptor", sorted(SECTIONS))
+
+
+def with_sel_for(section, num_types):
+    """Return a section of a descriptor with as many numbers in its lists ``sel`` as there are elements."""
+    if "list" in section:
+        return {**section, "list": [with_sel_for(part, num_types) for part in section["list"]]}
+    return {**section, "sel": [20] * num_types} if isinstance(section.get("sel"), list) else section
+
+
+def model_of(descriptor, type_map, descriptor_changes=None, **changes):
+    """Return a model of some elements, of other weights than a toy model."""
+    own = with_sel_for(SECTIONS[descriptor], len(type_map)) | (descriptor_changes or {})
+    section = model_section(descriptor, **changes) | {"type_map": type_map, "descriptor": own}
+    model = build_model(model_config_from_dict(section), seed=77).eval()
+    disturb(model, seed=9)
+    return model
+
+
+def assert_same_numbers(old, new, elements=TYPES, **parameters):
+    coord, types = toy_atoms()
+    types = types % len(elements)
+    here = [new.type_map.index(elements[t]) for t in types]
+    there = [old.type_map.index(elements[t]) for t in types]
+    one = evaluate(old, (coord, there, TRICLINIC), **parameters)
+    two = evaluate(new, (coord, here, TRICLINIC), **parameters)
+    for name, value in one.items():
+        assert abs(value - two[name]).max() <= SAME_MATH * max(1, abs(value).max()), name
+
+
+@every_descriptor
+@pytest.mark.parametrize("type_map", [["O", "H", "Na"], ["Na", "O", "H"]])
+def test_the_order_of_the_elements_does_not_matter(descriptor, type_map):
+    old = toy_model(descriptor)[1]
+    new = model_of(descriptor, type_map)
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new)
+
+
+@every_descriptor
+@pytest.mark.parametrize("type_map", [["H", "O"], ["C", "Na", "H", "S", "O"]])
+def test_fewer_and_more_elements_leave_the_energies_of_the_others(descriptor, type_map):
+    old = toy_model(descriptor)[1]
+    new = model_of(descriptor, type_map)
+    if any("embeddings.1." in name for name in old.state_dict()):  # a network for each element
+        with pytest.raises(ElementsError, match=f"elements O H Na there, {' '.join(type_map)} here: .*same elements"):
+            carried_over(old, new)
+        return
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new, ["O", "H"])
+    if "C" in type_map:
+        assert torch.equal(new.out_bias[0, 0], before["out_bias"][0, 0])
+
+
+@pytest.mark.parametrize("type_map", [["Na", "O", "H"], ["C", "Na", "H", "O"]])
+def test_an_embedding_of_electronic_states_is_taken_over_as_it_is(type_map):
+    changes = {"use_econf_tebd": True}
+    old, new = toy_model("se_atten", changes)[1], model_of("se_atten", type_map, changes)
+    state = carried_over(old, new)
+    new.load_state_dict(state)
+    assert_same_numbers(old, new)
+    weight = "descriptor.type_embedding.net.layers.0.weight"
+    assert torch.equal(state[weight], old.state_dict()[weight])
+
+
+@pytest.mark.parametrize("descriptor", ["se_e2_a", "se_e2_r"])
+def test_nets_of_pairs_find_their_pair(descriptor):
+    two_sided = {"descriptor_changes": {"type_one_side": False}}
+    old = toy_model(descriptor, **two_sided)[1]
+    new = model_of(descriptor, ["Na", "O", "H"], **two_sided)
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new)
+
+
+def test_a_fresh_fitting_keeps_its_parameters_and_its_bias():
+    old, new = toy_model("se_atten")[1], model_of("se_atten", ["H", "O"])
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    state = carried_over(old, new, with_fitting=False)
+    for name, value in state.items():
+        if name.startswith(("fitting.", "out_")):
+            assert torch.equal(value, before[name])
+        elif "block.embedding" in name:
+            assert torch.equal(value, old.state_dict()[name])
+
+
+def test_sections_of_other_sizes_are_a_message():
+    old = toy_model("se_e2_a", descriptor_changes={"sel": [10, 20, 30]})[1]
+    new = model_of("se_e2_a", ["Na", "O", "H"], descriptor_changes={"sel": [10, 20, 30]})
+    with pytest.raises(ElementsError, match=r"sel must be \[30, 10, 20\] for Na O H"):
+        carried_over(old, new)
+    new = model_of("se_e2_a", ["Na", "O", "H"], descriptor_changes={"sel": [30, 10, 20]})
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"descriptor_changes": {"neuron": [4, 8, 12]}}, r"layers.2.weight is \(8, 16\) there, \(8, 12\) here"),
+        ({"descriptor_changes": {"sel": 50}}, r"mean is \(3, 60, 4\) there, .*sel must be that of there"),
+        ({"descriptor_changes": {"attn_layer": 1}}, r"not of this model: descriptor.block.layers.1"),
+        ({"descriptor_changes": {"attn_layer": 3}}, r"missing there: descriptor.block.layers.2"),
+        ({"fitting_changes": {"neuron": [9, 9]}}, r"fitting.nets.0.layers.1.weight is \(12, 12\) there"),
+    ],
+)
+def test_a_model_of_another_shape_is_a_message(changes, message):
+    old, new = toy_model("se_atten")[1], model_of("se_atten", ["H", "O"], **changes)
+    with pytest.raises(ElementsError, match=message):
+        carried_over(old, new)

@@ -1,0 +1,235 @@
+"""Fine-tuning: weights of a file on other data, with other elements, another fitting network and another bias."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_input, write_system
+
+from deepmd_ema import checkpoint, cli
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.elements import carried_over
+from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import content_digest
+from deepmd_ema.train.start import find_start
+
+PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
+ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
+             "attn": 8, "attn_layer": 1, "tebd_dim": 4, "seed": 1, "set_davg_zero": False}  # fmt: skip
+
+
+def input_of(elements, *, steps=2, descriptor=ATTENTION, **changes):
+    config = tiny_input(["data"], num_steps=steps, type_map=elements, training__save_freq=2, **changes)
+    config["model"]["descriptor"] = dict(descriptor)
+    return config
+
+
+def train(config, *options):
+    Path("input.json").write_text(json.dumps(config))
+    return cli.main(["train", "input.json", "--device", "cpu", *options])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of a model of O and H, and its folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_system("data", frames=4, seed=1)
+        assert train(input_of(["O", "H"], training__enable_ema=True)) == 0
+    return folder
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder with data of another composition, with an element that the trained model does not know."""
+    monkeypatch.chdir(tmp_path)
+    write_system("data", frames=4, seed=5, elements=("H", "O", "Na"))
+    return tmp_path
+
+
+def first_weights(file, config, **options):
+    """Return what a run starts from, but for statistics of new elements and the bias."""
+    run = config_from_dict(config)
+    model = build_model(run.model, seed_for("weights", run.training.seed))
+    start = find_start(None, None, str(file), **options)
+    start.load_weights(ModelSet({"": model}))
+    return model.state_dict()
+
+
+def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trained, desk, capsys):
+    file = trained / "model.ckpt.pt"
+    config = input_of(["Na", "H", "O"], steps=1, learning_rate__start_lr=1e-30, learning_rate__stop_lr=1e-31)
+    assert train(config, "--finetune", str(file)) == 0
+    said = capsys.readouterr().err
+    assert f"fine-tuning {file}: live weights of step 2; new elements Na; fitting network of the file" in said
+    old, new = checkpoint.load(file)["model"], checkpoint.load("model.ckpt-1.pt")["model"]
+    for name in ("descriptor.block.mean", "descriptor.block.stddev", "descriptor.type_embedding.net.layers.0.weight"):
+        there, here = old[name].flatten(1), new[name].flatten(1)
+        if "type_embedding" in name:  # its skip connection adds the identity, of another size, to the weight
+            there, here = there + torch.eye(2).repeat(1, 2), here
+        torch.testing.assert_close(here[[2, 1]], there, rtol=1e-14, atol=1e-14)
+    for name, value in old.items():
+        if name.startswith(("fitting.nets", "descriptor.block.embedding", "descriptor.block.layers")):
+            torch.testing.assert_close(new[name], value, rtol=1e-14, atol=1e-14)
+    assert float(new["descriptor.block.stddev"][0, 0, 0]) not in (0.1, 1.0)  # Na: measured
+
+
+def test_the_bias_is_moved_to_the_data(trained, desk, capsys):
+    assert train(input_of(["H", "O", "Na"], steps=1), "--finetune", str(trained / "model.ckpt.pt")) == 0
+    line = next(line for line in capsys.readouterr().err.splitlines() if "output bias moved by a fit" in line)
+    before, after = map(float, re.search(r"mean residual (\S+) meV/atom before, (\S+) after", line).groups())
+    assert abs(before) > 100
+    assert abs(after) < 1e-6
+
+
+def test_a_subset_and_another_order_are_taken_over(trained, desk):
+    write_system("data", frames=4, seed=6, elements=("H",))
+    config = input_of(["H"])
+    assert train(config, "-t", str(trained / "model.ckpt.pt")) == 0
+    assert checkpoint.load("model.ckpt-2.pt")["model"]["out_bias"].shape == (1, 1, 1)
+
+
+def test_a_restart_of_a_fine_tuned_run_is_exact(trained, desk):
+    config = input_of(["H", "O", "Na"], steps=4, training__enable_ema=True)
+    assert train(config, "--finetune", str(trained / "model.ckpt.pt")) == 0
+    straight = checkpoint.load("model.ckpt-4.pt")
+    assert train(config, "--restart", "model.ckpt-2.pt") == 0
+    again = checkpoint.load("model.ckpt-4.pt")
+    for part in ("model", "optimizer", "averages"):
+        assert content_digest(again[part]) == content_digest(straight[part]), part
+
+
+def test_averages_start_from_the_weights_of_the_file(trained, desk):
+    file, decay = trained / "model.ckpt.pt", 0.75
+    config = input_of(
+        ["H", "O"], steps=1, training__enable_ema=True, training__ema_decay=decay, training__ema_warmup=False
+    )
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    assert train(config, "--finetune", str(file)) == 0
+    begin, end = first_weights(file, config), checkpoint.load("model.ckpt-1.pt")
+    average = checkpoint.load("model_ema.ckpt-1.pt")["model"]
+    for name in end["averages"]["profiles"]["ema"]["weights"]:
+        expected = decay * begin[name] + (1 - decay) * end["model"][name]
+        torch.testing.assert_close(average[name], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_model_section_is_taken_from_the_file(trained, desk, capsys):
+    config = input_of(["H", "O", "Na"])
+    config["model"] = {"type_map": ["H", "O", "Na"], "descriptor": {"trainable": False}, "fitting_net": {}}
+    options = ["--finetune", str(trained / "model.ckpt.pt"), "--use-pretrain-script"]
+    assert train(config, *options) == 0
+    used = json.loads(Path("out.json").read_text())["model"]
+    there = checkpoint.load(trained / "model.ckpt.pt")["config"]["model"]
+    assert used["descriptor"] == {**there["descriptor"], "trainable": False}
+    assert used["fitting_net"] == there["fitting_net"]
+    assert used["type_map"] == ["H", "O", "Na"]
+    assert train(config) == 2  # the sections are in the file only
+    assert "model.descriptor" in capsys.readouterr().err
+
+
+def test_a_restart_takes_the_model_section_from_its_checkpoint(trained, desk):
+    config = input_of(["H", "O", "Na"], steps=4)
+    config["model"] = {"type_map": ["H", "O", "Na"], "descriptor": {}, "fitting_net": {}}
+    assert train(config, "--finetune", str(trained / "model.ckpt.pt"), "--use-pretrain-script") == 0
+    straight = checkpoint.load("model.ckpt-4.pt")["model"]
+    assert train(config, "--restart", "model.ckpt-2.pt", "--use-pretrain-script") == 0
+    assert all(
+        torch.equal(value, straight[name]) for name, value in checkpoint.load("model.ckpt-4.pt")["model"].items()
+    )
+
+
+def test_a_fresh_fitting_network_may_have_another_shape(trained, desk, capsys):
+    config = input_of(["H", "O", "Na"], model__fitting_net={"neuron": [5, 5, 5], "seed": 3})
+    file = str(trained / "model.ckpt.pt")
+    assert train(config, "--finetune", file) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: its weights do not fit the model of this input." in said
+    assert "--model-branch RANDOM" in said
+    assert train(config, "--finetune", file, "--model-branch", "random") == 0
+    said = capsys.readouterr().err
+    assert "fitting network fresh" in said
+    assert "output bias moved" not in said
+    assert "energy of each element: " in said
+
+
+@pytest.mark.parametrize("head", ["water", "ice"])
+def test_a_head_of_a_multi_task_file_is_fine_tuned(head, desk):
+    file = PEER_FILES / "pt_heads.pt"
+    loaded = load_model(file, head=head)
+    config = input_of(["H", "O"], steps=1, descriptor={**loaded.info.config["model"]["descriptor"], "sel": [20, 20]})
+    config["model"]["fitting_net"] = loaded.info.config["model"]["fitting_net"]
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    for options in (["--finetune"], ["--finetune", "--use-pretrain-script"]):
+        assert train(config, *options[1:], options[0], str(file), "--model-branch", head) == 0
+    begin = first_weights(file, config, head=head)
+    expected = carried_over(loaded.model, build_model(config_from_dict(config).model))
+    assert all(torch.equal(begin[name], value) for name, value in expected.items())
+
+
+def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, capsys):
+    file = PEER_FILES / "pt_heads.pt"
+    config = input_of(["O", "H"], steps=1)
+    config["model"] = {"type_map": ["O", "H"], "descriptor": {}, "fitting_net": {"neuron": [5]}}
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    assert train(config, "--finetune", str(file), "--use-pretrain-script") == 0
+    said = capsys.readouterr().err
+    assert f"{file} holds water, ice: no --model-branch chooses one, so the fitting network starts anew" in said
+    assert json.loads(Path("out.json").read_text())["model"]["fitting_net"]["neuron"] == [5]
+
+
+def test_options_of_another_descriptor_are_told(trained, desk, capsys):
+    config = input_of(["H", "O", "Na"], descriptor={**ATTENTION, "rcut": 3.9, "trainable": False})
+    assert train(config, "--finetune", str(trained / "model.ckpt.pt")) == 0
+    said = capsys.readouterr().err
+    assert "model.descriptor.rcut was 4.0 where the weights were trained, is 3.9 here" in said
+    assert "trainable was" not in said
+
+
+BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (
+            input_of(["H", "O", "Na"], descriptor={**ATTENTION, "attn_layer": 2}),
+            ["-t", "FILE"],
+            "missing there: descriptor",
+        ),
+        (input_of(["H", "O", "Na"], descriptor={**BY_TYPE, "sel": [9] * 3}), ["-t", "FILE"], "not of this model: "),
+        (input_of(["H", "O", "Na"]), ["-t", "FILE", "--model-branch", "ice"], "there is no head 'ice' to choose"),
+        (input_of(["H", "O", "Na"]), ["-t", "nothing.pt"], "no such file"),
+        (
+            input_of(["H", "O", "Na"]),
+            ["--use-pretrain-script"],
+            "takes the section `model` from a file, and none is given",
+        ),
+        (input_of(["H", "O", "Na"]), ["-i", "FILE"], "Use the type_map of the file, or --finetune"),
+        (input_of(["H", "O", "Na"]), ["-r", "FILE", "--model-branch", "x"], "--model-branch: chooses a model"),
+        (input_of(["H", "O", "Na"]), ["-t", str(PEER_FILES / "pt_heads.pt"), "--head", "steam"], "no head 'steam'"),
+    ],
+)
+def test_what_cannot_be_fine_tuned_is_a_message(config, options, message, trained, desk, capsys):
+    assert train(config, *[str(trained / "model.ckpt.pt") if word == "FILE" else word for word in options]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, capsys):
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    assert train(input_of(["O", "H"], descriptor={**BY_TYPE, "sel": [24, 20]})) == 0
+    Path("model.ckpt-2.pt").rename("first.pt")
+    config = input_of(["H", "O"], steps=1, descriptor={**BY_TYPE, "sel": [24, 20]})
+    assert train(config, "-t", "first.pt") == 2
+    assert "sel must be [20, 24] for H O, as there" in capsys.readouterr().err
+    config["model"]["descriptor"]["sel"] = [20, 24]
+    assert train(config, "-t", "first.pt") == 0
