@@ -233,3 +233,26 @@ def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, ca
     assert "sel must be [20, 24] for H O, as there" in capsys.readouterr().err
     config["model"]["descriptor"]["sel"] = [20, 24]
     assert train(config, "-t", "first.pt") == 0
+
+
+def test_a_frozen_model_is_fine_tuned_with_the_sel_of_the_file(trained, desk, capsys):
+    frozen = str(desk / "frozen.dp")
+    assert cli.main(["convert", str(trained / "model.ckpt.pt"), frozen, "--use-ema"]) == 0
+    config = input_of(["H", "O", "Na"], steps=1, descriptor={**ATTENTION, "sel": "auto"})
+    assert train(config, "--finetune", frozen) == 0
+    said = capsys.readouterr().err
+    assert f"fine-tuning {frozen}: averaged weights (ema) of step 2" in said
+    assert "model.descriptor." not in said
+    assert json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"] in (60, [60])
+    assert train(input_of(["H", "O", "Na"], steps=1), "--finetune", frozen) == 0
+    assert "model.descriptor." not in capsys.readouterr().err
+
+
+def test_a_run_in_which_no_frame_has_an_energy_keeps_the_bias(trained, desk, capsys):
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    for file in Path("data").rglob("energy.npy"):
+        file.unlink()
+    assert train(input_of(["H", "O"], steps=1), "--finetune", str(trained / "model.ckpt.pt")) == 0
+    assert "no training frame has an energy to fit the output bias to" in capsys.readouterr().err
+    old, new = (checkpoint.load(file)["model"]["out_bias"] for file in (trained / "model.ckpt.pt", "model.ckpt-1.pt"))
+    assert torch.equal(new, old.flip(1))

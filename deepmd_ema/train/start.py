@@ -333,8 +333,11 @@ class FineTune(Start):
         for path, old, new in _differences(before, now, "model.descriptor"):
             name = path.rpartition(".")[2]
             is_of_elements = name in ("sel", "exclude_types") and model.type_map != self.loaded.config.type_map
-            is_left_open = name in _OF_THE_RUN or is_of_elements or {str(old), str(new)} == {"default", "float64"}
-            if not is_left_open and new != "auto":
+            # two spellings of one value; None is the default
+            is_same = (
+                {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
+            )
+            if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
                 logger.warning("%s was %s where the weights were trained, is %s here", path, old, new)
 
 
