@@ -36,17 +36,19 @@ class Frozen:
         source: what was frozen, in words.
         num_bytes: its size.
         difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
+        only_here: why DeePMD-kit's torch backend does not read it, or an empty string.
     """
 
     path: Path
     source: str
     num_bytes: int
     difference: Mapping[str, float]
+    only_here: str = ""
 
     def text(self) -> str:
         """Return what was written, how far it is from the checkpoint, and what can be done with it."""
         found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
-        use = (
+        use = self.only_here or (
             f"start a run from it: dp-ema train INPUT --init-model {self.path}"
             if self.path.suffix.lower() == WEIGHTS
             else f"for LAMMPS with DeePMD-kit: dp convert-backend {self.path} {self.path.with_suffix('.pth')}"
@@ -100,7 +102,16 @@ def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o") -> Froze
         difference.update(compare(loaded.model, back, loaded.config))
 
     interchange.write_dp(path, loaded.model, dict(info.config["model"]), info.min_nbor_dist, extra, check=read_back)
-    return Frozen(path, f"{info.in_words()}, from {info.path}", path.stat().st_size, difference)
+    return Frozen(
+        path, f"{info.in_words()}, from {info.path}", path.stat().st_size, difference, _only_here(loaded.model)
+    )
+
+
+def _only_here(model: EnergyModel) -> str:
+    """Return why DeePMD-kit's torch backend does not read a model, or an empty string."""
+    if model.short_range is None or model.descriptor.mixed_types:
+        return ""
+    return "DeePMD-kit's torch backend does not read it: it has use_srtab for descriptors of mixed types only"
 
 
 def compare(model: EnergyModel, other: EnergyModel, config: ModelConfig) -> dict[str, float]:

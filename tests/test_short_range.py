@@ -8,6 +8,8 @@ from toy_models import TRICLINIC, TYPES, batch_of, evaluate, model_section, toy_
 
 from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.export import freeze
+from deepmd_ema.infer.load import load_model
 from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY
@@ -189,6 +191,14 @@ def test_what_does_not_fit_is_refused(changes, phrase):
     with pytest.raises(ConfigError) as refused:
         model_config_from_dict(model_section("se_atten", **{**TABLE, **changes}))
     assert phrase in str(refused.value)
+
+
+@pytest.mark.parametrize(("descriptor", "only_here"), [("se_e2_a", True), ("se_atten", False)])
+def test_a_frozen_model_that_only_dp_ema_reads_says_so(tmp_path, descriptor, only_here):
+    config, model = toy_model(descriptor, **TABLE)
+    write_dp(tmp_path / "a.dp", model, config)
+    text = freeze(load_model(tmp_path / "a.dp"), tmp_path / "b.dp").text()
+    assert ("does not read it: it has use_srtab for descriptors of mixed types only" in text) == only_here
 
 
 @pytest.mark.timeout(600)

@@ -27,6 +27,7 @@ REPFORMER = {"rcut": 3.2, "rcut_smth": 1.0, "nsel": 40, "nlayers": 3, "g1_dim": 
 SECTIONS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
                 "axis_neuron": 4},
+    "se_e3": {"type": "se_e3", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8]},
     "se_e2_r": {"type": "se_e2_r", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16]},
     "se_atten": {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4,
                  "attn": 8, "attn_layer": 2, "tebd_dim": 4, "smooth_type_embedding": True},
@@ -39,7 +40,8 @@ SECTIONS = {
 # by type and by distance; the second part looks less far
 SECTIONS["hybrid"] = {"type": "hybrid", "list": [SECTIONS["se_e2_a"], SECTIONS["se_e3_tebd"] | {"rcut": 3.5}]}
 # for cells with more neighbors than the small section keeps
-MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
+MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]},
+                  "se_e3": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
                   "se_atten_v2": {"sel": 120}, "se_e3_tebd": {"sel": 120},
                   "dpa3": {"repflow": {**FLOW, "e_sel": 120}},
                   "dpa2": {"repinit": {**REPINIT, "nsel": 120}}}  # fmt: skip

@@ -10,13 +10,7 @@ from typing import Any
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
-from deepmd_ema.config.peer import (
-    INSTEAD_OF_TYPES,
-    UNAVAILABLE_TYPES,
-    is_replaced,
-    is_unavailable_text,
-    unavailable_key,
-)
+from deepmd_ema.config.peer import is_replaced, is_unavailable_text, unavailable_key, unavailable_type
 from deepmd_ema.config.schema.run import RunConfig
 
 
@@ -111,9 +105,9 @@ class _Validator:
         known, name = listed_types(option.sections), value.get("type")
         if "type" not in value:
             text = f": required, but missing. Expected one of {', '.join(known)}."
-        elif name in UNAVAILABLE_TYPES.get(dotted(path), ()):
-            instead = f" {INSTEAD_OF_TYPES[name]}" if name in INSTEAD_OF_TYPES else ""
-            text = f" = {show(name)}: {NOT_AVAILABLE}.{instead} Available: {', '.join(known)}."
+        elif (instead := unavailable_type(dotted(path), name)) is not None:
+            text = f" = {show(name)}: {' '.join(filter(None, (f'{NOT_AVAILABLE}.', instead)))}"
+            text += f" Available: {', '.join(known)}."
         else:
             text = _unknown_choice(name, known)
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged

@@ -77,7 +77,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
 
 # section -> values of its `type`, aliases included
 _DESCRIPTORS = (
-    "loc_frame", "se_e3", "se_at", "se_a_3be", "se_t", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
+    "loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
     "se_a_tpe_v2", "se_a_mask", "dpa4", "DPA4",
     "SeZM", "sezm", "dpa4c", "DPA4C",
 )  # fmt: skip
@@ -94,6 +94,9 @@ _EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 tells elements apart by an embedding as
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
+    **dict.fromkeys(
+        ("linear_ener", "pairtab"), "Energies that repel at short distances: use_srtab of a standard model."
+    ),
     "frozen": "Give the whole model, and its weights by --init-model.",
 }
 
@@ -126,6 +129,18 @@ def is_no_op(known: Unavailable, value: Any) -> bool:
     return known.no_op_values is None or any(
         value == h and isinstance(value, bool) == isinstance(h, bool) for h in known.no_op_values
     )
+
+
+def unavailable_type(section: str, name: Any) -> str | None:
+    """Return what to do instead of a ``type`` of DeePMD-kit that dp-ema does not have, or None for any other one.
+
+    Args:
+        section: path of the section; a part of a hybrid descriptor is a descriptor.
+        name: its ``type``.
+    """
+    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", section), ()):
+        return None
+    return INSTEAD_OF_TYPES.get(name, "")
 
 
 def is_unavailable_text(path: str, value: Any) -> bool:

@@ -14,6 +14,7 @@ from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
 from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
 from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
+from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
@@ -44,6 +45,7 @@ DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
     "se_atten_v2": DPA1Descriptor,
     "dpa2": DPA2Descriptor,
     "dpa3": DPA3Descriptor,
+    "se_e3": SeE3Descriptor,
     "se_e3_tebd": SeE3TebdDescriptor,
     "hybrid": _hybrid,
 }

@@ -16,7 +16,10 @@ parts = [  # of three cutoffs; without smoothness, neighbors beyond its cutoff c
     {**make_golden.ATTEN, "rcut": 3.9, "sel": 60, "smooth_type_embedding": False},
     {**three, "rcut": 4.5, "sel": 120},
 ]
+angles = {"type": "se_e3", "sel": [24, 30, 16], "rcut": 3.2, "rcut_smth": 1.0, "neuron": [4, 8, 16], "seed": 13}
+angles |= {"resnet_dt": True, "exclude_types": [[1, 2]], "env_protection": 1e-2}
 make_golden.MODELS = {
+    "se_e3": {"descriptor": angles, "fitting_net": fitting},
     "se_e3_tebd_strip": {"descriptor": {**three, **strip}, "fitting_net": fitting, "pair_exclude_types": [[0, 2]]},
     "dpa1_electrons": {
         "descriptor": {**make_golden.ATTEN, "attn_layer": 0, "use_econf_tebd": True, "use_tebd_bias": True},

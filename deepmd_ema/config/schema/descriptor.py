@@ -16,6 +16,7 @@ from deepmd_ema.config.schema.dpa3 import DPA3Config
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
+from deepmd_ema.config.schema.se_e3 import SeE3Config
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ PARTS: dict[str, type[DescriptorConfig]] = {
         SeE2RConfig,
         SeAttenConfig,
         SeAttenV2Config,
+        SeE3Config,
         SeE3TebdConfig,
         DPA2Config,
         DPA3Config,

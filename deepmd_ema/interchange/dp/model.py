@@ -19,6 +19,7 @@ from deepmd_ema.config.schema.model import EnerFittingConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
+from deepmd_ema.config.schema.se_e3 import SeE3Config
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
@@ -28,7 +29,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tr
 from deepmd_ema.interchange.dp.hybrid import HybridTree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tree_of
 from deepmd_ema.interchange.dp.se_atten import SeAttenTree
-from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree
+from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree, SeE3Tree
 from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
 from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
 from deepmd_ema.model.build import build_model
@@ -40,6 +41,7 @@ EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look he
 PART_TREES: dict[str, PartTree] = {
     "se_e2_a": SeE2ATree(SeE2AConfig),
     "se_e2_r": SeE2RTree(SeE2RConfig),
+    "se_e3": SeE3Tree(SeE3Config),
     "se_atten": SeAttenTree(SeAttenConfig),
     "se_atten_v2": SeAttenTree(SeAttenV2Config),
     "dpa2": DPA2Tree(DPA2Config),

@@ -1,4 +1,4 @@
-"""The trees of the descriptors se_e2_a and se_e2_r."""
+"""The trees of the descriptors se_e2_a, se_e2_r and se_e3."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
+from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
+from deepmd_ema.model.nn.layers import Network
 
 SHAPE = (
     "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
@@ -37,14 +39,19 @@ class SeE2ATree(PartTree):
             "bias": True,
             "precision": options["precision"],
         }
-        ndim, ntypes = 1 if options["type_one_side"] else 2, len(config.type_map)
+        nets, ntypes = self._networks(part), len(config.type_map)
         return {
             "@class": "Descriptor",
             "type": self.type,
             "@version": 2,
             **chosen(options, SHAPE),
             "embeddings": network_trees(
-                "embedding_network", part.networks, network, ndim=ndim, ntypes=ntypes, hidden_only=True
+                "embedding_network",
+                nets,
+                network,
+                ndim=self._ndim(part),
+                ntypes=ntypes,
+                hidden_only=True,
             ),
             "env_mat": {
                 **chosen(options, ("rcut", "rcut_smth")),
@@ -57,6 +64,13 @@ class SeE2ATree(PartTree):
             **chosen(options, ("trainable", "type_one_side")),
             "spin": None,
         }
+
+    def _networks(self, part: ByTypeDescriptor) -> list[Network]:
+        return part.networks
+
+    def _ndim(self, part: ByTypeDescriptor) -> int:
+        """Return the number of types that a network depends on."""
+        return 1 if part.one_side else 2
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives; a default would make another model of it."""
@@ -81,3 +95,32 @@ class SeE2RTree(SeE2ATree):
     """Tree of se_e2_r, in which DeePMD-kit calls it se_r; but for the shape of the statistics it is that of se_e2_a."""
 
     type: ClassVar[str] = "se_r"
+
+
+class SeE3Tree(SeE2ATree):
+    """Tree of se_e3: a network for each pair (a, b) of types, at ``a + b * T``; DeePMD-kit uses those with a <= b."""
+
+    type: ClassVar[str] = "se_e3"
+
+    def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
+        """Return the tree of a descriptor; the networks that are not used are those of the pair in the other order."""
+        tree = super().write(part, config)
+        return {name: value for name, value in tree.items() if name != "spin"}
+
+    def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the descriptor."""
+        assert isinstance(part, SeE3Descriptor)
+        nets = tree["embeddings"]["networks"]
+        if len(nets) != part.num_types**2:
+            raise ValueError(f"embeddings: {len(nets)} networks, expected {part.num_types**2}")
+        used = [nets[a + b * part.num_types] for a, b in part.pairs]
+        super().fill(part, {**tree, "embeddings": {"networks": used}})
+
+    def _networks(self, part: ByTypeDescriptor) -> list[Network]:
+        assert isinstance(part, SeE3Descriptor)
+        by_pair = dict(zip(part.pairs, part.networks, strict=True))
+        types = range(part.num_types)
+        return [by_pair[min(a, b), max(a, b)] for b in types for a in types]
+
+    def _ndim(self, part: ByTypeDescriptor) -> int:
+        return 2

@@ -19,6 +19,7 @@ from deepmd_ema.tensors import precision
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
     from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
+    from deepmd_ema.config.schema.se_e3 import SeE3Config
     from deepmd_ema.model.interface import Block
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
@@ -39,7 +40,7 @@ class ByTypeDescriptor(nn.Module):
     mixed_types = False
     num_columns: ClassVar[int] = 4
 
-    def __init__(self, config: SeE2AConfig | SeE2RConfig, num_types: int, seed: int) -> None:
+    def __init__(self, config: SeE2AConfig | SeE2RConfig | SeE3Config, num_types: int, seed: int) -> None:
         super().__init__()
         assert not isinstance(config.sel, str), "sel must be resolved to numbers"
         self.section = config
@@ -58,7 +59,7 @@ class ByTypeDescriptor(nn.Module):
                 dtype=self.dtype,
                 seed=seed_for("embedding", start, index),
             )
-            for index in range(num_types if self.one_side else num_types**2)
+            for index in range(self._num_networks())
         )
         freeze(self.embeddings, config.trainable)
         self.mean: Tensor
@@ -115,6 +116,9 @@ class ByTypeDescriptor(nn.Module):
     def blocks(self) -> list[Block]:
         """Return none: the embedding nets are small, and all of them are used in every step."""
         return []
+
+    def _num_networks(self) -> int:
+        return self.num_types if self.one_side else self.num_types**2
 
     def _rows_by_net(self, rows: Tensor, batch: Batch) -> list[list[tuple[Tensor, Network]]]:
         """Return for all atoms, or for those of each type, the rows (A', K', C) and the net of each neighbor type."""
