@@ -124,7 +124,7 @@ BAD_STARTS = {
     "weights of other elements": (
         lambda desk: desk.write(type_map=["O", "H", "Si"]),
         ["--init-model", "model.ckpt.pt"],
-        ["a model of type_map ['O', 'H'], but model.type_map is ['O', 'H', 'Si']. Use the type_map of the file, or --finetune"],
+        ["a model of type_map ['O', 'H'], but model.type_map is ['O', 'H', 'Si']. Use the type_map of"],
     ),
     "of another optimizer": (
         lambda desk: desk.write(num_steps=8, optimizer__type="AdamW"),
