@@ -76,7 +76,7 @@ def test_tabs_in_yaml_are_told_with_their_line(desk):
         (
             {"model__descriptor__type": "se_e3_z"},
             '"se_e3_z"',
-            ['model.descriptor.type = "se_e3_z": unknown. Did you mean se_e2_r? Known: se_e2_a'],
+            ['model.descriptor.type = "se_e3_z": unknown. Did you mean se_e3? Known: se_e2_a'],
         ),
         (
             {"training__enable_ema": False, "validating__ema_full_validation": True},
