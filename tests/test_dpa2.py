@@ -118,7 +118,6 @@ def test_energy_and_forces_go_on_smoothly_at_the_cutoffs_of_the_parts(cutoff, ro
             r"repformer\.g1_out_mlp = true: the layer of all terms would have no input",
         ),
         ("repformer", {"update_style": "res"}, r'repformer\.update_style = "res"'),
-        (None, {"use_econf_tebd": True}, r"use_econf_tebd = true: .*electronic configurations"),
         (None, {"exclude_types": [[0, 3]]}, "exclude_types: type 3 does not exist"),
     ],
 )

@@ -160,6 +160,11 @@ def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[st
     if now == len(places):
         place = places[number]
         return None if place is None else f"{nets}.{place}.{match['tensor']}"
+    if now == len(places) * (len(places) + 1) // 2:  # of two elements a <= b in any order, at b (b + 1) / 2 + a
+        larger = (math.isqrt(8 * number + 1) - 1) // 2
+        both = [places[place] for place in (number - larger * (larger + 1) // 2, larger)]
+        a, b = sorted(place for place in both if place is not None)
+        return f"{nets}.{b * (b + 1) // 2 + a}.{match['tensor']}"
     # a net of a pair stands at centre + neighbor * T
     neighbor, centre = (places[place] for place in divmod(number, len(places)))
     if neighbor is None or centre is None:
