@@ -593,9 +593,10 @@ def test_the_summary_names_the_averages_that_are_validated():
 def test_the_manual_tells_of_averages_and_their_options():
     text = manual("training.averaging")
     assert "list of sections; type is ema or power or swa (ema if not given); default []" in text
-    for name in ("name", "start_epoch", "[ema].half_life", "[power].sigma_rel", "[swa].snapshots"):
+    for name in ("name", "start_epoch", "[ema].half_life", "[power].sigma_rel", "snapshots"):
         path = f"training.averaging{name}" if name.startswith("[") else f"training.averaging.{name}"
         assert f"\n{path}\n" in text
+    assert "true or false; default false; of power, swa" in text
     for topic in ("training.averaging.decay", "training.averaging[ema].decay", "training.averaging[2].decay"):
         assert manual(topic).startswith("training.averaging[ema].decay\n    a number >= 0 and < 1 or null; default")
     assert "training.averaging[ema].half_life" in manual("half_life")
