@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.texts import ActivationName
 
 
@@ -21,22 +22,10 @@ class SeAttenV2Config(shared.OneListSection):
     neighbors_option: ClassVar[str] = "sel"
 
     sel: int | list[int] | str = shared.sel_option()
-    rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
-    rcut_smth: float = option(
-        0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
-    )
-    neuron: list[int] = option(
-        [10, 20, 40],
-        check=shared.layer_widths,
-        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
-        "wide, has a skip connection.",
-    )
-    axis_neuron: int = option(
-        4,
-        alias=("n_axis_neuron",),
-        check=positive_int,
-        doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
-    )
+    rcut: float = redefined(SeE2AConfig, "rcut")
+    rcut_smth: float = redefined(SeE2AConfig, "rcut_smth")
+    neuron: list[int] = redefined(SeE2AConfig, "neuron")
+    axis_neuron: int = redefined(SeE2AConfig, "axis_neuron")
     lmax: int = option(
         1,
         check=Check(lambda v: v == 1, f"1: higher angular degrees are {NOT_AVAILABLE}"),
@@ -50,14 +39,8 @@ class SeAttenV2Config(shared.OneListSection):
     precision: str = shared.precision_option()
     trainable: bool = option(True, doc="Whether the parameters are trained.")
     seed: int | None = shared.seed_option()
-    exclude_types: list[list[int]] = option(
-        [],
-        check=shared.type_pairs,
-        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
-    )
-    env_protection: float = option(
-        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
-    )
+    exclude_types: list[list[int]] = redefined(SeE2AConfig, "exclude_types")
+    env_protection: float = redefined(SeE2AConfig, "env_protection")
     attn: int = option(128, check=positive_int, doc="Width of queries, keys and values of the attention.")
     attn_layer: int = option(2, check=not_negative_int, doc="Number of attention layers.")
     attn_dotr: bool = option(

@@ -29,6 +29,7 @@ from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
 from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
 from deepmd_ema.model.nn.attention import AttentionLayer
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.norm import eps_of
 
 OPTIONS = (
     "rcut", "rcut_smth", "neuron", "axis_neuron", "tebd_dim", "set_davg_zero", "attn", "attn_layer",
@@ -96,13 +97,6 @@ class SeAttenTree(PartTree):
             fill_layer(f"{name}.in_proj", layer.attention.in_proj, values["attention_layer"]["in_proj"])
             fill_layer(f"{name}.out_proj", layer.attention.out_proj, values["attention_layer"]["out_proj"])
             fill_norm(f"{name}.attn_layer_norm", layer.norm, values["attn_layer_norm"])
-
-
-def eps_of(ln_eps: float | None) -> float:
-    """Return the number that an option ``ln_eps`` stands for."""
-    from deepmd_ema.model.nn.norm import DEFAULT_EPS
-
-    return DEFAULT_EPS if ln_eps is None else ln_eps
 
 
 def env_mat_tree(block: Any) -> Tree:

@@ -11,7 +11,7 @@ from deepmd_ema.model.descriptor.repformer_attention import AtomAttention, PairA
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer
-from deepmd_ema.model.nn.norm import DEFAULT_EPS, LayerNorm
+from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.seeds import seed_for
 
@@ -128,7 +128,7 @@ class RepformerLayer(nn.Module):
             )
         self.norm: LayerNorm | None = None
         if attends:
-            eps = DEFAULT_EPS if options.ln_eps is None else options.ln_eps
+            eps = eps_of(options.ln_eps)
             self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=self._dtype)
         self.pair_update = self._update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
         self.vector_update = self._update(1, 1, "vector") if options.update_h2 else None

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
-from deepmd_ema.model.nn.layers import Network, freeze
-from deepmd_ema.model.nn.norm import DEFAULT_EPS, LayerNorm
+from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
+from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
@@ -45,21 +45,14 @@ class SeAttenBlock(nn.Module):
         self.num_channels, self.num_axis = options.neuron[-1], options.axis_neuron
         width = options.tebd_dim * (1 if self.one_side else 2)
 
-        def network(num_in: int, name: str) -> Network:
-            return Network(
-                [num_in, *options.neuron],
-                options.activation_function,
-                timestep=options.resnet_dt,
-                dtype=dtype,
-                seed=seed_for(name, seed),
-            )
-
-        self.embedding = network(1 if self.strip else 1 + width, "embedding")
-        self.pair_embedding = network(width, "pair_embedding") if self.strip else None
+        self.embedding = embedding_network(options, 1 if self.strip else 1 + width, dtype, seed_for("embedding", seed))
+        self.pair_embedding: Network | None = None
+        if self.strip:
+            self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
-        eps = DEFAULT_EPS if options.ln_eps is None else options.ln_eps
+        eps = eps_of(options.ln_eps)
         self.layers = nn.ModuleList(
             AttentionLayer(
                 GatedAttention(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.seeds import seed_for
 
@@ -45,17 +45,10 @@ class SeTTebdBlock(nn.Module):
         self.num_channels = options.neuron[-1]
         width = 2 * options.tebd_dim
 
-        def network(num_in: int, name: str) -> Network:
-            return Network(
-                [num_in, *options.neuron],
-                options.activation_function,
-                timestep=options.resnet_dt,
-                dtype=dtype,
-                seed=seed_for(name, seed),
-            )
-
-        self.embedding = network(1 if self.strip else 1 + width, "embedding")
-        self.pair_embedding = network(width, "pair_embedding") if self.strip else None
+        self.embedding = embedding_network(options, 1 if self.strip else 1 + width, dtype, seed_for("embedding", seed))
+        self.pair_embedding: Network | None = None
+        if self.strip:
+            self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
         freeze(self, options.trainable)
         self.mean: Tensor
         self.stddev: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,28 @@ class Network(nn.Module):
             x, derivative = layer.with_derivative(x)
             dx = layer.jvp(dx, derivative)
         return x, dx
+
+
+class EmbeddingOptions(Protocol):
+    """Options of an embedding network, as the sections of descriptors name them."""
+
+    @property
+    def neuron(self) -> list[int]:
+        """Return the widths of its layers."""
+
+    @property
+    def activation_function(self) -> str:
+        """Return its activation function."""
+
+    @property
+    def resnet_dt(self) -> bool:
+        """Return whether skip connections have a trained step size."""
+
+
+def embedding_network(options: EmbeddingOptions, num_in: int, dtype: torch.dtype, seed: int) -> Network:
+    """Return the embedding network of ``num_in`` inputs that the options of a descriptor ask for."""
+    widths = [num_in, *options.neuron]
+    return Network(widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed)
 
 
 def freeze(module: nn.Module, trainable: bool | Iterable[bool]) -> None:

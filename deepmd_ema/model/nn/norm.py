@@ -9,6 +9,11 @@ from torch.nn import functional
 DEFAULT_EPS = 1e-5
 
 
+def eps_of(ln_eps: float | None) -> float:
+    """Return the number that an option ``ln_eps`` stands for."""
+    return DEFAULT_EPS if ln_eps is None else ln_eps
+
+
 class LayerNorm(nn.Module):
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al., arXiv:1607.06450).
 
