@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_models import TRICLINIC, toy_atoms
+from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
@@ -61,3 +61,14 @@ def test_gradients_go_back_to_the_slots_that_they_are_of(part):
 def test_a_part_that_wants_the_list_sees_the_list():
     batch = collate(frames(), LIST)
     assert view_of(batch, LIST, NeighborLayout(3.0, (60,), 3, by_type=False)).batch is batch
+
+
+@pytest.mark.parametrize("kind", ["se_e2_a", "se_e2_r"])
+def test_an_excluded_neighbor_beyond_the_cutoff_of_a_part_is_excluded_too(kind):
+    """As in DeePMD-kit: its row is zero, not that of an empty slot, which holds the mean."""
+    near = SECTIONS[kind] | {"rcut": 3.0, "exclude_types": [[0, 1]], "set_davg_zero": False}
+    _, model = toy_model("hybrid", {"list": [near, SECTIONS["se_e2_a"]]})
+    width = model.descriptor.descriptors[0].dim_out
+    inside, outside = (model.descriptor(batch_of(model, ([[0, 0, 0], [r, 0, 0]], [0, 1], None)))[0] for r in (2.5, 3.5))
+    torch.testing.assert_close(outside[:, :width], inside[:, :width], rtol=0, atol=0)
+    assert not torch.allclose(outside[:, width:], inside[:, width:])
