@@ -97,6 +97,7 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "input of dp-ema",
+        "type": "object",
         "anyOf": [_section_schema(SingleTaskRun, top=True), _schema_of_tasks()],
     }
 
