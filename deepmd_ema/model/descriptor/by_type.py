@@ -113,7 +113,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         return mean, spread
 
     def _dropped(self, batch: Batch) -> Tensor | None:
-        """Return (A, K) bool, pairs that do not see each other, or None where all do."""
+        """Return (A, K) bool, pairs that do not see each other, however far, or None where all do."""
         return self.excluded(batch, batch.within()) if self.excluded.any else None
 
     def _trimmed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

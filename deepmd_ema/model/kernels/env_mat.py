@@ -69,7 +69,7 @@ class Environment:
         rcut: cutoff radius, angstrom.
         rcut_smth: start of the switch, angstrom.
         protection: added to distances before division, angstrom.
-        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None.
+        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
         dtype: precision of the rows.
 
     Attributes:
