@@ -161,6 +161,8 @@ def laws():
         if "descriptor" not in names:
             continue
         marks = [m.args for m in law.pytestmark if m.name == "parametrize" and m.args[0] != "descriptor"]
+        # one beside the descriptor, such as its options
+        marks = [m if isinstance(m[0], str) else (m[0][1], dict.fromkeys(value for _, value in m[1])) for m in marks]
         choices = [[(key, value) for value in values if value != {} or key == "changes"] for key, values in marks]
         for case in itertools.product(*choices):
             arguments_of = dict(case)
