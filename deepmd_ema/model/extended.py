@@ -217,20 +217,19 @@ def _sorted_slots(
     place = torch.where(there, given, own[:, None])
     distance = torch.linalg.vector_norm(coord[place] - coord[own][:, None], dim=-1)
     there = there & (distance < layout.rcut)
-    reach = 2 * layout.rcut
-    kind = atype[place] if layout.by_type else torch.zeros_like(place)
-    sections = len(layout.sel)
-    key = torch.where(there, distance + kind * reach, sections * reach)
-    key, by_distance = torch.sort(key, dim=1, stable=True)
+    key, by_distance = torch.sort(torch.where(there, distance, torch.inf), dim=1, stable=True)
     place = place.gather(1, by_distance)
-    edges = torch.arange(sections + 1, device=key.device) * reach
-    borders = torch.searchsorted(key, edges.to(key).repeat(key.shape[0], 1))
-    picked, filled = [], []
+    rank = torch.arange(place.shape[1], device=place.device)
+    there = (key < layout.rcut) & (rank < sum(layout.sel))
+    total = sum(layout.sel)
+    slot, start = torch.full_like(place, total), 0
     for t, width in enumerate(layout.sel):
-        slot = borders[:, t : t + 1] + torch.arange(width, device=key.device)
-        inside = slot < borders[:, t + 1 : t + 2]
-        picked.append(torch.where(inside, slot, 0))
-        filled.append(inside)
-    found = torch.cat(filled, 1)
-    place = torch.where(found, place.gather(1, torch.cat(picked, 1)), own[:, None])
-    return place, found, tuple(layout.sel)
+        mine = there & (atype[place] == t) if layout.by_type else there
+        inside = torch.cumsum(mine, 1) - 1
+        slot = torch.where(mine & (inside < width), inside + start, slot)
+        start += width
+    # the last column takes what is not kept, and is thrown away
+    empty = own[:, None].expand(-1, total + 1)
+    placed = empty.scatter(1, slot, place)[:, :total]
+    filled = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there))[:, :total]
+    return placed, filled, tuple(layout.sel)
