@@ -15,6 +15,7 @@ from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 from deepmd_ema import cli, export
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import find_pairs
+from deepmd_ema.infer import load
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
@@ -127,8 +128,7 @@ def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
 
 
 def test_it_is_not_taken_to_another_device(compiled, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(load, "select_device", lambda name: torch.device(name))  # as if there were a GPU
     assert Potential(compiled.path, device="cpu").rcut > 0
     with pytest.raises(UserError, match=r"water.pt2: compiled for cpu, not cuda"):
         load_model(compiled.path).on("cuda")
