@@ -104,7 +104,7 @@ def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o", device: 
 
     def read_back(part: Path) -> None:
         try:
-            back, where = load_model(part).on(device if compiled else "cpu")
+            back, where = load_model(part).on(device) if compiled else (load_model(part).model, None)
         except CheckpointError as error:
             raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
         difference.update(compare(loaded.model, back, loaded.config, where))
@@ -135,12 +135,12 @@ def compare(
         model: what was read.
         other: what was written and read back.
         config: the section ``model``.
-        where: the device of ``other``; that of ``model`` if not given.
+        where: the device of ``other`` if it is compiled.
 
     Raises:
         CheckpointError: if they differ by more than rounding.
     """
-    batch = _made_up_frames(model, config)
+    batch = _made_up_frames(model, config, model.layout.rcut if where is not None else 0.0)
     where = where or batch.coord.device
     one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
     two = {name: value.to(batch.coord.device) for name, value in two.items()}
@@ -156,10 +156,14 @@ def compare(
     return difference
 
 
-def _made_up_frames(model: EnergyModel, config: ModelConfig) -> Batch:
+def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) -> Batch:
+    """Return frames in a cell of at least ``smallest`` angstrom: without images of an atom as its own neighbors.
+
+    A compiled model sorts neighbors itself, and may take two images of one atom at one distance in another order.
+    """
     rng = np.random.default_rng(0)
     num_types = len(config.type_map)
-    side = max(2, int(np.ceil((2 * num_types) ** (1 / 3))))
+    side = max(2, int(np.ceil((2 * num_types) ** (1 / 3))), int(np.ceil(1.1 * smallest / SPACING)))
     sites = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).reshape(-1, 3)
     natoms = len(sites)
     box = SPACING * side * np.array([[1.0, 0.0, 0.0], [0.1, 1.0, 0.0], [-0.1, 0.2, 1.0]])
