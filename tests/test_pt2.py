@@ -130,7 +130,7 @@ def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
 def test_it_is_not_taken_to_another_device(compiled, monkeypatch):
     monkeypatch.setattr(load, "select_device", lambda name: torch.device(name))  # as if there were a GPU
     assert Potential(compiled.path, device="cpu").rcut > 0
-    with pytest.raises(UserError, match=r"water.pt2: compiled for cpu, not cuda"):
+    with pytest.raises(UserError, match=r"water.pt2: compiled for cpu, not for cuda"):
         load_model(compiled.path).on("cuda")
 
 
