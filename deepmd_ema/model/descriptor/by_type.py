@@ -37,6 +37,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
     """
 
     mixed_types = False
+    passes_messages = False
     num_columns: ClassVar[int] = 4
     mean: Tensor
     stddev: Tensor

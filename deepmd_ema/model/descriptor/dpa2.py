@@ -33,6 +33,8 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         seed: of the initial parameters when the section has none.
     """
 
+    passes_messages = True
+
     def __init__(self, config: DPA2Config, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, config.repinit.tebd_dim)
         first, later, start = config.first_block, config.repformer, self.start

@@ -38,6 +38,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor):
         seed: of the initial parameters when the section has none.
     """
 
+    passes_messages = True
     mean: Tensor
     stddev: Tensor
 

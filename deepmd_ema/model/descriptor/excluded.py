@@ -30,4 +30,5 @@ class ExcludedPairs(nn.Module):
         """Return (A, K) bool, pairs of ``hood`` that do not see each other, however far, or None where all do."""
         if not self.any:
             return None
-        return self._table[batch.atom_type[:, None], batch.neighbor_type(hood)] & hood.mask
+        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
+        return self._table[batch.atom_type[:, None], neighbor_type] & hood.mask

@@ -38,6 +38,7 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
     """
 
     mixed_types = True
+    passes_messages = False
     num_features: int
 
     def __init__(self, config: Any, num_types: int, seed: int, width: int) -> None:
