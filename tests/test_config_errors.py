@@ -116,7 +116,6 @@ BAD = [
     ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode", ["slice, flat, 2d"]),
     ({"optimizer": {"type": "LKF", "kf_start_pref_f": 0}}, "optimizer.kf_start_pref_f = 0", ["> 0"]),
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
-    ({"loss.start_pref_h": 1.0}, "loss.start_pref_h = 1.0", [NOT_YET]),
     ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1", [NOT_YET]),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", [NOT_YET]),
     ({"training.enable_compile": True}, "training.enable_compile = true", [NOT_YET]),

@@ -196,7 +196,7 @@ def lkf_does_not_clip(run: RunConfig) -> Violations:
 def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
     """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
     for path, loss in SUBJECTS["loss"](run):
-        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
+        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf", "h") for when in ("start", "limit")):
             if getattr(loss, name):
                 yield f"{path}.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
         for name in ("loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial"):
@@ -223,6 +223,14 @@ def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
         yield "relative_f", f" = {loss.relative_f:g}: not possible with use_huber. Remove one of the two."
     if huber and (loss.start_pref_pf or loss.limit_pref_pf):
         yield "start_pref_pf", f" = {loss.start_pref_pf:g}: not possible with use_huber. Remove one of the two."
+
+
+@rule("loss")
+def huber_has_no_hessian(loss: EnerLossConfig) -> Violations:
+    """The Huber loss has no term of second derivatives."""
+    for name in ("start_pref_h", "limit_pref_h"):
+        if loss.error == "huber" and getattr(loss, name):
+            yield name, f" = {getattr(loss, name):g}: not possible with use_huber. Remove one of the two."
 
 
 @rule("loss")

@@ -25,7 +25,7 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.report.table import Column, Table, render
 
@@ -145,7 +145,7 @@ def measure(
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> ErrorReport:
-    """Return the errors of a model on systems.
+    """Return the errors of a model on systems; those of second derivatives too, where frames have them as a label.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen ``.dp`` or ``.yaml``.
@@ -163,7 +163,7 @@ def measure(
     loaded = load_model(model, use_average=use_average, average=average)
     where = select_device(device)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
-    opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
+    opened = open_labelled(systems, loaded.config, (*labels, HESSIAN), rglob_patterns)
     report = predict(loaded, opened, first_frames(opened, num_frames), where, labels)
     if not any(frame.label for frame in report.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
@@ -194,7 +194,7 @@ def predict(
     network = loaded.model.to(device)
     batches = sequential_batches(systems, network.layout, cache, labels=labels, frames=frames)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
-        total = evaluate(network, batches, device, progress=bar.update, collect=True)
+        total = evaluate(network, batches, device, progress=bar.update, collect=True, hessian=True)
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
     _refuse_non_finite(report, loaded.config.descriptor)
     return report
