@@ -240,6 +240,16 @@ def something_is_minimized(loss: EnerLossConfig) -> Violations:
         yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
 
 
+@rule("run")
+def hessian_needs_whole_parameters(run: RunConfig) -> Violations:
+    """A Hessian is made by a backward pass within the forward one, after which sharded parameters are given up."""
+    stage = run.training.zero_stage
+    if stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
+        why = "second derivatives need all parameters on every rank"
+        text = f" = {stage}: {why}. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h."
+        yield "training.zero_stage", text
+
+
 # ---- training
 
 

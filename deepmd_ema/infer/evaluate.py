@@ -80,8 +80,9 @@ class ErrorReport:
         written = []
         for label in LABELS.values():
             for quantity in label.errors:
-                # an open frame has no volume
+                # an open frame has no volume, and pairs of atoms are predicted where there is something to compare with
                 frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
+                frames = [f for f in frames if not label.per_pair or label.name in f.label]
                 if any(label.name in frame.label for frame in frames):
                     written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
         return written
