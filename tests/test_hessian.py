@@ -106,7 +106,7 @@ def test_hessians_of_extended_xyz_and_of_what_is_made_of_it(tmp_path, capsys):
     systems = open_data([str(tmp_path / "npy")], ["O", "H"], LABELS)
     assert sorted(system.frame(0).num_atoms for system in systems) == [3, 5]
     for system in systems:
-        assert (np.diff(system.frame(0).atom_type) <= 0).all(), "sorted by element, and its Hessian with it"
+        assert (np.diff(system.frame(0).atom_type) >= 0).all(), "sorted by element, and its Hessian with it"
         assert_hessians(system)
 
 
