@@ -130,11 +130,12 @@ class SeAttenBlock(nn.Module):
             return cast("Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1)))
         num_types = len(table)
         if self.one_side:
-            of_elements, index = self.pair_embedding(table), neighbor
-        else:  # a row for each pair, of centre * T + neighbor
+            of_neighbor = self.pair_embedding(table)
+        else:  # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor would be large
             both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
-            of_elements, index = self.pair_embedding(torch.cat(both, -1)), centre * num_types + neighbor
-        gate = pick(of_elements, index)
+            of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
+            of_neighbor = pick(of_pair, centre[..., 0]).unflatten(-1, (num_types, -1))  # (..., T, M)
+        gate = pick(of_neighbor, neighbor)
         radial: Tensor = self.embedding(s)
         return radial + radial * (gate * switch if self.smooth else gate)
 

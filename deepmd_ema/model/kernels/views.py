@@ -93,7 +93,7 @@ def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], reach: float) -> V
     own = torch.arange(num_atoms, device=device)[:, None]
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
-    far = torch.tensor([2 * reach, 0.0, 0.0], dtype=vector.dtype, device=device)
+    far = torch.nn.functional.pad(vector.new_full((1,), 2 * reach), (0, 2))  # a tensor of a list would be waited for
     seen = replace(
         batch,
         slots=slots,
