@@ -65,6 +65,7 @@ class FakeDescriptor(nn.Module):
     """Features of an atom from those of its neighbors, which come from those of their neighbors."""
 
     mixed_types = True
+    passes_messages = True
 
     def __init__(self, config, num_types, seed):
         super().__init__()

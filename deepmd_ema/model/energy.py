@@ -90,32 +90,23 @@ class EnergyModel(nn.Module):
         graph = self.training if create_graph is None else create_graph
         if not need_hessian:
             with torch.set_grad_enabled(graph):
-                return self._outputs(batch, need_virial)[0]
+                return _outputs(*self.energy_and_gradient(batch), batch, need_virial)
         with torch.enable_grad(), plain_kernels():  # those by hand are differentiable by the parameters alone
             moved = replace(batch, vector=batch.vector.detach().requires_grad_())
-            out, pair = self._outputs(moved, need_virial)
+            atom_energy, pair = self.energy_and_gradient(moved)
+            out = _outputs(atom_energy, pair, moved, need_virial)
             out[HESSIAN] = hessian(pair, moved, graph)
         return out if graph else {name: value.detach() for name, value in out.items()}
 
-    def _outputs(self, batch: Batch, need_virial: bool) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the outputs, and the gradient (A, K, 3) of the energy with respect to ``batch.vector``."""
+    def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
         features, vjp = self.descriptor(batch)
         atom_energy, grad_features = self.fitting(features, batch)
         if self.short_range is None:
             pair = vjp(grad_features)
         else:
             atom_energy, pair = self.short_range(batch, atom_energy, grad_features, vjp)
-        atom_energy = atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type]
-        frames_FA = _membership(batch)  # noqa: N806
-        out = {
-            ENERGY: frames_FA @ atom_energy,
-            ATOM_ENERGY: atom_energy,
-            FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
-        }
-        if need_virial:
-            per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
-            out[VIRIAL] = -(frames_FA @ per_atom)
-        return out, pair
+        return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own."""
@@ -140,6 +131,20 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
     and buffers are inputs of a graph. The number of graphs is that of kinds of sizes (decision 0010).
     """
     return model(batch, need_virial=need_virial)
+
+
+def _outputs(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
+    """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
+    frames_FA = _membership(batch)  # noqa: N806
+    out = {
+        ENERGY: frames_FA @ atom_energy,
+        ATOM_ENERGY: atom_energy,
+        FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
+    }
+    if need_virial:
+        per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
+        out[VIRIAL] = -(frames_FA @ per_atom)
+    return out
 
 
 def _membership(batch: Batch) -> Tensor:

@@ -35,10 +35,12 @@ class Descriptor(Protocol):
     Attributes:
         dtype: precision of the parameters and of the features.
         mixed_types: whether the features tell the elements apart, so that one fitting network serves all of them.
+        passes_messages: whether the features of an atom depend on the neighbors of its neighbors.
     """
 
     dtype: torch.dtype
     mixed_types: bool
+    passes_messages: bool
 
     @property
     def dim_out(self) -> int:

@@ -38,6 +38,7 @@ class ByTypeDescriptor(nn.Module):
     """
 
     mixed_types = False
+    passes_messages = False
     num_columns: ClassVar[int] = 4
 
     def __init__(self, config: SeE2AConfig | SeE2RConfig | SeE3Config, num_types: int, seed: int) -> None:
