@@ -146,10 +146,10 @@ class Batch:
         """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut`` (None: all).
 
         One list of the largest cutoff serves all parts of a model: those that look less far take a prefix of its slots.
-        Excluded pairs are not in the list and do not count for ``most``. The batch must hold one section sorted by
-        distance (``by_type=False``); the result is differentiable by ``vector``.
+        Excluded pairs are not in the list and do not count for ``most``. For less than all of them the batch must hold
+        one section sorted by distance (``by_type=False``); the result is differentiable by ``vector``.
         """
-        assert len(self.slots) == 1, "a prefix by distance needs one section of neighbors"
+        assert len(self.slots) == 1 or rcut is most is None, "a prefix by distance needs one section of neighbors"
         num_atoms, total = self.neighbor.shape
         trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
         width = trimmed[0] if trimmed else total if most is None else min(most, total)
