@@ -10,11 +10,10 @@ from toy_models import TRICLINIC, toy_atoms
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import env_mat, moments  # noqa: F401  (they register their kernels)
+from deepmd_ema.model.kernels import env_mat, moments, norm  # noqa: F401  (they register their kernels)
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
-from deepmd_ema.model.nn import norm  # noqa: F401
 from deepmd_ema.model.nn.layers import Network
 
 RCUT = 4.0

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepmd_ema.model.nn.layers import Layer
-from deepmd_ema.model.nn.norm import LayerNorm
 from deepmd_ema.seeds import seed_for
 
 LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
@@ -92,7 +91,7 @@ class AttentionLayer(nn.Module):
         norm: the normalisation.
     """
 
-    def __init__(self, attention: GatedAttention, norm: LayerNorm) -> None:
+    def __init__(self, attention: GatedAttention, norm: nn.Module) -> None:
         super().__init__()
         self.attention, self.norm = attention, norm
 

@@ -1,4 +1,4 @@
-"""Normalisation of features."""
+"""Normalisation of features: torch's own, and written out where it is differentiated three times."""
 
 from __future__ import annotations
 
