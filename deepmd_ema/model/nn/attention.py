@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch.nn import functional
 
 from deepmd_ema.model.nn.layers import Layer
 from deepmd_ema.seeds import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.kernels.norm import LayerNorm
 
 LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
 
@@ -91,7 +94,7 @@ class AttentionLayer(nn.Module):
         norm: the normalisation.
     """
 
-    def __init__(self, attention: GatedAttention, norm: nn.Module) -> None:
+    def __init__(self, attention: GatedAttention, norm: LayerNorm) -> None:
         super().__init__()
         self.attention, self.norm = attention, norm
 
