@@ -254,6 +254,16 @@ BROKEN_RULES = {
         "loss.relative_f = 1",
         "not possible with use_huber",
     ),
+    "huber_has_no_hessian": (
+        {"loss.use_huber": True, "loss.start_pref_h": 5},
+        "loss.start_pref_h = 5",
+        "not possible with use_huber",
+    ),
+    "hessian_needs_whole_parameters": (
+        {"training.zero_stage": 2, "loss.start_pref_h": 5},
+        "training.zero_stage = 2",
+        "second derivatives need all parameters on every rank. Use 0 or 1, or remove loss.start_pref_h",
+    ),
     "lkf_shares_nothing_out": (
         {"optimizer": {"type": "LKF"}, "training.zero_stage": 2},
         "training.zero_stage = 2",
