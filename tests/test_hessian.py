@@ -165,5 +165,5 @@ def test_data_without_any_hessian_are_told(data, tmp_path, monkeypatch, capsys):
 
 def test_the_kalman_filter_does_not_fit_hessians(data, tmp_path):
     (tmp_path / "input.json").write_text(json.dumps(tiny_input([data / "cell"], **WEIGHTS, optimizer={"type": "LKF"})))
-    with pytest.raises(ConfigError, match="loss.start_pref_h = 5: LKF fits energies and forces only"):
+    with pytest.raises(ConfigError, match=r"loss.start_pref_h = 5: LKF fits energies and forces only"):
         load_config(tmp_path / "input.json")
