@@ -17,8 +17,8 @@ class NeighborLayout:
 
     Attributes:
         rcut: cutoff radius, angstrom.
-        sel: most neighbors kept per section; the nearest are kept when there are more. One number per neighbor type
-            (``by_type``), or one number for all.
+        sel: most neighbors kept per section; the nearest are kept when there are more, of each type among the nearest
+            ``sum(sel)`` of all types. One number per neighbor type (``by_type``), or one number for all.
         num_types: number of elements in the model's type map.
         by_type: whether slots come in one section per neighbor type, or in one section sorted by distance.
         excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.

@@ -29,6 +29,7 @@ class FakeConfig:
     type: ClassVar[str] = "fake"
     aliases: ClassVar[tuple[str, ...]] = ("make_believe",)
     neighbors_option: ClassVar[str] = "most"
+    has_type_embedding: ClassVar[bool] = False
 
     rcut: float = option(4.0, unit="angstrom", check=positive, doc="Cutoff radius.")
     width: int = option(8, check=positive_int, doc="Features of an atom.")

@@ -22,7 +22,7 @@ from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.argcheck import arguments
 from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.descriptor import DescriptorConfig, HasIdleOptions, HasInnerNeighbors
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(600)  # whole runs; a busy machine takes minutes
@@ -124,10 +124,10 @@ def test_the_manual_the_schema_and_dargs_know_its_options():
     from dargs import Argument
 
     assert "model.descriptor[fake].width" in manual("model.descriptor")
-    schema = json_schema()["properties"]["model"]["properties"]["descriptor"]
+    schema = json_schema()["anyOf"][0]["properties"]["model"]["properties"]["descriptor"]
     assert [s["properties"]["type"]["enum"] for s in schema["oneOf"]][-1] == ["fake", "make_believe"]
     values = tiny_input(["train"], model__descriptor={"type": "make_believe", "width": 3})
-    whole = Argument("input", dict, arguments(RunConfig))
+    whole = Argument("input", dict, arguments(SingleTaskRun))
     normal = whole.normalize_value(values)
     assert normal["model"]["descriptor"]["rcut"] == 4.0
     whole.check_value(normal, strict=True)

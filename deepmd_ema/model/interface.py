@@ -91,6 +91,16 @@ class Fitting(Protocol):
     def __call__(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,) float64, eV, and their gradient with respect to the features (A, D)."""
 
+    def share_networks(self, other: Any, whose: str) -> None:
+        """Take the networks of another fitting of the same section; ``whose`` names both owners for messages.
+
+        Raises:
+            ConfigError: if they do not fit.
+        """
+
+    def set_case(self, index: int) -> None:
+        """Tell this task from the others of the run, of which it is number ``index``."""
+
     def apply_statistics(self, sums: Sums, protect: float) -> None:
         """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
 from deepmd_ema.model.elements import ElementsError, carried_over
@@ -138,18 +138,19 @@ class FromWeights(Start):
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
-        models, section = {}, self.payload["config"]["model"]
-        for name, saved in nested(section.get("model_dict", section), tuple(config.tasks)).items():
-            model = config.tasks[name].model
-            if list(saved["type_map"]) != list(model.type_map):
+        models, saved = {}, model_configs(self.payload["config"], str(self.path))
+        for name, task in config.tasks.items():
+            if name not in saved:
+                continue
+            model, place = task.model, f"{task.place('model')}.type_map"
+            if saved[name].type_map != model.type_map:
                 raise CheckpointError(
-                    f"{self.path}: a model of type_map {saved['type_map']}, but model.type_map is {model.type_map}. "
+                    f"{self.path}: a model of type_map {saved[name].type_map}, but {place} is {model.type_map}. "
                     "Use the type_map of the file, or --finetune, which takes over the elements that both have."
                 )
-            written = model_config_from_dict(saved, str(self.path))
             if model.descriptor.neighbors is None:
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(written.descriptor))
-            self.tell_differences(written, model)
+                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(saved[name].descriptor))
+            self.tell_differences(saved[name], model)
         return config.with_models(models) if models else config
 
     def tell_differences(self, saved: ModelConfig, model: ModelConfig) -> None:
