@@ -73,7 +73,7 @@ class EnergyFitting(nn.Module):
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
         self.bias_atom_e: Tensor
-        self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=self.dtype))
+        self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=torch.float64))
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
@@ -122,10 +122,10 @@ class EnergyFitting(nn.Module):
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
         inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
-        shares = [len(inputs)] if self.mixed_types else list(batch.type_counts)
+        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
         energies, gradients = [], []
         for index, (net, mine) in enumerate(zip(self.networks, inputs.split(shares), strict=True)):
-            if not len(mine) and self.skips_absent and not torch.is_grad_enabled():
+            if self.skips_absent and not torch.is_grad_enabled() and not mine.shape[0]:
                 continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
             energy, gradient = net.value_and_gradient(mine)
             if index in self.from_vacuum:
@@ -133,7 +133,7 @@ class EnergyFitting(nn.Module):
                 energy = energy - net(vacuum)[:, 0]
             energies.append(energy)
             gradients.append(gradient)
-        energy = torch.cat(energies).double() + self.bias_atom_e.double().view(-1)[batch.atom_type]
+        energy = torch.cat(energies).double() + self.bias_atom_e.view(-1)[batch.atom_type]
         gradient = torch.cat(gradients)[:, : self.dim_in].to(features.dtype)
         if not self.excluded_types:
             return energy, gradient
@@ -154,7 +154,7 @@ class EnergyFitting(nn.Module):
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
             out.append(self._normalised(APARAM, batch.conditions[APARAM]))
         if self.case_embd is not None:
-            out.append(self.case_embd.expand(len(batch.atom_type), -1))
+            out.append(self.case_embd.expand(batch.atom_type.shape[0], -1))
         return out
 
     def _normalised(self, name: str, values: Tensor) -> Tensor:
