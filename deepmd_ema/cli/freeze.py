@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, file_to_write, path, start_logging
+from deepmd_ema.cli.options import add_average, add_head, file_to_write, path, start_logging
 
 SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads"
 
@@ -16,6 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
                         help="frozen_model.dp")  # fmt: skip
     add_average(parser)
+    add_head(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -24,5 +25,5 @@ def run(args: argparse.Namespace) -> None:
     from deepmd_ema.export import freeze
     from deepmd_ema.infer.load import load_model
 
-    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average)
+    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
     print(freeze(loaded, args.output).text())

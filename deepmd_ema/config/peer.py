@@ -43,7 +43,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "": {"nvnmd": Unavailable((None, {}))},
     "model": {
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
+        **dict.fromkeys(("compress", "spin"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
         "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),

@@ -112,6 +112,9 @@ class ModelConfig:
         0.01, check=positive, doc="Smallest spread that statistics may have, against division by zero."
     )
     data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
+    model_branch_alias: list[str] = option(
+        [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
+    )
     pair_exclude_types: list[list[int]] = option(
         [], check=shared.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
     )
