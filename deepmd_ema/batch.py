@@ -54,7 +54,7 @@ class Neighborhood:
     @property
     def mask(self) -> Tensor:
         """(A, K) bool, whether the slot holds a neighbor."""
-        return self.neighbor < len(self.neighbor)
+        return self.neighbor < self.neighbor.shape[0]
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,24 @@ class Batch:
         flat = torch.zeros(num_atoms * total + 1, dtype=torch.bool, device=self.neighbor.device)
         return flat.index_fill(0, self.reverse.flatten(), True)[:-1].view(num_atoms, total)
 
+    @property
+    def first_type(self) -> Tensor:
+        """(F,) int64, type of the first atom of each frame, in the order of the files."""
+        return self.in_file_order(self.atom_type)[self.num_atoms.cumsum(0) - self.num_atoms]
+
+    @property
+    def neighbor_type(self) -> Tensor:
+        """(A, K) int64, type of each neighbor; that of the atom itself where there is none."""
+        return self.atom_type[self.neighbor]
+
     def within(self, rcut: float | None = None, most: int | None = None) -> Neighborhood:
         """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut`` (None: all).
 
         One list of the largest cutoff serves all parts of a model: those that look less far take a prefix of its slots.
-        Excluded pairs are not in the list and do not count for ``most``. The batch must hold one section sorted by
-        distance (``by_type=False``); the result is differentiable by ``vector``.
+        Excluded pairs are not in the list and do not count for ``most``. For less than all of them the batch must hold
+        one section sorted by distance (``by_type=False``); the result is differentiable by ``vector``.
         """
-        assert len(self.slots) == 1, "a prefix by distance needs one section of neighbors"
+        assert len(self.slots) == 1 or rcut is most is None, "a prefix by distance needs one section of neighbors"
         num_atoms, total = self.neighbor.shape
         trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
         width = trimmed[0] if trimmed else total if most is None else min(most, total)
@@ -154,6 +164,10 @@ class Batch:
             vector=vector,
             reverse=place[self.reverse],
         )
+
+    def seen_through(self, slot: Tensor, **changes: Any) -> Batch:
+        """Return the batch with other slots: (A, V) flat slots ``i * K + k`` of this one, ``A * K`` is none."""
+        return replace(self, **changes)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is pinned."""

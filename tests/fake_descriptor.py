@@ -65,6 +65,7 @@ class FakeDescriptor(nn.Module):
     """Features of an atom from those of its neighbors, which come from those of their neighbors."""
 
     mixed_types = True
+    passes_messages = True
 
     def __init__(self, config, num_types, seed):
         super().__init__()
@@ -108,9 +109,6 @@ class FakeDescriptor(nn.Module):
     def apply_statistics(self, sums):
         atoms, neighbors = sums["neighbors"]
         self.share.fill_(atoms / max(1.0, neighbors))
-
-    def stat_identity(self):
-        return {"type": "fake", "rcut": self.rcut}
 
     def stat_settings(self):
         return {"most": self.most}

@@ -379,7 +379,7 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(d
 
 @every_descriptor
 @pytest.mark.parametrize("changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}])
-def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes, monkeypatch):
+def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes):
     """On the device ``meta`` a tensor of another device, or a number that is asked for, is an error."""
     table = [[0.1 * k, *[1 / k] * 6] for k in range(1, 60)]
     _, model = toy_model(descriptor, changes, use_srtab=table, sw_rmin=0.5, sw_rmax=1.2)
@@ -391,6 +391,7 @@ def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descripto
         return make(values, *args, **kwargs)
 
     model.to("meta").train()
-    monkeypatch.setattr(torch, "tensor", made_here)
-    sum(value.square().sum() for value in model(batch).values()).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", made_here)
+        sum(value.square().sum() for value in model(batch).values()).backward()
     assert all(p.grad.device.type == "meta" for p in model.parameters() if p.requires_grad)

@@ -122,10 +122,10 @@ class EnergyFitting(nn.Module):
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
         inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
-        shares = [len(inputs)] if self.mixed_types else list(batch.type_counts)
+        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
         energies, gradients = [], []
         for index, (net, mine) in enumerate(zip(self.networks, inputs.split(shares), strict=True)):
-            if not len(mine) and self.skips_absent and not torch.is_grad_enabled():
+            if self.skips_absent and not torch.is_grad_enabled() and not mine.shape[0]:
                 continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
             energy, gradient = net.value_and_gradient(mine)
             if index in self.from_vacuum:
@@ -154,7 +154,7 @@ class EnergyFitting(nn.Module):
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
             out.append(self._normalised(APARAM, batch.conditions[APARAM]))
         if self.case_embd is not None:
-            out.append(self.case_embd.expand(len(batch.atom_type), -1))
+            out.append(self.case_embd.expand(batch.atom_type.shape[0], -1))
         return out
 
     def _normalised(self, name: str, values: Tensor) -> Tensor:
