@@ -85,6 +85,7 @@ class Batch:
         type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by type needs.
         frames: for messages, where each frame comes from: (system, frame number in the system).
         inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
+        sizes: atoms of each frame, as ``num_atoms``, without asking the device: pairs of atoms are split by frames.
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
     """
 
@@ -106,6 +107,7 @@ class Batch:
     type_slots: tuple[int, ...] = ()
     frames: tuple[tuple[str, int], ...] = ()
     inner: tuple[tuple[float, int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
     padding: bool = False
 
     @property

@@ -116,7 +116,6 @@ BAD = [
     ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode", ["slice, flat, 2d"]),
     ({"optimizer": {"type": "LKF", "kf_start_pref_f": 0}}, "optimizer.kf_start_pref_f = 0", ["> 0"]),
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
-    ({"loss.start_pref_h": 1.0}, "loss.start_pref_h = 1.0", [NOT_YET]),
     ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1", [NOT_YET]),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", [NOT_YET]),
     ({"training.enable_compile": True}, "training.enable_compile = true", [NOT_YET]),
@@ -254,6 +253,16 @@ BROKEN_RULES = {
         {"loss.use_huber": True, "loss.relative_f": 1.0},
         "loss.relative_f = 1",
         "not possible with use_huber",
+    ),
+    "huber_has_no_hessian": (
+        {"loss.use_huber": True, "loss.start_pref_h": 5},
+        "loss.start_pref_h = 5",
+        "not possible with use_huber",
+    ),
+    "hessian_needs_whole_parameters": (
+        {"training.zero_stage": 2, "loss.start_pref_h": 5},
+        "training.zero_stage = 2",
+        "second derivatives need all parameters on every rank. Use 0 or 1, or remove loss.start_pref_h",
     ),
     "lkf_shares_nothing_out": (
         {"optimizer": {"type": "LKF"}, "training.zero_stage": 2},

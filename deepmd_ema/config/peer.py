@@ -31,7 +31,6 @@ _IN_DESCRIPTOR = (
     "(tebd_dim). Remove it."
 )
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
-_HESSIAN = "Second derivatives are not trained on. Remove it to train on energies and forces."
 _GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
 _HALF = (
     'DeePMD-kit\'s torch backend ignores it. Remove it, and for a faster training set "precision": "float32" in '
@@ -53,7 +52,6 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
-        **dict.fromkeys(("start_pref_h", "limit_pref_h"), Unavailable((None, 0), _HESSIAN)),
         **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
         "numb_generalized_coord": Unavailable((None, 0), _GENERALIZED),
         "enable_atom_ener_coeff": _OFF,

@@ -199,7 +199,7 @@ def lkf_does_not_clip(run: RunConfig) -> Violations:
 def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
     """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
     for path, loss in SUBJECTS["loss"](run):
-        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
+        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf", "h") for when in ("start", "limit")):
             if getattr(loss, name):
                 yield f"{path}.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
         for name in ("loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial"):
@@ -229,10 +229,28 @@ def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
 
 
 @rule("loss")
+def huber_has_no_hessian(loss: EnerLossConfig) -> Violations:
+    """The Huber loss has no term of second derivatives."""
+    for name in ("start_pref_h", "limit_pref_h"):
+        if loss.error == "huber" and getattr(loss, name):
+            yield name, f" = {getattr(loss, name):g}: not possible with use_huber. Remove one of the two."
+
+
+@rule("loss")
 def something_is_minimized(loss: EnerLossConfig) -> Violations:
     """At least one weight of the loss is not zero."""
     if not loss.weights:
         yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
+
+
+@rule("run")
+def hessian_needs_whole_parameters(run: RunConfig) -> Violations:
+    """A Hessian is made by a backward pass within the forward one, after which sharded parameters are given up."""
+    stage = run.training.zero_stage
+    if stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
+        why = "second derivatives need all parameters on every rank"
+        text = f" = {stage}: {why}. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h."
+        yield "training.zero_stage", text
 
 
 # ---- training

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
 from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
-from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
