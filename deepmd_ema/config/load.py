@@ -35,6 +35,18 @@ def load_config(path: str | Path, model_section: Callable[[Any], Any] | None = N
     return _load(values, str(path), lines)
 
 
+def head_of_input(path: str | Path) -> str | None:
+    """Return ``model.finetune_head`` of a file, before anything of it is checked; None where it names none.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    values, _ = read_config_file(Path(path))
+    model = values.get("model") if isinstance(values, Mapping) else None
+    head = model.get("finetune_head") if isinstance(model, Mapping) else None
+    return head if isinstance(head, str) and head else None
+
+
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
     """Return the run that a dictionary describes, for example the config of a checkpoint.
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.data.source import ReadSpec
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
@@ -119,7 +119,10 @@ def measure_deviation(
     cache, every = PairCache(), first_frames(opened, 0)
     reports = [predict(one, opened, every, device, _LABELS if options.real_error else (), cache) for one in loaded]
     words = [f"{one.info.path}: {one.info.in_words()}" for one in loaded]
-    return DeviationReport(words, {system.name: _rows(system, reports, options) for system in opened})
+    by_system = [_frames_by_system(report) for report in reports]
+    return DeviationReport(
+        words, {system.name: _rows([group[system.name] for group in by_system], options) for system in opened}
+    )
 
 
 def refuse_output(path: str | Path, models: Sequence[str | Path]) -> None:
@@ -163,8 +166,15 @@ def frame_deviation(
     return np.array([*of_virial, force.max(), force.min(), force.mean(), spread[ENERGY]]), force
 
 
-def _rows(system: FrameSource, reports: Sequence[ErrorReport], options: DeviationOptions) -> NDArray[np.float64]:
-    by_model: list[list[FrameResult]] = [[f for f in r.frames if f.source[0] == system.name] for r in reports]
+def _frames_by_system(report: ErrorReport) -> dict[str, list[FrameResult]]:
+    found: dict[str, list[FrameResult]] = {}
+    for frame in report.frames:
+        found.setdefault(frame.source[0], []).append(frame)
+    return found
+
+
+def _rows(by_model: Sequence[Sequence[FrameResult]], options: DeviationOptions) -> NDArray[np.float64]:
+    """Return the rows of a system from its frames, as each model predicts them."""
     width = max(frame.num_atoms for frame in by_model[0]) if options.atomic else 0
     rows = np.full((len(by_model[0]), len(COLUMNS) + width), np.nan)
     for number, frames in enumerate(zip(*by_model)):

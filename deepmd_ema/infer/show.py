@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict, config_summary, model_configs
+from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, average_in_words, load_model
@@ -49,7 +49,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         config, tensors = payload["config"], payload["model"]
         weights, model, state = _weights(payload), _model(config), _state(payload)
     if whole_config:
-        return json.dumps(config, indent=4)
+        return as_text(config)
     title = f"{path}: {KINDS[kind]} of {version}, {path.stat().st_size / 1e6:.2f} MB"
     run = [(name, text) for name, text in _run(config) if name not in dict(model)]
     rows = [*weights, *model, _size(tensors), *state, *run, ("config", "--config prints all of it")]

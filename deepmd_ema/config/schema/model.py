@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig
@@ -127,6 +127,12 @@ class ModelConfig:
         doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
     )
 
+    finetune_head: str = option(
+        "",
+        doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
+        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs.",
+    )
+
     use_srtab: list[list[float]] | None = option(
         None,
         also=(str,),
@@ -155,6 +161,11 @@ class ModelConfig:
         check=positive,
         doc="An atom whose nearest neighbor is farther than this has the energy of the network only.",
     )
+
+    @property
+    def precisions(self) -> set[str]:
+        """Names of the numbers in which its parts are computed."""
+        return {shared.dtype_name(name) for name in _values_of("precision", plain(self))}
 
     def summary(self) -> list[tuple[str, str]]:
         """Return names and texts of what the model is, rows of a table."""
@@ -199,6 +210,14 @@ class ModelConfig:
             given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
             needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
             yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
+
+
+def _values_of(key: str, tree: Any) -> Iterator[Any]:
+    """Yield what stands under ``key`` anywhere in nested dictionaries and lists."""
+    if isinstance(tree, dict):
+        yield from (value for name, value in tree.items() if name == key)
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _values_of(key, child)
 
 
 def _is_bias(value: Any) -> bool:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.repformer import Repformer
-from deepmd_ema.model.descriptor.repformer_attention import linear
 from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
 from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
-from deepmd_ema.model.nn.layers import freeze
+from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
@@ -47,12 +46,14 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         num_first = self.repinit.dim_out + (self.angles.dim_out if self.angles is not None else 0)
         self.to_repformer = None
         if num_first != later.g1_dim:
-            self.to_repformer = linear(num_first, later.g1_dim, "to_repformer", start, self.dtype, bias=False)
+            self.to_repformer = linear(num_first, later.g1_dim, self.dtype, seed_for("to_repformer", start), bias=False)
             with torch.no_grad():
                 self.to_repformer.weight.mul_(2**0.5)  # as wide as DeePMD-kit draws this one
         self.add_element = None
         if config.add_tebd_to_repinit_out:
-            self.add_element = linear(first.tebd_dim, later.g1_dim, "add_element", start, self.dtype, bias=False)
+            self.add_element = linear(
+                first.tebd_dim, later.g1_dim, self.dtype, seed_for("add_element", start), bias=False
+            )
         self.repformer = Repformer(
             later,
             num_types,

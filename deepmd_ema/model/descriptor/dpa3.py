@@ -15,7 +15,7 @@ from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.switch import exponential_switch, switch
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.nn.layers import Layer, freeze
+from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
@@ -48,13 +48,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor):
         self.flow, self.num_features = flow, flow.n_dim
         self.act = activation(config.activation_function).value
         generator = torch.Generator().manual_seed(seed_for("repflow", self.start))
-
-        def linear(width: int, bias: bool) -> Layer:
-            return Layer(
-                1, width, "none", residual=False, timestep=False, dtype=self.dtype, generator=generator, bias=bias
-            )
-
-        self.edge_embedding, self.angle_embedding = linear(flow.e_dim, bias=True), linear(flow.a_dim, bias=False)
+        self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
+        self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)
         to_come = range(flow.nlayers - 1, -1, -1)  # layers after each: an angle acts on edges, and these on nodes
         self.layers = nn.ModuleList(
             RepflowLayer(

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
-from deepmd_ema.model.descriptor.repformer_attention import Surroundings, linear
+from deepmd_ema.model.descriptor.repformer_attention import Surroundings
 from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Repformer(nn.Module):
         self.options, self.smooth, self.protection, self.dtype = options, smooth, protection, dtype
         self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
         self.act = activation(options.activation_function).value
-        self.pair_embedding = linear(1, options.g2_dim, "pair_embedding", seed, dtype)
+        self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
         self.layers = nn.ModuleList(
             RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
             for n in range(options.nlayers)
