@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, file_to_write, path, start_logging
+from deepmd_ema.cli.options import add_average, add_head, file_to_write, path, start_logging
 
-SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads"
+SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads, or compile it to a .pt2 file"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +14,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--checkpoint", "--checkpoint-folder", metavar="CKPT", type=path, default=".",
                         help="checkpoint, or the folder of a run with its latest (default: this folder)")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
-                        help="frozen_model.dp")  # fmt: skip
+                        help="frozen_model.dp; a name that ends in .pt2 is compiled, which takes minutes")  # fmt: skip
+    parser.add_argument("--device", metavar="D", help="of a .pt2: cpu, cuda (default: CUDA when there is one)")
     add_average(parser)
+    add_head(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -24,5 +26,5 @@ def run(args: argparse.Namespace) -> None:
     from deepmd_ema.export import freeze
     from deepmd_ema.infer.load import load_model
 
-    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average)
-    print(freeze(loaded, args.output).text())
+    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
+    print(freeze(loaded, args.output, device=args.device).text())

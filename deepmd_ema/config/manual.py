@@ -14,7 +14,9 @@ from typing import Any
 
 from deepmd_ema.config.fields import Option, input_options, listed_types, options, plain, type_names, wants
 from deepmd_ema.config.messages import close_names, show
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import ModelsConfig, MultiTaskRun, SingleTaskRun
+from deepmd_ema.config.schema.training import MultiTaskTrainingConfig, TrainingConfig
+from deepmd_ema.config.tasks import PARTS
 from deepmd_ema.errors import ConfigError
 
 _WIDTH, _INDENT, _MOST_LIKE = 100, "    ", 6
@@ -56,7 +58,7 @@ def manual(topic: str | None = None) -> str:
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
     """
-    entries = list(_entries(RunConfig, ""))
+    entries = [*_entries(SingleTaskRun, ""), *_entries_of_tasks()]
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     if not topic:
         return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
@@ -95,7 +97,8 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "input of dp-ema",
-        **_section_schema(RunConfig, top=True),
+        "type": "object",
+        "anyOf": [_section_schema(SingleTaskRun, top=True), _schema_of_tasks()],
     }
 
 
@@ -105,6 +108,16 @@ def json_schema() -> dict[str, Any]:
 def _entries(section: type, path: str) -> Iterator[Entry]:
     for o in input_options(section):
         yield from _option_entries(o, f"{path}.{o.name}" if path else o.name, ())
+
+
+def _entries_of_tasks() -> Iterator[Entry]:
+    """Yield what only an input of several tasks has; the sections by task are those of an input of one task."""
+    places = {"model": ModelsConfig, "training": MultiTaskTrainingConfig, "": MultiTaskRun}
+    for place, section in places.items():
+        known = {o.name for o in input_options({"training": TrainingConfig}.get(place, SingleTaskRun))}
+        for o in input_options(section):
+            if o.name not in known:
+                yield Entry(f"{place}.{o.name}".lstrip("."), o, o.doc)
 
 
 def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterator[Entry]:
@@ -159,15 +172,21 @@ def _entry_text(entry: Entry) -> str:
 def _kind_words(option: Option) -> str:
     if option.by_type:
         names = " or ".join(listed_types(option.sections))
+        if option.named:
+            return f"sections by name; type is {names}"
         if not option.many:
             return f"section; type is {names}"
         default = f" ({option.default_type} if not given)" if option.default_type else ""
         return f"list of sections; type is {names}{default}"
-    return "section" if option.sections else wants(option) + " or null" * option.nullable
+    return (
+        ("sections by name" if option.named else "section")
+        if option.sections
+        else wants(option) + " or null" * option.nullable
+    )
 
 
 def _default_words(option: Option) -> str:
-    if option.sections and not option.many:
+    if option.sections and not (option.many or option.named):
         return "null" if option.default is None else f"type {option.default_type}" if option.by_type else "all defaults"
     return show(option.default)
 
@@ -203,6 +222,18 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
     return out | ({"allOf": needed} if needed else {})
 
 
+def _schema_of_tasks() -> dict[str, Any]:
+    """Return the schema of an input of several tasks: parts of models may be names, and keys may hold for all."""
+    schema = _section_schema(MultiTaskRun, top=True)
+    models: dict[str, Any] = schema["properties"]["model"]
+    model = models["properties"]["model_dict"]["additionalProperties"]
+    for part in PARTS:
+        model["properties"][part] = {"anyOf": [{"type": "string"}, model["properties"][part]]}
+    del model["allOf"]  # what all models need may stand beside model_dict
+    models["properties"] = {**model["properties"], **models["properties"]}
+    return schema
+
+
 def _option_schema(option: Option) -> dict[str, Any]:
     null = [{"type": "null"}] if option.nullable else []
     if option.by_type:  # editors offer the keys of the type that stands there
@@ -219,6 +250,8 @@ def _option_schema(option: Option) -> dict[str, Any]:
         schema = _one_of("anyOf", [*map(_type_schema, option.types), *null])
     if option.many:
         schema = {"type": "array", "items": schema}
+    if option.named:
+        schema = {"type": "object", "additionalProperties": schema}
     if option.sections:
         schema = _one_of("anyOf", [schema, *null])
     unit = f" Unit: {option.unit}." if option.unit else ""

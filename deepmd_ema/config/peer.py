@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from deepmd_ema.config.messages import Place, dotted
 
 
 @dataclass(frozen=True)
@@ -16,57 +17,41 @@ class Unavailable:
         no_op_values: values that ask for nothing (its default in DeePMD-kit); they are accepted and dropped. None:
             every value, because the option only informs.
         instead: what to do, or an empty string.
-        replaces: required keys of the section that need not be there when this one is given.
     """
 
     no_op_values: tuple[Any, ...] | None = (None,)
     instead: str = ""
-    replaces: tuple[str, ...] = ()
 
 
 _OFF = Unavailable((None, False))
 _ZERO = Unavailable((None, 0))
 _EMPTY = Unavailable((None, {}, []))
-_ONE_TASK = "Multi-task training comes later; train one task per input."
-_MULTI_TASK = Unavailable((None, {}), _ONE_TASK)
 _IN_DESCRIPTOR = (
     "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "
     "(tebd_dim). Remove it."
 )
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
-_HESSIAN = "Second derivatives are not trained on. Remove it to train on energies and forces."
 _GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
-_HALF = (
-    'DeePMD-kit\'s torch backend ignores it. Remove it, and for a faster training set "precision": "float32" in '
-    "descriptor and fitting_net."
-)
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
-    "": {"nvnmd": Unavailable((None, {})), "loss_dict": _MULTI_TASK},
+    "": {"nvnmd": Unavailable((None, {}))},
     "model": {
-        "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
-        "shared_dict": _MULTI_TASK,
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
+        **dict.fromkeys(("compress", "spin"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
-        "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
         "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
-        **dict.fromkeys(("start_pref_h", "limit_pref_h"), Unavailable((None, 0), _HESSIAN)),
         **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
         "numb_generalized_coord": Unavailable((None, 0), _GENERALIZED),
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        "data_dict": Unavailable((None, {}), _ONE_TASK, replaces=("training_data",)),
-        **dict.fromkeys(("model_prob", "num_epoch_dict"), _MULTI_TASK),
-        "mixed_precision": Unavailable((None, {}), _HALF),
         **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),
@@ -113,15 +98,9 @@ _UNAVAILABLE_TEXTS: dict[str, str] = {
 }
 
 
-def unavailable_key(section: str, key: str) -> Unavailable | None:
+def unavailable_key(section: Place, key: str) -> Unavailable | None:
     """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
-    return UNAVAILABLE.get(section, {}).get(key)
-
-
-def is_replaced(section: str, name: str, keys: Iterable[str]) -> bool:
-    """Whether a required key need not be there, because a key of an absent feature replaces it."""
-    known = UNAVAILABLE.get(section, {})
-    return any(name in known[key].replaces for key in keys if key in known)
+    return UNAVAILABLE.get(_without_task(section), {}).get(key)
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:
@@ -131,19 +110,31 @@ def is_no_op(known: Unavailable, value: Any) -> bool:
     )
 
 
-def unavailable_type(section: str, name: Any) -> str | None:
+def unavailable_type(section: Place, name: Any) -> str | None:
     """Return what to do instead of a ``type`` of DeePMD-kit that dp-ema does not have, or None for any other one.
 
     Args:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
         name: its ``type``.
     """
-    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", section), ()):
+    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", _without_task(section)), ()):
         return None
     return INSTEAD_OF_TYPES.get(name, "")
 
 
-def is_unavailable_text(path: str, value: Any) -> bool:
+def is_unavailable_text(path: Place, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
-    pattern = _UNAVAILABLE_TEXTS.get(path)
+    pattern = _UNAVAILABLE_TEXTS.get(_without_task(path))
     return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None
+
+
+# sections of an input of several tasks, and what they are in that of one
+_OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training\.data_dict", "training"))
+
+
+def _without_task(path: Place) -> str:
+    """Return a path in dots as it is in an input of one task."""
+    text = dotted(path)
+    for of_tasks, of_one in _OF_TASKS:
+        text = re.sub(rf"\A{of_tasks}\.[^.]+", of_one, text)
+    return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -18,6 +18,7 @@ from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.short_range import ShortRange, Switch
@@ -26,6 +27,7 @@ from deepmd_ema.seeds import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import HybridConfig
     from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config.schema.run import Link
     from deepmd_ema.model.interface import Descriptor, Fitting
 
 
@@ -75,6 +77,51 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
     )
     return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, _short_range(config))
+
+
+def build_models(
+    configs: Mapping[str, ModelConfig], links: Iterable[Link] = (), seeds: Mapping[str, int] | None = None
+) -> ModelSet:
+    """Return the models of all tasks of a run, with the parts that they share.
+
+    Args:
+        configs: sections ``model`` by name of the task, with the numbers of neighbors resolved.
+        links: what is shared.
+        seeds: of the random parameters of each task; 0 if not given.
+    """
+    models = {name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()}
+    for index, name in enumerate(sorted(models) if len(models) > 1 else ()):
+        models[name].fitting.set_case(index)
+    share_parts(models, links)
+    return ModelSet(models)
+
+
+def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> None:
+    """Let models have parts in common: one module, whose parameters are trained by all of their tasks.
+
+    Of two models with a link of one name the second gets the part of the first. A part is first a whole one, if there
+    is any. What tells tasks apart stays with each: the output bias and the case embedding.
+
+    Args:
+        models: by name of the task; changed.
+        links: which parts are shared.
+
+    Raises:
+        ConfigError: if a fitting network does not fit the descriptor of another task.
+    """
+    first: dict[str, tuple[str, Any]] = {}
+    for link in sorted(links, key=lambda link: link.level):
+        model: Any = models[link.task]
+        if link.part == "fitting_net":
+            task, fitting = first.setdefault(link.key, (link.task, model.fitting))
+            model.fitting.share_networks(fitting, f"tasks {task} and {link.task}")
+        elif link.part != "type_map":
+            place = "descriptor" if link.part == "descriptor" else f"descriptor.parts.{link.place[-1]}"
+            _, shared = first.setdefault(link.key, (link.task, model.get_submodule(place)))
+            if link.level:
+                place, shared = f"{place}.type_embedding", shared.get_submodule("type_embedding")
+            owner, _, name = place.rpartition(".")
+            setattr(model.get_submodule(owner), name, shared)
 
 
 def _short_range(config: ModelConfig) -> ShortRange | None:

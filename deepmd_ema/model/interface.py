@@ -35,10 +35,12 @@ class Descriptor(Protocol):
     Attributes:
         dtype: precision of the parameters and of the features.
         mixed_types: whether the features tell the elements apart, so that one fitting network serves all of them.
+        passes_messages: whether the features of an atom depend on the neighbors of its neighbors.
     """
 
     dtype: torch.dtype
     mixed_types: bool
+    passes_messages: bool
 
     @property
     def dim_out(self) -> int:
@@ -60,7 +62,7 @@ class Descriptor(Protocol):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Return the names of what ``measure`` returns, which are also the entries of a stat file."""
+        """Return the names of what ``measure`` returns, which are also the entries of a stat file (``folder/name``)."""
 
     def measure(self, batch: Batch) -> Sums:
         """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers; may be empty."""
@@ -68,11 +70,8 @@ class Descriptor(Protocol):
     def apply_statistics(self, sums: Sums) -> None:
         """Set means and spreads from the sums over all data."""
 
-    def stat_identity(self) -> Mapping[str, Any]:
-        """Return what tells these sums from those of other options in a stat file, as DeePMD-kit spells it."""
-
     def stat_settings(self) -> Mapping[str, Any]:
-        """Return what else the sums depend on; a stat file of other settings is not taken."""
+        """Return what the names do not tell of the sums; a stat file of other settings is not taken."""
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own; all others are gathered at once."""
@@ -90,6 +89,16 @@ class Fitting(Protocol):
 
     def __call__(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,) float64, eV, and their gradient with respect to the features (A, D)."""
+
+    def share_networks(self, other: Any, whose: str) -> None:
+        """Take the networks of another fitting of the same section; ``whose`` names both owners for messages.
+
+        Raises:
+            ConfigError: if they do not fit.
+        """
+
+    def set_case(self, index: int) -> None:
+        """Tell this task from the others of the run, of which it is number ``index``."""
 
     def apply_statistics(self, sums: Sums, protect: float) -> None:
         """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.

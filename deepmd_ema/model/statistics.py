@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.batch import Batch
     from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config.schema.run import Link
     from deepmd_ema.model.energy import EnergyModel
 
 # F frames, A atoms, T types, P frame parameters, Q atom parameters
@@ -89,17 +88,54 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
     )
 
 
+def shared_statistics(
+    found: Mapping[str, Statistics], links: Iterable[Link], shares: Mapping[str, float]
+) -> dict[str, Statistics]:
+    """Return the statistics of tasks with one set of sums for what their models share: the data of each by its share.
+
+    Args:
+        found: those of the data of each task.
+        links: what is shared.
+        shares: probability of each task to be trained by a step.
+    """
+    groups: dict[str, list[Link]] = {}
+    for link in links:
+        if link.level == 0 and link.part != "type_map":
+            groups.setdefault(link.key, []).append(link)
+    together = {task: (dict(of.measured), dict(of.conditions)) for task, of in found.items()}
+    for group in groups.values():
+        most = max(shares[link.task] for link in group)
+        total: dict[str, Array] = {}
+        for link in group:
+            weight = shares[link.task] / most
+            _accumulate(total, {name: weight * of for name, of in _sums_of(found[link.task], link).items()})
+        for link in group:
+            measured, conditions = together[link.task]
+            (conditions if link.part == "fitting_net" else measured).update(
+                {_prefix(link) + name: of for name, of in total.items()}
+            )
+    return {task: replace(found[task], measured=m, conditions=c) for task, (m, c) in together.items()}
+
+
+def _sums_of(found: Statistics, link: Link) -> dict[str, Array]:
+    """Return the sums of a part of a model under the names that it has for them."""
+    if link.part == "fitting_net":
+        return dict(found.conditions)
+    prefix = _prefix(link)
+    return {name.removeprefix(prefix): of for name, of in found.measured.items() if name.startswith(prefix)}
+
+
+def _prefix(link: Link) -> str:
+    """Return what a hybrid descriptor puts before the names of the sums of a part."""
+    return f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
+
+
 def mean_and_spread(sums: Array, smallest: float) -> tuple[Array, Array]:
     """Return mean and standard deviation (N,), at least ``smallest``, from (N, 3) count, sum and sum of squares."""
     count = np.maximum(sums[:, 0], 1)
     mean = sums[:, 1] / count
     variance = np.maximum(sums[:, 2] / count - mean**2, 0)
     return mean, np.maximum(np.sqrt(variance), smallest)
-
-
-def folder_of(identity: Mapping[str, Any]) -> str:
-    """Return the folder of a stat file with the sums of an environment matrix, as DeePMD-kit names it."""
-    return hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
 
 
 def sum_by_type(per_atom: Tensor, batch: Batch) -> Array:

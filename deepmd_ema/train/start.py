@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
 from deepmd_ema.model.elements import ElementsError, carried_over
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
+_OF_THE_START = "model.finetune_head"  # says what a run began with, not how it goes on
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -40,6 +41,7 @@ CONTINUITY = (
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
+_MOST_SHOWN = 200  # characters of a value
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
 _ADVICE = (
@@ -138,18 +140,19 @@ class FromWeights(Start):
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
-        models, section = {}, self.payload["config"]["model"]
-        for name, saved in nested(section.get("model_dict", section), tuple(config.tasks)).items():
-            model = config.tasks[name].model
-            if list(saved["type_map"]) != list(model.type_map):
+        models, saved = {}, model_configs(self.payload["config"], str(self.path))
+        for name, task in config.tasks.items():
+            if name not in saved:
+                continue
+            model, place = task.model, f"{task.place('model')}.type_map"
+            if saved[name].type_map != model.type_map:
                 raise CheckpointError(
-                    f"{self.path}: a model of type_map {saved['type_map']}, but model.type_map is {model.type_map}. "
+                    f"{self.path}: a model of type_map {saved[name].type_map}, but {place} is {model.type_map}. "
                     "Use the type_map of the file, or --finetune, which takes over the elements that both have."
                 )
-            written = model_config_from_dict(saved, str(self.path))
             if model.descriptor.neighbors is None:
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(written.descriptor))
-            self.tell_differences(written, model)
+                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(saved[name].descriptor))
+            self.tell_differences(saved[name], model)
         return config.with_models(models) if models else config
 
     def tell_differences(self, saved: ModelConfig, model: ModelConfig) -> None:
@@ -203,7 +206,7 @@ class Restart(FromWeights):
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
             before = to_dict(config_from_dict(before, str(self.path)))
-        differences = list(_differences(before, now))
+        differences = [d for d in _differences(before, now) if d[0] != _OF_THE_START]
         for path, old, new in differences:
             if path in LENGTH:
                 logger.warning(
@@ -212,7 +215,7 @@ class Restart(FromWeights):
         changed = [d for d in differences if any(d[0] == key or d[0].startswith(f"{key}.") for key in CONTINUITY)]
         if not changed:
             return
-        lines = [f"{path}: {old!r} in the checkpoint, {new!r} in the input" for path, old, new in changed]
+        lines = [f"{path}: {_shown(old)} in the checkpoint, {_shown(new)} in the input" for path, old, new in changed]
         if not allow_change:
             *others, last = [f"{line}." for line in lines]
             raise ConfigError([*others, f"{last}\n{_ADVICE}"])
@@ -419,7 +422,7 @@ def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
         is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
         is_of_elements = name in ("sel", "exclude_types") and not same_elements
         if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
-            logger.warning("%s was %s where the weights were trained, is %s here", path, old, new)
+            logger.warning("%s was %s where the weights were trained, is %s here", path, _shown(old), _shown(new))
     for name in _SHORT_RANGE:
         # a table of other elements has other columns
         if before[name] != now[name] and (same_elements or None in (before[name], now[name])):
@@ -446,6 +449,12 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
             yield from _differences(one, other, f"{path}[{k}]")
     elif old != new:
         yield path, old, new
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text, shortened: a table of pair energies has thousands of numbers."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _are_sections(value: Any) -> bool:

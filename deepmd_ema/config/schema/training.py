@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,10 +108,8 @@ class ValidationDataConfig(_Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Length and data of the run, and what it writes."""
-
-    shorthand: ClassVar[type] = EmaShorthand
+class TaskDataConfig:
+    """The data of a task."""
 
     training_data: TrainingDataConfig = option(doc="Data to train on.")
     validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
@@ -119,6 +119,22 @@ class TrainingConfig:
     stat_file_mode: str = option(
         "update", choices=("update", "read"), doc="`read` only reads `stat_file`, which must be complete."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionConfig:
+    """Precisions of a run of DeePMD-kit's TensorFlow backend; only what `precision` says anyway is accepted."""
+
+    compute_prec: str = option("float16", doc="Precision of products.")
+    output_prec: str = option("float32", doc="Precision of parameters.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Length of a run, and what it writes."""
+
+    shorthand: ClassVar[type] = EmaShorthand
+
     numb_steps: int | None = option(
         None,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
@@ -174,6 +190,11 @@ class TrainingConfig:
     tensorboard: bool = option(False, doc="Whether to write files for TensorBoard (extra `tensorboard`).")
     tensorboard_log_dir: str = option("log", check=file_name, doc="Folder of the TensorBoard files.")
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
+    mixed_precision: MixedPrecisionConfig | None = option(
+        None,
+        doc="Precision of numbers in training, where it is the `precision` of descriptor and fitting network; another "
+        "one is refused.",
+    )
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
     )
@@ -188,6 +209,49 @@ class TrainingConfig:
     def shards_weights(self) -> bool:
         """Whether every process holds a part of the weights only."""
         return self.zero_stage > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(TrainingOptions, TaskDataConfig):
+    """Length and data of the run, and what it writes."""
+
+
+def _are_numbers(by_task: Mapping[str, Any]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in by_task.values())
+
+
+_shares = Check(
+    lambda v: not v or (_are_numbers(v) and min(v.values()) >= 0 and sum(v.values()) > 0),
+    'numbers >= 0, not all 0, by task, e.g. {"water": 0.7, "ice": 0.3}',
+)
+_epochs = Check(
+    lambda v: not v or (_are_numbers(v) and min(v.values()) > 0),
+    'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksData:
+    """The data of several tasks, and how often each task is trained."""
+
+    data_dict: dict[str, TaskDataConfig] = option(doc="Data of each task, by its name.")
+    model_prob: dict[str, float] = option(
+        {},
+        check=_shares,
+        doc="Probability of each task to be the one that a step trains; empty: by the number of its training systems.",
+    )
+    num_epoch_dict: dict[str, float] = option(
+        {},
+        check=_epochs,
+        unit="epochs",
+        doc="Passes over the training data of each task, instead of `numb_steps` and `model_prob`, both of which "
+        "follow from them.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskTrainingConfig(TrainingOptions, TasksData):
+    """Length and data of a run of several tasks, and what it writes."""
 
 
 _metric = Check(

@@ -28,7 +28,8 @@ def with_table(tree: Tree, model: EnergyModel, config: ModelConfig) -> Tree:
     part = {**{name: tree[name] for name in _OF_PARTS}, **none, VARIABLES: no_bias, "preset_out_bias": None}
     table = model.short_range.table
     pairs = {"type": "pairtab", "tab": _table_tree(table), "rcut": table.rcut, "sel": sum(model.layout.sel)}
-    network = {"type": "standard", **{name: tree[name] for name in _PARTS}}
+    network: Tree = {"type": "standard", **{name: tree[name] for name in _PARTS}}
+    network["fitting"] = {**tree["fitting"], "exclude_types": []}  # the model excludes them, not its network
     switch = model.short_range.switch
     return {
         **{name: value for name, value in tree.items() if name not in _PARTS},

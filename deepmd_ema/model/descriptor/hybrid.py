@@ -37,6 +37,7 @@ class HybridDescriptor(nn.Module):
         self.section = config
         self.parts = nn.ModuleList(cast("list[nn.Module]", list(parts)))
         self.mixed_types = any(part.mixed_types for part in parts)
+        self.passes_messages = any(part.passes_messages for part in parts)
         self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
 
     @property
@@ -81,10 +82,6 @@ class HybridDescriptor(nn.Module):
         """Hand each part its own sums."""
         for k, part in enumerate(self.descriptors):
             part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
-
-    def stat_identity(self) -> dict[str, Any]:
-        """Return those of the parts."""
-        return {"type": "hybrid", "list": [part.stat_identity() for part in self.descriptors]}
 
     def stat_settings(self) -> dict[str, Any]:
         """Return those of the parts."""
