@@ -32,20 +32,15 @@ _IN_DESCRIPTOR = (
 )
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
 _GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
-_HALF = (
-    'DeePMD-kit\'s torch backend ignores it. Remove it, and for a faster training set "precision": "float32" in '
-    "descriptor and fitting_net."
-)
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "": {"nvnmd": Unavailable((None, {}))},
     "model": {
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
+        **dict.fromkeys(("compress", "spin"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
-        "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
@@ -57,7 +52,6 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        "mixed_precision": Unavailable((None, {}), _HALF),
         **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),

@@ -18,6 +18,7 @@ from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.short_range import ShortRange, Switch
@@ -76,6 +77,23 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
     )
     return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, _short_range(config))
+
+
+def build_models(
+    configs: Mapping[str, ModelConfig], links: Iterable[Link] = (), seeds: Mapping[str, int] | None = None
+) -> ModelSet:
+    """Return the models of all tasks of a run, with the parts that they share.
+
+    Args:
+        configs: sections ``model`` by name of the task, with the numbers of neighbors resolved.
+        links: what is shared.
+        seeds: of the random parameters of each task; 0 if not given.
+    """
+    models = {name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()}
+    for index, name in enumerate(sorted(models) if len(models) > 1 else ()):
+        models[name].fitting.set_case(index)
+    share_parts(models, links)
+    return ModelSet(models)
 
 
 def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> None:

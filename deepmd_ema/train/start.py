@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
+_OF_THE_START = "model.finetune_head"  # says what a run began with, not how it goes on
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -205,7 +206,7 @@ class Restart(FromWeights):
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
             before = to_dict(config_from_dict(before, str(self.path)))
-        differences = list(_differences(before, now))
+        differences = [d for d in _differences(before, now) if d[0] != _OF_THE_START]
         for path, old, new in differences:
             if path in LENGTH:
                 logger.warning(
