@@ -163,3 +163,42 @@ def test_epochs_of_each_task_give_the_length_and_the_shares(desk, capsys):
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 0
     assert load(desk / "model.ckpt.pt")["step"] == 8  # 2 batches of each: 3 x 2 + 1 x 2
+
+
+def with_steam(values):
+    """Return the input with a third task, which is never drawn, before the others."""
+    values = copy.deepcopy(values)
+    steam = copy.deepcopy(values["model"]["model_dict"]["water"])
+    values["model"]["model_dict"] = {"steam": steam, **values["model"]["model_dict"]}
+    values["training"]["data_dict"]["steam"] = {"training_data": {"systems": ["ice2"], "batch_size": 1}}
+    values["training"]["model_prob"]["steam"] = 0
+    return values
+
+
+@pytest.mark.parametrize("way", ["all", "nothing"])
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_tasks_that_stay_go_on_bitwise_when_another_comes_or_goes(way, change, desk, capsys):
+    few = input_of(way)
+    for descriptor_net in few["model"]["model_dict"].values():  # room for a third case
+        if isinstance(descriptor_net["fitting_net"], dict):
+            descriptor_net["fitting_net"]["dim_case_embd"] = 3
+    if "net" in few["model"]["shared_dict"]:
+        few["model"]["shared_dict"]["net"]["dim_case_embd"] = 3
+    many = with_steam(few)
+    before, after = (few, many) if change == "added" else (many, few)
+    write(desk, before)
+    write(desk, after, "after.json")
+    assert cli.main(["train", "input.json"]) == 0
+    whole = {name: load(desk / name) for name in ("model.ckpt-8.pt", "model_ema.ckpt-8.pt")}
+    assert cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json"]) == 2
+    assert f"task steam: {'new' if change == 'added' else 'in the checkpoint only'}" in capsys.readouterr().err
+    assert cli.main(["train", "--restart", "model.ckpt-4.pt", "after.json", "--allow-config-change"]) == 0
+    for name, unbroken in whole.items():
+        now = load(desk / name)
+        stay = [n for n in now["model"] if n.startswith(("water.", "ice."))]
+        assert_same({n: now["model"][n] for n in stay}, {n: unbroken["model"][n] for n in stay}, name)
+    cases = [now["model"][f"{task}.fitting.case_embd"] for task in after["model"]["model_dict"]]
+    assert len({int(case.argmax()) for case in cases}) == len(cases)
+    if change == "added" and way == "all":
+        first, second = (now["model"][f"{task}.descriptor.block.mean"] for task in ("steam", "water"))
+        assert torch.equal(first, second)

@@ -16,6 +16,9 @@ Place = tuple[str | int, ...]
 
 NOT_AVAILABLE = f"known to DeePMD-kit, not available in dp-ema {__version__}"
 
+# sections of an input of several tasks, and what they are in that of one
+_OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training\.data_dict", "training"))
+
 
 @dataclass(frozen=True)
 class Source:
@@ -65,6 +68,13 @@ def path_of(text: str) -> Place:
     """Return the path that :func:`dotted` writes as ``text``."""
     parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", text)
     return tuple(int(number) if number else name for number, name in parts)
+
+
+def of_one_task(path: str) -> str:
+    """Return a path in dots as it is in an input of one task."""
+    for of_tasks, of_one in _OF_TASKS:
+        path = re.sub(rf"\A{of_tasks}\.[^.]+", of_one, path)
+    return path
 
 
 def render(problems: Iterable[Problem], source: Source) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.messages import Place, dotted
+from deepmd_ema.config.messages import Place, dotted, of_one_task
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ _UNAVAILABLE_TEXTS: dict[str, str] = {
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
     """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
-    return UNAVAILABLE.get(_without_task(section), {}).get(key)
+    return UNAVAILABLE.get(of_one_task(dotted(section)), {}).get(key)
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:
@@ -117,24 +117,12 @@ def unavailable_type(section: Place, name: Any) -> str | None:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
         name: its ``type``.
     """
-    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", _without_task(section)), ()):
+    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", of_one_task(dotted(section))), ()):
         return None
     return INSTEAD_OF_TYPES.get(name, "")
 
 
 def is_unavailable_text(path: Place, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
-    pattern = _UNAVAILABLE_TEXTS.get(_without_task(path))
+    pattern = _UNAVAILABLE_TEXTS.get(of_one_task(dotted(path)))
     return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None
-
-
-# sections of an input of several tasks, and what they are in that of one
-_OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training\.data_dict", "training"))
-
-
-def _without_task(path: Place) -> str:
-    """Return a path in dots as it is in an input of one task."""
-    text = dotted(path)
-    for of_tasks, of_one in _OF_TASKS:
-        text = re.sub(rf"\A{of_tasks}\.[^.]+", of_one, text)
-    return text

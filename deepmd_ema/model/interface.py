@@ -97,6 +97,10 @@ class Fitting(Protocol):
             ConfigError: if they do not fit.
         """
 
+    @property
+    def case(self) -> int:
+        """Return which task this is, as :meth:`set_case` has told it."""
+
     def set_case(self, index: int) -> None:
         """Tell this task from the others of the run, of which it is number ``index``."""
 

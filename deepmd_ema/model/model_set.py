@@ -62,6 +62,11 @@ class ModelSet(nn.Module):
             found = self._named({task: m.named_parameters(remove_duplicate=False) for task, m in self.by_task.items()})
             yield from _under(prefix, found, remove_duplicate)
 
+    def first_names(self) -> dict[str, str]:
+        """Return for each name of a parameter, all of a shared one, that which :meth:`named_parameters` has."""
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(p), name) for name, p in self.named_parameters(remove_duplicate=False)}
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
@@ -77,9 +82,7 @@ class ModelSet(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Take in the tensors of a state dict with exactly these names; a shared one as the first task has it."""
         for task, model in reversed(self.by_task.items()):  # averages hold a shared tensor under its first name only
-            prefix = prefix_of(task)
-            own = {n.removeprefix(prefix): tensor for n, tensor in state_dict.items() if n.startswith(prefix)}
-            model.load_state_dict(own, *args, **kwargs)
+            model.load_state_dict(of_task(state_dict, task), *args, **kwargs)
 
     def _named(self, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for task, named in found.items():
@@ -111,6 +114,12 @@ class TaskModel(nn.Module):
         """Return what the model predicts."""
         prediction: dict[str, Tensor] = self.models(self.task, batch, create_graph, need_virial, need_hessian)
         return prediction
+
+
+def of_task(named: Mapping[str, T], task: str) -> dict[str, T]:
+    """Return what stands under names of a task, under the names that its model has for it."""
+    prefix = prefix_of(task)
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
+from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.model_set import ModelSet, nested
-from deepmd_ema.tensors import check_weights
+from deepmd_ema.train import changed_tasks
 
 if TYPE_CHECKING:
     from deepmd_ema.train.trainer import Trainer
@@ -35,6 +37,8 @@ CONTINUITY = (
     "optimizer",
     "loss",
     "training.training_data",
+    "training.model_prob",
+    "training.num_epoch_dict",
     "training.seed",
     "training.gradient_max_norm",
 )
@@ -170,12 +174,13 @@ class FromWeights(Start):
 
     def load_weights(self, models: ModelSet) -> None:
         """Put the weights of the file into ``models``."""
-        found = self._weights()
-        expected = {name: tuple(tensor.shape) for name, tensor in models.state_dict().items()}
-        check_weights(expected, found, self.path)
-        models.load_state_dict(found)
+        changed_tasks.load_weights(models, self._weights(), self._tasks_in(models), self.path)
         step = "step not known" if self.payload["step"] is None else f"step {self.payload['step']}"
         logger.info("weights of %s (%s, %s)", self.path, self.payload["weights"] or "live or averaged", step)
+
+    def _tasks_in(self, models: ModelSet) -> list[str]:
+        """Return the tasks of ``models`` that the file must have."""
+        return list(models.by_task)
 
     def _weights(self) -> Mapping[str, Tensor]:
         return checkpoint.weights_in(self.payload, self.path)[0]
@@ -206,16 +211,20 @@ class Restart(FromWeights):
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
             before = to_dict(config_from_dict(before, str(self.path)))
-        differences = [d for d in _differences(before, now) if d[0] != _OF_THE_START]
+        came, went = sorted(config.tasks.keys() - self._tasks), sorted(self._tasks - config.tasks.keys())
+        found = changed_tasks.without_tasks(_differences(before, now), [*came, *went])
+        differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
         for path, old, new in differences:
             if path in LENGTH:
                 logger.warning(
                     "%s was %s, is now %s: a decaying learning rate goes on along its new curve", path, old, new
                 )
-        changed = [d for d in differences if any(d[0] == key or d[0].startswith(f"{key}.") for key in CONTINUITY)]
-        if not changed:
-            return
+        changed = [d for d in differences if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))]
         lines = [f"{path}: {_shown(old)} in the checkpoint, {_shown(new)} in the input" for path, old, new in changed]
+        lines += [f"task {name}: new, it starts from the seed and the statistics of its data" for name in came]
+        lines += [f"task {name}: in the checkpoint only, and left behind" for name in went]
+        if not lines:
+            return
         if not allow_change:
             *others, last = [f"{line}." for line in lines]
             raise ConfigError([*others, f"{last}\n{_ADVICE}"])
@@ -228,6 +237,10 @@ class Restart(FromWeights):
         for line in lines:
             logger.warning("the restart goes on with a change. %s", line)
 
+    def needs_statistics(self, config: RunConfig) -> bool:
+        """Whether there are new tasks."""
+        return bool(config.tasks.keys() - self._tasks)
+
     def run_id(self, config: RunConfig) -> str:
         """Return that of the run that is continued."""
         # files of 0.1.0 have none
@@ -235,7 +248,11 @@ class Restart(FromWeights):
 
     def resume(self, trainer: Trainer) -> None:
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
-        trainer.load_state_dict(self.step, self.payload)
+        state = self.payload
+        if self._tasks != {task.name for task in trainer.tasks}:
+            fresh = {"optimizer": trainer.take_step.state_dict(), "streams": trainer.tasks.state_dict()}
+            state = changed_tasks.state_for(next(iter(trainer.tasks)).models, state, fresh, str(self.path))
+        trainer.load_state_dict(self.step, state)
         logger.info(
             "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs go on",
             self.step, self.path,
@@ -245,6 +262,13 @@ class Restart(FromWeights):
                 "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to go on.",
                 self.step, trainer.num_steps,
             )  # fmt: skip
+
+    @cached_property
+    def _tasks(self) -> set[str]:
+        return set(model_configs(self.payload["config"], str(self.path)))
+
+    def _tasks_in(self, models: ModelSet) -> list[str]:
+        return [task for task in models.by_task if task in self._tasks]
 
     def _weights(self) -> Mapping[str, Tensor]:
         raw: Mapping[str, Tensor] = self.payload["model"]  # whatever was made of them after training

@@ -103,6 +103,11 @@ class EnergyFitting(nn.Module):
             )
         self.nets = other.nets
 
+    @property
+    def case(self) -> int:
+        """Place of the one in the case embedding; 0 without one."""
+        return 0 if self.case_embd is None else int(self.case_embd.argmax())
+
     def set_case(self, index: int) -> None:
         """Tell this task from the others by a one at ``index`` of the case embedding, if there is one."""
         if self.case_embd is not None:
