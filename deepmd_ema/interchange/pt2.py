@@ -109,7 +109,7 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
         "has_default_fparam": default is not None,
         "default_fparam": default,
         "fitting_output_defs": [energy],
-        "output_keys": ["energy", "mask", "energy_redu", "energy_derv_r", "energy_derv_c_redu"],
+        "output_keys": ["energy", "mask", "energy_redu", "energy_derv_r", "energy_derv_c", "energy_derv_c_redu"],
         "pair_exclude_types": sorted([list(pair) for pair in layout.excluded_pairs]),
         "has_message_passing": model.descriptor.passes_messages,
         "lower_input_kind": "nlist",
