@@ -114,7 +114,8 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
         "has_message_passing": model.descriptor.passes_messages,
         "lower_input_kind": "nlist",
         "graph_edge_dtype": "float64",
-        "do_atomic_virial": False,
+        # where messages are passed, a virial of pairs is not what DeePMD-kit calls that of an atom
+        "do_atomic_virial": not model.descriptor.passes_messages,
         "has_comm_artifact": False,
         "sel_type": [],
         "is_spin": False,

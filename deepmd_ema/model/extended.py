@@ -94,7 +94,7 @@ class ExtendedModel(nn.Module):
         Returns:
             ``energy`` (F, N, 1) of each atom and ``energy_redu`` (F, 1), eV; ``energy_derv_r`` (F, E, 1, 3) forces on
             atoms and images, eV/angstrom; ``energy_derv_c_redu`` (F, 1, 9) virials, eV; ``mask`` (F, N) int32, ones;
-            ``energy_derv_c`` (F, E, 1, 9), zeros: DeePMD-kit asks for virials of single atoms in any case.
+            ``energy_derv_c`` (F, E, 1, 9) of pairs at their neighbors, which add up to the virials.
         """
         frames, extended = atype.shape
         num_atoms = nlist.shape[1]
@@ -114,15 +114,17 @@ class ExtendedModel(nn.Module):
         force = coord.new_zeros(frames * extended, 3)
         force = force.index_add(0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1))
         force = force.index_add(0, place.flatten(), -pair.flatten(0, 1))
-        virial = coord.new_zeros(frames, 9)
-        virial = virial.index_add(0, batch.atom_frame, -torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1))
+        # of a pair, at its neighbor
+        of_pairs = -(pair.unsqueeze(-1) * batch.vector.unsqueeze(-2)).view(-1, 9)
+        virial = coord.new_zeros(frames * extended, 9).index_add(0, place.flatten(), of_pairs)
+        virial = virial.view(frames, extended, 1, 9)
         return {
             "energy": energy[..., None],
             "mask": torch.ones_like(energy, dtype=torch.int32),
             "energy_redu": energy.sum(1, keepdim=True),
             "energy_derv_r": force.view(frames, extended, 1, 3),
-            "energy_derv_c": coord.new_zeros(frames, extended, 1, 9),
-            "energy_derv_c_redu": virial[:, None],
+            "energy_derv_c": virial,
+            "energy_derv_c_redu": virial.sum(1),
         }
 
 
