@@ -172,7 +172,7 @@ def shorten_davg(tree):
          r"model.yaml: descriptor 'loc_frame' is not available here\. Known: se_e2_a, "),
         (lambda t: t["model"]["fitting"].update(type="dipole"),
          r"fitting 'dipole' is not available here\. Known: ener"),
-        (lambda t: t["model"].update(type="linear"), "a model of type 'linear'; only standard and zbl models"),
+        (lambda t: t["model"].update(type="pairwise"), "a model of type 'pairwise'; available here: standard, zbl"),
         (lambda t: t["model"]["descriptor"].update({"@version": 3}),
          r"version 3 \(compressed\), which is not available"),
         (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}),

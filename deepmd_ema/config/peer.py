@@ -46,7 +46,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "": {"nvnmd": Unavailable((None, {})), "loss_dict": _MULTI_TASK},
     "model": {
         "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
-        "shared_dict": _MULTI_TASK,
+        "shared_dict": Unavailable((None, {}), "Tasks and parts that share weights come later; give each its section."),
         "srtab_add_bias": Unavailable((None, True)),
         **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
@@ -82,7 +82,8 @@ _DESCRIPTORS = (
     "SeZM", "sezm", "dpa4c", "DPA4C",
 )  # fmt: skip
 UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
-    "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
+    "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc"),
+    "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
     "model.descriptor": _DESCRIPTORS,
     "model.fitting_net": ("dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
@@ -94,10 +95,11 @@ _EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 tells elements apart by an embedding as
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
-    **dict.fromkeys(
-        ("linear_ener", "pairtab"), "Energies that repel at short distances: use_srtab of a standard model."
-    ),
-    "frozen": "Give the whole model, and its weights by --init-model.",
+    "pairtab": "A table alone has nothing to train, and DeePMD-kit's torch backend does not take it either. Use it as "
+    "a part of a linear_ener model, or as use_srtab of a standard one for short distances.",
+    "frozen": "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be one. Give the "
+    'whole model, and its weights by --init-model; "trainable": false keeps a part as it is.',
+    "linear_ener": "DeePMD-kit's torch backend refuses it too. Put its parts here, with weights.",
 }
 
 _ACTIVATIONS = tuple(
@@ -115,12 +117,12 @@ _UNAVAILABLE_TEXTS: dict[str, str] = {
 
 def unavailable_key(section: str, key: str) -> Unavailable | None:
     """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
-    return UNAVAILABLE.get(section, {}).get(key)
+    return UNAVAILABLE.get(_of_standard(section), {}).get(key)
 
 
 def is_replaced(section: str, name: str, keys: Iterable[str]) -> bool:
     """Whether a required key need not be there, because a key of an absent feature replaces it."""
-    known = UNAVAILABLE.get(section, {})
+    known = UNAVAILABLE.get(_of_standard(section), {})
     return any(name in known[key].replaces for key in keys if key in known)
 
 
@@ -138,12 +140,18 @@ def unavailable_type(section: str, name: Any) -> str | None:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
         name: its ``type``.
     """
-    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", section), ()):
+    section = re.sub(r"\Amodel\.models\[\d+\]\Z", "model.models", re.sub(r"\.list\[\d+\]\Z", "", section))
+    if name not in UNAVAILABLE_TYPES.get(_of_standard(section), ()):
         return None
     return INSTEAD_OF_TYPES.get(name, "")
 
 
 def is_unavailable_text(path: str, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
-    pattern = _UNAVAILABLE_TEXTS.get(path)
+    pattern = _UNAVAILABLE_TEXTS.get(_of_standard(path))
     return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None
+
+
+def _of_standard(path: str) -> str:
+    """Return a path in a part of a linear model as that in a standard one, which has the same sections."""
+    return re.sub(r"\Amodel\.models\[\d+\]", "model", path)

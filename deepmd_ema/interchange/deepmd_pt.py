@@ -148,6 +148,11 @@ def _choose(section: Mapping[str, Any], path: Path, head: str | None) -> tuple[s
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
     if section.get("use_srtab"):
         raise CheckpointError(f"{path}: a model with a table (use_srtab). {_CONVERT.format(path=path)}")
+    if section.get("type") == "linear_ener":
+        raise CheckpointError(
+            f"{path}: a model of parts (linear_ener). DeePMD-kit's torch backend writes it to a .dp file that it "
+            f"cannot read itself and that is read here. {_CONVERT.format(path=path)}"
+        )
     try:
         return model_config_from_dict({n: value for n, value in section.items() if n not in _OF_TRAINING}, str(path))
     except ConfigError as error:

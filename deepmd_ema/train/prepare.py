@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -125,7 +125,7 @@ def _check_data(
                 raise DataError(
                     f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers."
                 )
-            models[name] = replace(task.model, descriptor=descriptor.with_neighbors(neighbors))
+            models[name] = task.model.with_descriptor(descriptor.with_neighbors(neighbors))
         nearest[name] = start.min_nbor_dist(name, neighbors.min_distance)
     if problems:
         raise DataError(problems)

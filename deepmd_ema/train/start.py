@@ -15,6 +15,8 @@ from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config.fields import plain
+from deepmd_ema.config.schema.linear import LinearConfig
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
 from deepmd_ema.model.elements import ElementsError, carried_over
@@ -41,6 +43,7 @@ CONTINUITY = (
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
 _OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
+_MOST_LETTERS = 400  # of a value in a message
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
@@ -147,7 +150,7 @@ class FromWeights(Start):
                 )
             if model.descriptor.neighbors is None:
                 written = model_config_from_dict(saved, str(self.path)).descriptor
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(written))
+                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(written))
         return config.with_models(models) if models else config
 
     def run_id(self, config: RunConfig) -> str:
@@ -203,7 +206,7 @@ class Restart(FromWeights):
         changed = [d for d in differences if any(d[0] == key or d[0].startswith(f"{key}.") for key in CONTINUITY)]
         if not changed:
             return
-        lines = [f"{path}: {old!r} in the checkpoint, {new!r} in the input" for path, old, new in changed]
+        lines = [f"{path}: {_short(old)} in the checkpoint, {_short(new)} in the input" for path, old, new in changed]
         if not allow_change:
             *others, last = [f"{line}." for line in lines]
             raise ConfigError([*others, f"{last}\n{_ADVICE}"])
@@ -274,6 +277,8 @@ class FineTune(Start):
         if not isinstance(given, Mapping):
             return section
         type_map = given.get("type_map", section["type_map"])
+        if isinstance(self.loaded.config, LinearConfig):
+            return self._linear_section(given, type_map, section)
         taken = ("descriptor",) if self.fresh_fitting else ("descriptor", "fitting_net")
         by_number = [f"{n}.{o}" for n in taken for o in ("exclude_types", "atom_ener") if section[n].get(o)]
         if by_number and type_map != section["type_map"]:
@@ -285,6 +290,19 @@ class FineTune(Start):
         trained = {name: {"trainable": own[name]["trainable"]} if "trainable" in own[name] else {} for name in taken}
         return {**given, "type_map": type_map, **{name: {**section[name], **trained[name]} for name in taken}}
 
+    def _linear_section(self, given: Mapping[str, Any], type_map: Any, section: Mapping[str, Any]) -> Any:
+        """Return the section of the input with the parts of the file and their weights.
+
+        Raises:
+            ConfigError: if the elements are others: tables and options of parts count them by number.
+        """
+        if type_map != section["type_map"]:
+            raise ConfigError(
+                f"--use-pretrain-script: the parts of {self.path} are for type_map = {section['type_map']}, and it is "
+                "another here. Write the section model into the input (`dp-ema show --config` prints it)."
+            )
+        return {**given, **{name: section[name] for name in ("type", "type_map", "models", "weights")}}
+
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits."""
         models, saved = {}, self.loaded.config
@@ -293,7 +311,7 @@ class FineTune(Start):
             self._tell_differences(model)
             fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
             if model.descriptor.neighbors is None and fits and model.descriptor.type == saved.descriptor.type:
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(saved.descriptor))
+                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
         return config.with_models(models) if models else config
 
     def needs_statistics(self, config: RunConfig) -> bool:
@@ -329,7 +347,7 @@ class FineTune(Start):
 
     def _tell_differences(self, model: ModelConfig) -> None:
         """Warn of options of the descriptor that are not those of the file: weights may fit and mean another thing."""
-        before, now = to_dict(self.loaded.config)["descriptor"], to_dict(model)["descriptor"]
+        before, now = plain(self.loaded.config.descriptor), plain(model.descriptor)
         for path, old, new in _differences(before, now, "model.descriptor"):
             name = path.rpartition(".")[2]
             is_of_elements = name in ("sel", "exclude_types") and model.type_map != self.loaded.config.type_map
@@ -338,7 +356,7 @@ class FineTune(Start):
                 {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
             )
             if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
-                logger.warning("%s was %s where the weights were trained, is %s here", path, old, new)
+                logger.warning("%s was %s where the weights were trained, is %s here", path, _short(old), _short(new))
 
 
 def find_start(
@@ -419,3 +437,9 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif old != new:
         yield path, old, new
+
+
+def _short(value: Any) -> str:
+    """Return a value as text; a table has thousands of numbers."""
+    text = repr(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.messages import Source
-from deepmd_ema.config.schema.model import ModelConfig
+from deepmd_ema.config.schema.linear import LinearConfig
+from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
 from deepmd_ema.weights import LIVE
@@ -43,7 +44,7 @@ class RunConfig:
         unused: options that stand for others and have no effect in this run, for the log; not compared.
     """
 
-    model: ModelConfig = option(default_type="standard", doc="What is trained.")
+    model: StandardConfig | LinearConfig = option(default_type="standard", doc="What is trained.")
     learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
     optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
     loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
@@ -61,7 +62,7 @@ class RunConfig:
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
         """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
-        return replace(self, model=models.get("", self.model))
+        return replace(self, model=cast("StandardConfig | LinearConfig", models.get("", self.model)))
 
     @property
     def fully_validated(self) -> list[str]:
