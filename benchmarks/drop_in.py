@@ -117,9 +117,19 @@ def asked_for(values: Mapping[str, Any]) -> str:
 def differences(config: RunConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that both know and that have another value there."""
     ours = dict(_leaves(to_dict(config)))
-    for path, value in _leaves(theirs):
+    for path, value in _leaves(_as_built(theirs)):
         if path in ours and path not in OTHERWISE and not _same(ours[path], value):
             yield f"{path}: {ours[path]!r} here, {value!r} there"
+
+
+def _as_built(section: Any) -> Any:
+    """Return options as DeePMD-kit builds them: ``se_e2_r`` has one network per element of a neighbor, always."""
+    if isinstance(section, list):
+        return [_as_built(part) for part in section]
+    if not isinstance(section, Mapping):
+        return section
+    one_sided = {"type_one_side": True} if section.get("type") in ("se_e2_r", "se_r") else {}
+    return {key: _as_built(value) for key, value in section.items()} | one_sided
 
 
 def _same(ours: Any, theirs: Any) -> bool:

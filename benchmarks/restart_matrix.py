@@ -1,12 +1,17 @@
 """Does a checkpoint of any zero_stage on any number of processes go on at any other, and do all stages train the same?
 
+    python benchmarks/restart_matrix.py --descriptors se_e2_a dpa3
+    python benchmarks/restart_matrix.py --quick --descriptors se_e2_a dpa2 --optimizers AdamW HybridMuon
+
+Both parts are made for every combination of the descriptors, optimizers and precisions that are named.
+
 Part 1, stages 0 to 3 on 1 to 4 processes: 16 runs of 8 steps of a tiny model with 6 averages, each of which saves
-after 5. From there every run is continued as every other (256 restarts, 12 frames in a step everywhere). Twice it is
-looked at: what is loaded is saved again at once and compared with the source, to the bit; and the end is compared with
-that of the run which was never interrupted.
+after 5. From there every run is continued as every other (256 restarts, 12 frames in a step everywhere). Three times it
+is looked at: what is loaded is saved again at once and compared with the source, to the bit; the end is compared with
+that of the run which was never interrupted, and so are the rows of the learning curves.
 
 Part 2, stages 0 to 3 on 2 processes: the same run of 50 steps of a real model, with two averages, beside stage 0 and
-beside one process with twice the batch.
+beside one process with twice the batch. ``se_e2_a`` is that of the input, other descriptors take its place.
 """
 
 from __future__ import annotations
@@ -18,10 +23,24 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from common import EXAMPLE, ROOT, RUNS, bare, machine, programs, publish, read_input, table, today, with_numeric_sel
+from common import (
+    EXAMPLE,
+    ROOT,
+    RUNS,
+    bare,
+    machine,
+    programs,
+    publish,
+    read_input,
+    table,
+    today,
+    with_numeric_sel,
+    with_precision,
+)
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -36,13 +55,42 @@ AVERAGES = [
     {"name": "ranged", "type": "swa", "layout": "rank_range"},
 ]
 PARTS = {"weights": ("model",), "moments": ("optimizer",), "averages": ("averages",)}
+CURVES = ("lcurve.out", "lcurve_slow.out")
+OPTIMIZERS = {"Adam": {}, "AdamW": {"weight_decay": 0.01}, "AdaMuon": {}, "HybridMuon": {"enable_gram": False}}
 
 Place = tuple[int, int]  # stage, processes
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is trained: the name of a small descriptor of the tests, the optimizer, the precision of the nets."""
+
+    descriptor: str
+    optimizer: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.descriptor}, {self.optimizer}, {self.precision}"
+
+    def put_into(self, config: dict) -> dict:
+        """Return an input that trains this."""
+        from toy_models import SECTIONS
+
+        if config["model"]["descriptor"]["type"] != self.descriptor:
+            section = dict(SECTIONS[self.descriptor])
+            if isinstance(section.get("sel"), list):
+                section["sel"] = section["sel"][: len(config["model"]["type_map"])]
+            config["model"]["descriptor"] = section | {"seed": 1}
+        config["optimizer"] = {"type": self.optimizer, **OPTIMIZERS[self.optimizer]}
+        return with_precision(config, self.precision)
+
+
 def main() -> None:
-    """Run both parts and print the page."""
+    """Run both parts for every kind and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--descriptors", nargs="+", default=["se_e2_a", "dpa3"], help="of tests/toy_models.py")
+    parser.add_argument("--optimizers", nargs="+", default=["Adam"], choices=OPTIMIZERS)
+    parser.add_argument("--precisions", nargs="+", default=["float64"], choices=("float64", "float32"))
     parser.add_argument("--quick", action="store_true", help="stages 0 and 3 on 1 and 2 processes, 10 steps of part 2")
     parser.add_argument("--input", type=Path, default=EXAMPLE / "input.json", help="input of part 2")
     parser.add_argument("--steps", type=int, help="steps of part 2, 50 by default")
@@ -52,22 +100,30 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     work = args.work / "restart_matrix"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     places = list(product((0, 3), (1, 2)) if args.quick else product(range(4), range(1, 5)))
+    pages, failed = [], []
     began = time.perf_counter()
-    pairs = matrix(work, places)
-    between = time.perf_counter()
-    stages = equal_stages(work, args.input, args.steps or (10 if args.quick else 50))
+    for number, kind in enumerate(Kind(*k) for k in product(args.descriptors, args.optimizers, args.precisions)):
+        folder = work / str(number)
+        folder.mkdir(parents=True)
+        pairs = matrix(folder, kind, places)
+        stages = equal_stages(folder, kind, args.input, args.steps or (10 if args.quick else 50))
+        pages += [f"## {kind}", "", *matrix_page(places, pairs), "", *stages, ""]
+        failed += [kind] * any(not_as_promised(a == b, pair) for (a, b), pair in pairs.items())
+        print(f"{kind}: done", file=sys.stderr)
     lines = [f"# Restarts between stages and numbers of processes, {today()}", "",
-             f"{machine(programs(None), 1, 'cpu')}. {between - began:.0f} s for part 1, "
-             f"{time.perf_counter() - between:.0f} s for part 2.", "",
-             *matrix_page(places, pairs), "", *stages]  # fmt: skip
-    publish("\n".join(lines), args.output)
-    good = all(pair["resaved"] == [] and (a != b or pair["end"] == 0) for (a, b), pair in pairs.items())
-    raise SystemExit(0 if good else 1)
+             f"{machine(programs(None), 1, 'cpu')}. {time.perf_counter() - began:.0f} s.", "",
+             *about(args.input, places), "", *pages]  # fmt: skip
+    publish("\n".join(lines).rstrip(), args.output)
+    raise SystemExit(", ".join(map(str, failed)) if failed else 0)
 
 
-def matrix(work: Path, places: list[Place]) -> dict[tuple[Place, Place], dict]:
+def not_as_promised(same_place: bool, pair: dict) -> bool:
+    """Whether something is not the same bits that should be."""
+    return pair["resaved"] != [] or (same_place and (pair["end"] != 0 or pair["curves"] != []))
+
+
+def matrix(work: Path, kind: Kind, places: list[Place]) -> dict[tuple[Place, Place], dict]:
     """Return for each (source, target) what differed after loading, and the largest difference at the end."""
     from helpers import tiny_input, write_system
     from parallel_runs import run_ranks
@@ -75,7 +131,7 @@ def matrix(work: Path, places: list[Place]) -> dict[tuple[Place, Place], dict]:
     write_system(work / "data", frames=28, natoms=12, seed=1, sets=2)
     for stage, ranks in places:
         config = tiny_input(
-            ["../data"], ["../data"], num_steps=STEPS, model__fitting_net__neuron=[7, 7],
+            ["../data"], ["../data"], num_steps=STEPS, model__fitting_net__neuron=[7, 7], training__disp_freq=2,
             training__zero_stage=stage, training__save_freq=HALF, training__disp_avg=True, training__enable_ema=True,
             training__ema_decay=0.9, training__averaging=AVERAGES,
         )  # fmt: skip
@@ -83,7 +139,7 @@ def matrix(work: Path, places: list[Place]) -> dict[tuple[Place, Place], dict]:
             config["training"][section]["batch_size"] = GLOBAL_BATCH // ranks
         folder = folder_of(work, (stage, ranks))
         folder.mkdir()
-        (folder / "input.json").write_text(json.dumps(config))
+        (folder / "input.json").write_text(json.dumps(kind.put_into(config)))
     for place in places:
         run_ranks(place[1], train_from, str(work), place, [None], limit=LIMIT_S)
     found = {}
@@ -133,16 +189,27 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
             ends = [
                 torch.load(f, weights_only=True) for f in (f"model.ckpt-{STEPS}.pt", checkpoint_of(Path(work), place))
             ]
-            answers.append({"resaved": compare.resaved, "end": max(largest_differences(*ends).values())})
+            curves = [name for name in CURVES if rows_after(where / name) != rows_after(folder / name)]
+            answers.append(
+                {"resaved": compare.resaved, "end": max(largest_differences(*ends).values()), "curves": curves}
+            )
     return answers
 
 
-def equal_stages(work: Path, input_file: Path, steps: int) -> list[str]:
+def rows_after(curve: Path, step: int = HALF) -> list[str]:
+    """Return the rows of a learning curve after ``step``."""
+    rows = [line for line in curve.read_text().splitlines() if not line.startswith("#")]
+    later = [row for row in rows if int(row.split()[0]) > step]
+    assert later, curve
+    return later
+
+
+def equal_stages(work: Path, kind: Kind, input_file: Path, steps: int) -> list[str]:
     """Return lines about the same run at every stage on 2 processes, and on one with twice the batch."""
     import torch
     from parallel_runs import run_ranks, train_here
 
-    config = bare(with_numeric_sel(read_input(input_file, None)))
+    config = kind.put_into(bare(with_numeric_sel(read_input(input_file, None))))
     training = config["training"]
     training |= {"numb_steps": steps, "enable_ema": True, "ema_decay": 0.95, "disp_freq": 10}
     training["averaging"] = [{"name": "p05", "type": "power", "sigma_rel": 0.05}]
@@ -162,30 +229,35 @@ def equal_stages(work: Path, input_file: Path, steps: int) -> list[str]:
         for name, end in ends.items()
     ]
     header = ["run", *(f"{part}, to {to}" for to in ("stage 0", "one process") for part in PARTS)]
+    return [f"The same {steps} steps at every stage on 2 processes (the largest weight is {largest:.1f}):", "",
+            table(header, rows)]  # fmt: skip
+
+
+def about(input_file: Path, places: list[Place]) -> list[str]:
+    """Return the lines that say what was done."""
     return [
-        f"## The same {steps} steps at every stage on 2 processes", "",
-        f"`{input_file.parent.name}`, float64, 2 frames a step, an EMA and a power average. Largest difference of any "
-        f"number (the largest weight is {largest:.1f}); `=`: the same bits.",
-        "", table(header, rows),
+        f"First table of each kind: a tiny model, {GLOBAL_BATCH} frames a step everywhere, 6 averages; "
+        f"{len(places)} runs of {STEPS} steps, each continued from its step {HALF} as every other. Rows: stage x "
+        "processes of the checkpoint, columns: of the restart; the largest difference of any weight, moment or average "
+        "from the run that was not interrupted; `=`: the same bits.", "",
+        f"Second table: `{input_file.parent.name}`, 2 frames a step, an EMA and a power average; the largest "
+        "difference of any number.",
     ]  # fmt: skip
 
 
 def matrix_page(places: list[Place], pairs: dict[tuple[Place, Place], dict]) -> list[str]:
     """Return the lines of part 1."""
-    same = [pair["end"] for (a, b), pair in pairs.items() if a == b]
+    same = [pair for (a, b), pair in pairs.items() if a == b]
     other = [pair["end"] for (a, b), pair in pairs.items() if a != b]
     resaved = sum(pair["resaved"] == [] for pair in pairs.values())
     name = "{0[0]}x{0[1]}".format
     rows = [[f"**{name(a)}**", *(show(pairs[a, b]["end"]) for b in places)] for a in places]
     return [
-        "## Any stage and number of processes to any other", "",
         f"Loaded and saved again at once, weights, moments, averages and counters are the same bits: {resaved} of "
-        f"{len(pairs)} pairs. After {STEPS - HALF} more steps, beside the run that was not interrupted: "
-        f"{sum(d == 0 for d in same)} of {len(same)} restarts on the same stage and processes are the same bits, and "
-        f"so are {sum(d == 0 for d in other)} of the {len(other)} others; the largest difference among these is "
-        f"{max(other):.1e}.", "",
-        f"Largest difference of any weight, moment or average at the end; rows: stage x processes of the checkpoint, "
-        f"columns: of the restart; {GLOBAL_BATCH} frames a step everywhere; `=`: the same bits.", "",
+        f"{len(pairs)} pairs. At the end {sum(pair['end'] == 0 for pair in same)} of {len(same)} restarts on the same "
+        f"stage and processes are the same bits, {sum(pair['curves'] == [] for pair in same)} with the same rows of "
+        f"both learning curves; of the {len(other)} others {sum(d == 0 for d in other)} are the same bits, and the "
+        f"largest difference is {max(other):.1e}.", "",
         table(["", *map(name, places)], rows),
         *[f"\n{name(a)} to {name(b)} differs after loading: {', '.join(pair['resaved'][:5])}"
           for (a, b), pair in pairs.items() if pair["resaved"]],
@@ -219,14 +291,14 @@ def agree_on_port(note: Path, folder: Path, input_file: Path) -> None:
 
 
 def tensors_of(tree, path: str = ""):
-    """Yield every tensor and number of a checkpoint with its place; not the config."""
+    """Yield every tensor and number of a checkpoint with its place; not the config, nor the digest, which is of it."""
     import torch
 
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            if path or key != "config":
+            if path or key not in ("config", "digest"):
                 yield from tensors_of(value, f"{path}.{key}")
     elif isinstance(tree, (list, tuple)):
         for number, value in enumerate(tree):

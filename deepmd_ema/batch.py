@@ -17,8 +17,8 @@ class NeighborLayout:
 
     Attributes:
         rcut: cutoff radius, angstrom.
-        sel: most neighbors kept per section; the nearest are kept when there are more. One number per neighbor type
-            (``by_type``), or one number for all.
+        sel: most neighbors kept per section; the nearest are kept when there are more, of each type among the nearest
+            ``sum(sel)`` of all types. One number per neighbor type (``by_type``), or one number for all.
         num_types: number of elements in the model's type map.
         by_type: whether slots come in one section per neighbor type, or in one section sorted by distance.
         excluded_pairs: pairs of types (both orders are excluded) removed after the nearest ``sel`` were chosen.
@@ -54,7 +54,7 @@ class Neighborhood:
     @property
     def mask(self) -> Tensor:
         """(A, K) bool, whether the slot holds a neighbor."""
-        return self.neighbor < len(self.neighbor)
+        return self.neighbor < self.neighbor.shape[0]
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,16 @@ class Batch:
         flat = torch.zeros(num_atoms * total + 1, dtype=torch.bool, device=self.neighbor.device)
         return flat.index_fill(0, self.reverse.flatten(), True)[:-1].view(num_atoms, total)
 
+    @property
+    def first_type(self) -> Tensor:
+        """(F,) int64, type of the first atom of each frame, in the order of the files."""
+        return self.in_file_order(self.atom_type)[self.num_atoms.cumsum(0) - self.num_atoms]
+
+    @property
+    def neighbor_type(self) -> Tensor:
+        """(A, K) int64, type of each neighbor; that of the atom itself where there is none."""
+        return self.atom_type[self.neighbor]
+
     def within(self, rcut: float | None = None, most: int | None = None) -> Neighborhood:
         """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut`` (None: all).
 
@@ -154,6 +164,10 @@ class Batch:
             vector=vector,
             reverse=place[self.reverse],
         )
+
+    def seen_through(self, slot: Tensor, **changes: Any) -> Batch:
+        """Return the batch with other slots: (A, V) flat slots ``i * K + k`` of this one, ``A * K`` is none."""
+        return replace(self, **changes)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is pinned."""

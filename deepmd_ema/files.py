@@ -42,7 +42,11 @@ JSON = Kind("a JSON file", re.compile(rb"\s*\{"))
 TABLE = Kind("a table that begins with #", re.compile(rb"#"))
 CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
 LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
-MODEL_FILE = Kind("a frozen model", re.compile(rb"\x89HDF|.{0,4000}(@class|@version|@variables|software:)", re.DOTALL))
+_COMPILED = rb"PK\x03\x04.{26}[^/]{1,200}/data/aotinductor/"  # the first entry of a package
+MODEL_FILE = Kind(
+    "a frozen model",
+    re.compile(rb"\x89HDF|" + _COMPILED + rb"|.{0,4000}(@class|@version|@variables|software:)", re.DOTALL),
+)
 # PNG, PDF, PostScript, SVG, JPEG, TIFF of both kinds, WebP, PGF
 PICTURE = Kind("a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator"))
 

@@ -74,6 +74,14 @@ class NeighborStatistics:
         """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of the search."""
         return int(np.searchsorted(self.by_rank, rcut))
 
+    def with_counts_of(self, other: NeighborStatistics) -> NeighborStatistics:
+        """Return these statistics with the larger numbers of neighbors of both data sets, of the same types."""
+        few, many = sorted((self.by_rank, other.by_rank), key=len)
+        by_rank = np.concatenate([np.minimum(few, many[: len(few)]), many[len(few) :]])
+        most = tuple(map(max, zip(self.max_neighbors, other.max_neighbors)))
+        total = max(self.max_total, other.max_total)
+        return replace(self, max_neighbors=most, max_total=total, by_rank=by_rank)
+
     def within(self, rcut: float) -> NeighborStatistics:
         """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds if it is shorter."""
         total = self.max_within(rcut)

@@ -29,6 +29,7 @@ class FakeConfig:
     type: ClassVar[str] = "fake"
     aliases: ClassVar[tuple[str, ...]] = ("make_believe",)
     neighbors_option: ClassVar[str] = "most"
+    has_type_embedding: ClassVar[bool] = False
 
     rcut: float = option(4.0, unit="angstrom", check=positive, doc="Cutoff radius.")
     width: int = option(8, check=positive_int, doc="Features of an atom.")
@@ -64,6 +65,7 @@ class FakeDescriptor(nn.Module):
     """Features of an atom from those of its neighbors, which come from those of their neighbors."""
 
     mixed_types = True
+    passes_messages = True
 
     def __init__(self, config, num_types, seed):
         super().__init__()

@@ -19,7 +19,7 @@ from deepmd_ema.config import config_from_dict, run_arguments
 from deepmd_ema.config import load as loading
 from deepmd_ema.config.argcheck import refusal
 from deepmd_ema.config.explain import explain
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import MultiTaskRun
 from deepmd_ema.config.upgrade import upgrade
 from deepmd_ema.errors import ConfigError
 
@@ -76,7 +76,8 @@ def verdicts(values):
     upgraded = upgrade(values, {})
     if upgraded.problems:  # a key given twice is refused before
         return True, True
-    return refusal(run_arguments(), upgraded.values) != "", explain(RunConfig, upgraded.values)[1] != []
+    several = upgraded.section is MultiTaskRun
+    return refusal(run_arguments(several), upgraded.values) != "", explain(upgraded.section, upgraded.values)[1] != []
 
 
 def table():

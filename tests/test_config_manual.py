@@ -13,14 +13,14 @@ from config_inputs import GOOD, REMOVE, spoiled
 from deepmd_ema.config import run_arguments
 from deepmd_ema.config.fields import input_options, options
 from deepmd_ema.config.manual import json_schema, json_schema_text, manual
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 
-def sections(kind=RunConfig):
+def sections(kind):
     yield kind
     for o in options(kind):
         for s in o.sections:
@@ -62,12 +62,14 @@ def keys_fit(value, schema):
     return True
 
 
-@pytest.mark.parametrize("section", list(dict.fromkeys(sections())), ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "section", list(dict.fromkeys([*sections(SingleTaskRun), *sections(MultiTaskRun)])), ids=lambda s: s.__name__
+)
 def test_every_option_has_a_manual_text(section):
     assert section.__doc__
     for option in input_options(section):
         assert option.doc.strip().endswith("."), option.name
-        assert re.search(rf"(\.|^){option.name}$", manual(), re.MULTILINE) or section is RunConfig
+        assert re.search(rf"(\.|^){option.name}$", manual(), re.MULTILINE) or section is SingleTaskRun
 
 
 def test_the_manual_names_aliases_units_and_defaults():

@@ -33,6 +33,7 @@ def expected_neighbors(frame, atom, layout):
     pairs = find_pairs(frame.coord, frame.box, layout.rcut)
     vector = pairs.vector(frame.coord, frame.box)
     mine = np.flatnonzero(pairs.i == atom)
+    mine = sorted(mine, key=lambda p: np.linalg.norm(vector[p]))[: sum(layout.sel)]
     sections = range(layout.num_types) if layout.by_type else [None]
     out = []
     for k, kind in enumerate(sections):

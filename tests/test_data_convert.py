@@ -165,13 +165,15 @@ def test_a_format_of_dpdata(monkeypatch):
         "atom_names": ["H", "O"], "atom_numbs": [2, 1], "atom_types": np.array([1, 0, 0]), "orig": np.zeros(3),
         "coords": np.arange(18.0).reshape(2, 3, 3), "cells": np.tile(9 * np.eye(3), (2, 1, 1)), "nopbc": False,
         "energies": np.array([-1.0, -2.0]), "forces": np.ones((2, 3, 3)), "virials": np.ones((2, 3, 3)), "spins": 0,
+        "fparam": np.array([[300.0], [400.0]]),
     }  # fmt: skip
     package = types.ModuleType("dpdata")
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("output").write_text("of CP2K")
     told = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
-    assert "reads energy, force from forces, virial (eV, -volume * stress)" in told
+    assert "reads energy, force from forces, virial (eV, -volume * stress), fparam" in told
+    assert np.load("out/H2O1/set.000/fparam.npy").tolist() == [[300], [400]]
     assert "does not read spins" in told
     assert [others["virial"].tolist() for _, _, others in read_all("out")] == [[1.0] * 9] * 2
 
@@ -200,6 +202,12 @@ def test_validation_is_whole_files_where_that_fits():
     assert len(read_all("out/train")) == 16
 
 
+def test_a_large_share_does_not_take_the_only_file():
+    Path("a.xyz").write_text("".join(text(energy=k) for k in range(10)))
+    convert_data(["a.xyz"], "out", validation=0.7)
+    assert [len(read_all(f"out/{part}")) for part in ("train", "validation")] == [3, 7]
+
+
 def test_validation_is_one_block_of_each_composition_else():
     frames = [text(energy=k) for k in range(10)] + [text("O 0 0 0 1 2 3\n", 1, energy=100 + k) for k in range(10)]
     Path("a.xyz").write_text("".join(frames))
@@ -221,6 +229,7 @@ def test_validation_is_one_block_of_each_composition_else():
         (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
         (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces."),
         (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
+        (["flat.traj"], {}, "flat.traj: frame 0: is periodic with a cell without volume (0 0 0"),
         (["two.xyz"], {}, "two.xyz: frame 0: energy may be energy or ref_energy."),
     ],
 )
@@ -235,6 +244,11 @@ def test_what_cannot_be_converted_is_told(inputs, options, message):
     [slab] = toy_atoms(1)
     slab.pbc = (True, True, False)
     write("slab.traj", slab)
+    [flat] = toy_atoms(1)
+    flat = type(flat)(
+        flat.symbols, flat.positions, pbc=True
+    )  # what a molecule becomes that is only said to be periodic
+    write("flat.traj", flat)
     with pytest.raises(UserError) as caught:
         convert_data(inputs, "out", **options)
     assert message in "\n".join(caught.value.problems)

@@ -150,6 +150,13 @@ def test_names_are_found_chosen_and_told_once(write_text):
     assert chosen.frame(0).labels["force"].tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
+def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
+    """The user saw: forces were trained on, energies were not, and only a note said so."""
+    source = open_one(write_text(text(energy=None, free_energy=-7)))
+    assert source.frame(0).labels["energy"] == -7
+    assert source.notes == ["reads energy from free_energy, force from forces"]
+
+
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
@@ -163,6 +170,9 @@ def test_names_are_found_chosen_and_told_once(write_text):
         ([text(pbc="T T F")], 'pbc = "T T F": periodic in some directions only'),
         ([text(Lattice=None, pbc="T T T")], "without Lattice"),
         (["2\nLattice='9 0 0 0 9 0 0 0 9\nO 0 0 0\nH 0 0 1\n"], "line 2 of the frame: a quote or bracket does not end"),
+        ([text(Lattice="9 0 0 0 9 0 0 0 0")], 'cell without volume (9 0 0 0 9 0 0 0 0). Molecules have pbc = "F F F"'),
+        ([text(Properties="Z:I:1:pos:R:3:forces:R:3", rows="8 0 0 0 1 2 3\n-1 0 0 1 4 5 6\n")], "Z: '-1' is no atomic"),
+        ([text(), text(energy=None, free_energy=1)], "energy (1 frame), free_energy (1 frame)"),
         ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
         ([text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")], "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7"),
         ([text(Properties=None)], "expected 4 (without Properties: species, pos)"),

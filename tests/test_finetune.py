@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_input, write_system
+from toy_models import TYPES, toy_model
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
+from deepmd_ema.interchange import write_dp
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.elements import carried_over
 from deepmd_ema.model.model_set import ModelSet
@@ -133,6 +136,30 @@ def test_the_model_section_is_taken_from_the_file(trained, desk, capsys):
     assert used["type_map"] == ["H", "O", "Na"]
     assert train(config) == 2  # the sections are in the file only
     assert "model.descriptor" in capsys.readouterr().err
+
+
+def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(tmp_path):
+    config, model = toy_model("hybrid", {"exclude_types": [[0, 1]]})
+    write_dp(tmp_path / "model.dp", model, config)
+    start = find_start(None, None, str(tmp_path / "model.dp"))
+    assert start.model_section({"type_map": TYPES})["descriptor"]["list"][1]["exclude_types"] == [[0, 1]]
+    with pytest.raises(ConfigError, match=r"descriptor.list\[0\].exclude_types, descriptor.list\[1\].exclude_types of"):
+        start.model_section({"type_map": TYPES[::-1]})
+
+
+@pytest.mark.parametrize("option", ["--finetune", "--init-model"])
+def test_options_that_change_what_weights_mean_are_told(option, trained, desk, capsys):
+    """The user saw: a model of a shorter cutoff started from weights of another without a word."""
+    write_system("data", frames=4, seed=5, elements=("O", "H"))
+    Path("table.txt").write_text("".join(f"{0.5 + 0.5 * k} 1 1 1\n" for k in range(8)))
+    config = input_of(["O", "H"], steps=1, descriptor={**ATTENTION, "rcut": 3.5})
+    config["model"] |= {"use_srtab": "table.txt", "sw_rmin": 0.5, "sw_rmax": 0.8}
+    assert train(config, option, str(trained / "model.ckpt.pt")) == 0
+    said = capsys.readouterr().err
+    assert "model.descriptor.rcut was 4.0 where the weights were trained, is 3.5 here" in said
+    assert "model.use_srtab is not that of the file" in said
+    assert train({**config, "training": {**config["training"], "numb_steps": 2}}, "--restart", "model.ckpt-1.pt") == 0
+    assert "where the weights were trained" not in capsys.readouterr().err
 
 
 def test_a_restart_takes_the_model_section_from_its_checkpoint(trained, desk):

@@ -110,8 +110,12 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
 # "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last digits, and
 # excluded types are those of the whole model there
 OTHERWISE = {
-    "zbl": ["/models/0/fitting/exclude_types", "/models/0/fitting/atom_ener", "/models/1/tab/rmax",
-            "/models/1/tab/@variables/tab_data"],
+    "zbl": ["/models/0/fitting/atom_ener", "/models/1/tab/rmax", "/models/1/tab/@variables/tab_data"],
+    # the energies of elements that its parts add on their own are in that of the whole; its torch backend does not read
+    # the type that it writes
+    "linear": ["/@variables/out_bias", "/type", "/models/0/@variables/out_bias", "/models/0/fitting/atom_ener",
+               "/models/1/@variables/out_bias", "/models/1/fitting/atom_ener", "/models/2/@variables/out_bias",
+               "/models/2/tab/rmax", "/models/2/tab/@variables/tab_data"],
     # of each pair of elements it has two networks and uses one
     "se_e3": [f"/descriptor/embeddings/networks/{k}/layers/{layer}/@variables/{name}" for k in (1, 2, 5)
               for layer in range(3) for name in ("w", "b", "idt")[: 3 if layer else 2]] + ["/fitting/atom_ener"],

@@ -1,22 +1,37 @@
-"""Laws that every registered descriptor obeys, whatever its numbers."""
+"""Laws that every registered descriptor obeys, whatever its numbers, and every other way in which it is computed."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from toy_models import MORE_NEIGHBORS, SECTIONS, TRICLINIC, batch_of, evaluate, toy_atoms, toy_model
+from toy_models import (
+    SECTIONS,
+    TRICLINIC,
+    VARIANTS,
+    batch_of,
+    evaluate,
+    model_section,
+    more_neighbors,
+    toy_atoms,
+    toy_model,
+)
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.data.collate import collate, pair_frame
+from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import DESCRIPTORS, build_model
 from deepmd_ema.model.kernels.twin import plain_kernels
 
 SAME_MATH = 1e-11  # sums in another order
-DIFFERENCES = 2e-7  # central differences of step 1e-4
+STEP, DIFFERENCES = 2e-5, 2e-7  # of central differences, angstrom; their error
+GAP = 1e-6  # angstrom before and behind a cutoff
 CELLS = {"triclinic": TRICLINIC, "open": None, "tiny": np.diag([3.4, 3.5, 3.6])}
 
 every_descriptor = pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
+every_model = pytest.mark.parametrize("descriptor", [*sorted(DESCRIPTORS), *VARIANTS])
 every_cell = pytest.mark.parametrize("cell", sorted(CELLS))
 
 
@@ -30,6 +45,12 @@ def rotation(seed=1):
     return q * np.sign(np.linalg.det(q))
 
 
+def slopes(model, frames):
+    """Return the central differences of the energies between the first half of ``frames`` and the other one."""
+    up, down = evaluate(model, *frames)["energy"].reshape(2, -1)
+    return (up - down) / (2 * STEP)
+
+
 def close(a, b, tol=SAME_MATH):
     np.testing.assert_allclose(a, b, rtol=0, atol=tol * max(1.0, np.abs(b).max(initial=0)))
 
@@ -38,7 +59,7 @@ def test_every_registered_descriptor_has_a_small_section_for_these_tests():
     assert set(SECTIONS) == set(DESCRIPTORS)
 
 
-@every_descriptor
+@every_model
 @every_cell
 def test_energy_and_forces_do_not_change_under_translation(descriptor, cell):
     _, model = toy_model(descriptor)
@@ -49,20 +70,31 @@ def test_energy_and_forces_do_not_change_under_translation(descriptor, cell):
         close(there[name], here[name], 1e-9)  # 31 angstrom away, coordinates have fewer digits
 
 
-@every_descriptor
+@every_model
 @every_cell
 def test_forces_and_virials_turn_with_the_frame(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell)
-    turn = rotation()
     here = evaluate(model, (coord, types, box))
-    there = evaluate(model, (coord @ turn, types, None if box is None else box @ turn))
-    close(there["energy"], here["energy"])
-    close(there["force"], here["force"] @ turn)
-    close(there["virial"].reshape(3, 3), turn.T @ here["virial"].reshape(3, 3) @ turn)
+    for turn in (rotation(), -rotation(2)):  # the second one is a mirror image as well
+        there = evaluate(model, (coord @ turn, types, None if box is None else box @ turn))
+        close(there["energy"], here["energy"])
+        close(there["force"], here["force"] @ turn)
+        close(there["virial"].reshape(3, 3), turn.T @ here["virial"].reshape(3, 3) @ turn)
 
 
-@every_descriptor
+@every_model
+@pytest.mark.parametrize("cell", ["triclinic", "tiny"])
+def test_every_atom_may_stand_in_any_periodic_image(descriptor, cell):
+    _, model = toy_model(descriptor)
+    coord, types, box = frame(cell)
+    here = evaluate(model, (coord, types, box))
+    there = evaluate(model, (coord + np.random.default_rng(4).integers(-3, 4, coord.shape) @ box, types, box))
+    for name in ("energy", "atom_energy", "force", "virial"):
+        close(there[name], here[name], 1e-10)  # up to 30 angstrom away, coordinates have fewer digits
+
+
+@every_model
 def test_the_order_of_atoms_does_not_matter(descriptor):
     _, model = toy_model(descriptor)
     coord, types, box = frame()
@@ -73,9 +105,9 @@ def test_the_order_of_atoms_does_not_matter(descriptor):
     close(there["force"], here["force"][order])
 
 
-@every_descriptor
+@every_model
 def test_two_copies_of_a_cell_have_twice_the_energy(descriptor):
-    _, model = toy_model(descriptor, MORE_NEIGHBORS.get(descriptor))
+    _, model = toy_model(descriptor, more_neighbors(model_section(descriptor)["descriptor"]))
     coord, types, box = frame()
     double = box.copy()
     double[1] *= 2
@@ -86,39 +118,30 @@ def test_two_copies_of_a_cell_have_twice_the_energy(descriptor):
     close(two["force"], np.tile(one["force"], (2, 1)))
 
 
-@every_descriptor
+@every_model
 @every_cell
 def test_forces_are_the_derivative_of_the_energy(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell, natoms=6)
-    step, numerical = 1e-4, np.zeros_like(coord)
-    for place in np.ndindex(coord.shape):
-        moved = [coord.copy(), coord.copy()]
-        moved[0][place] += step
-        moved[1][place] -= step
-        up, down = evaluate(model, *((c, types, box) for c in moved))["energy"]
-        numerical[place] = -(up - down) / (2 * step)
+    moves = STEP * np.eye(coord.size).reshape(-1, *coord.shape)
+    numerical = -slopes(model, [(coord + move, types, box) for move in (*moves, *-moves)]).reshape(coord.shape)
     found = evaluate(model, (coord, types, box))["force"]
     assert np.abs(found).max() > 1e-3
     close(found, numerical, DIFFERENCES)
 
 
-@every_descriptor
+@every_model
 @pytest.mark.parametrize("cell", ["triclinic", "tiny"])
 def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell)
-    step, numerical = 1e-4, np.zeros((3, 3))
-    for place in np.ndindex(3, 3):
-        strain = np.zeros((3, 3))
-        strain[place] = step
-        up, down = (evaluate(model, (coord @ (np.eye(3) + s), types, box @ (np.eye(3) + s)))["energy"][0]
-                    for s in (strain, -strain))  # fmt: skip
-        numerical[place] = -(up - down) / (2 * step)
+    strains = STEP * np.eye(9).reshape(-1, 3, 3)
+    ends = [(coord @ (np.eye(3) + s), types, box @ (np.eye(3) + s)) for s in (*strains, *-strains)]
+    numerical = -slopes(model, ends).reshape(3, 3)
     close(evaluate(model, (coord, types, box))["virial"].reshape(3, 3), numerical, 10 * DIFFERENCES)
 
 
-@every_descriptor
+@every_model
 def test_the_virial_of_an_open_frame_is_positions_times_forces(descriptor):
     _, model = toy_model(descriptor)
     coord, types, _ = frame()
@@ -127,7 +150,7 @@ def test_the_virial_of_an_open_frame_is_positions_times_forces(descriptor):
     close(out["force"].sum(0), np.zeros(3))
 
 
-@every_descriptor
+@every_model
 def test_energy_and_forces_are_smooth_where_a_neighbor_crosses_the_cutoff(descriptor):
     """Two atoms apart by the cutoff: energy and force go over to those of single atoms like a cubic and a square."""
     _, model = toy_model(descriptor)
@@ -140,7 +163,40 @@ def test_energy_and_forces_are_smooth_where_a_neighbor_crosses_the_cutoff(descri
     assert abs(far["force"]).max() == 0
 
 
-@every_descriptor
+@every_model
+def test_energy_and_forces_go_on_smoothly_where_an_atom_among_others_crosses_a_cutoff(descriptor):
+    """Every cutoff of the model; the atom that crosses it has nearer neighbors, and so has the one that it leaves."""
+    _, model = toy_model(descriptor)
+    coord, types = toy_atoms(0, 6)
+    away = coord[0] - coord.mean(0)
+    away /= np.linalg.norm(away)
+    for cutoff in cutoffs(model):
+        # as far from one atom as the cutoff, with another one beside it on the way
+        ends = [np.vstack([coord, coord[0] + 1.3 * away, coord[0] + (cutoff + s) * away]) for s in (-GAP, GAP)]
+        near, far = (evaluate(model, (c, [*types, 2, 1], None)) for c in ends)
+        for name in ("energy", "atom_energy", "force"):
+            assert abs(near[name] - far[name]).max() < 100 * GAP * max(1, abs(near["force"]).max()), (cutoff, name)
+
+
+def cutoffs(model):
+    """Return the distances at which something ends in the model."""
+    layouts = [model.layout, *(p.layout(frozenset()) for p in getattr(model.descriptor, "descriptors", []))]
+    return sorted({one.rcut for one in layouts} | {rcut for one in layouts for rcut, _ in one.inner})
+
+
+@every_model
+def test_the_number_of_empty_slots_does_not_matter(descriptor):
+    _, model = toy_model(descriptor)
+    coord, types, _ = frame()
+    one = Frame(coord, types.astype(np.int64), None)
+    few, many = (collate([pair_frame(one, model.layout, round_to=slots)], model.layout) for slots in (1, 60))
+    assert sum(few.slots) < sum(many.slots)
+    expected = model(few)
+    for name, value in model(many).items():
+        close(value.numpy(), expected[name].numpy())
+
+
+@every_model
 def test_a_batch_gives_what_its_frames_give_alone(descriptor):
     _, model = toy_model(descriptor)
     frames = [frame("triclinic"), frame("open", 1, 4), frame("tiny", 2, 7), frame("open", 3, 1)]
@@ -148,9 +204,10 @@ def test_a_batch_gives_what_its_frames_give_alone(descriptor):
     alone = [evaluate(model, f) for f in frames]
     for name in ("energy", "atom_energy", "force", "virial"):
         close(together[name], np.concatenate([a[name] for a in alone]))
+    close(together["energy"], np.array([a["atom_energy"].sum() for a in alone]))
 
 
-@every_descriptor
+@every_model
 def test_float32_is_near_float64(descriptor):
     (_, double), (_, single) = (
         toy_model(descriptor, {"precision": p}, {"precision": p}) for p in ("float64", "float32")
@@ -164,7 +221,7 @@ def test_float32_is_near_float64(descriptor):
         close(rough["virial"], exact["virial"], 1e-5)
 
 
-@every_descriptor
+@every_model
 def test_evaluation_and_training_mode_give_the_same_numbers(descriptor):
     _, model = toy_model(descriptor)
     batch = batch_of(model, frame(), frame("open", 1))
@@ -177,10 +234,11 @@ def test_evaluation_and_training_mode_give_the_same_numbers(descriptor):
 
 
 @every_descriptor
-@pytest.mark.parametrize("changes", [{}, {"type_one_side": True}, {"activation_function": "silu", "resnet_dt": True}])
-def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, changes):
-    """Against finite differences along random directions of each parameter: the forces are differentiated too."""
-    _, model = toy_model(descriptor, changes)
+@pytest.mark.parametrize("third", range(3))
+def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, third):
+    """Against finite differences along random directions of a third of them: the forces are differentiated too."""
+    changes = [{}, {"type_one_side": True}, {"activation_function": "silu", "resnet_dt": True}]
+    _, model = toy_model(descriptor, changes[third])
     batch = batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4))
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(v.shape, generator=generator, dtype=v.dtype) for name, v in model(batch).items()}
@@ -191,8 +249,10 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right(descriptor, chan
     total = loss()
     model.zero_grad()
     total.backward()
-    for name, parameter in model.named_parameters():
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         assert parameter.grad is not None, name
+        if number % 3 != third:
+            continue
         direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         ends = []
         for step in (1e-5, -1e-5):
@@ -219,10 +279,12 @@ OPTIONS = {
     "one_side_gelu": {"type_one_side": True, "activation_function": "gelu"},
     "narrow": {"neuron": [2, 4], "axis_neuron": 2},
 }
-every_option = pytest.mark.parametrize("option", sorted(OPTIONS))
+# with every option that the descriptors share; the variants as they are
+every_option = pytest.mark.parametrize(
+    ("descriptor", "option"), [*product(sorted(DESCRIPTORS), sorted(OPTIONS)), *((name, "tanh") for name in VARIANTS)]
+)
 
 
-@every_descriptor
 @every_option
 @pytest.mark.parametrize("frames", sorted(LONELY))
 def test_frames_may_lack_elements_or_neighbors(descriptor, option, frames):
@@ -243,7 +305,6 @@ def test_frames_may_lack_elements_or_neighbors(descriptor, option, frames):
     close(beside["energy"][: len(quiet["energy"])], quiet["energy"])
 
 
-@every_descriptor
 @every_option
 @pytest.mark.parametrize("frames", [*sorted(LONELY), "full"])
 def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option, frames):
@@ -270,7 +331,7 @@ def test_the_written_out_gradient_is_that_of_automatic_differentiation(descripto
         close(ours.detach().numpy(), expected.detach().numpy())
 
 
-@every_descriptor
+@every_model
 def test_an_atom_without_neighbors_has_no_force(descriptor):
     _, model = toy_model(descriptor)
     out = evaluate(model, ([[0.0, 0, 0]], [1], None), ([[0.0, 0, 0]], [1], 50 * np.eye(3)))
@@ -279,7 +340,7 @@ def test_an_atom_without_neighbors_has_no_force(descriptor):
     close(out["energy"][:1], out["energy"][1:])
 
 
-@every_descriptor
+@every_model
 def test_types_without_atoms_change_nothing_but_get_gradients(descriptor):
     _, model = toy_model(descriptor)
     coord, types, box = frame()
@@ -290,7 +351,7 @@ def test_types_without_atoms_change_nothing_but_get_gradients(descriptor):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-@every_descriptor
+@every_model
 def test_two_runs_give_the_same_bits(descriptor):
     _, model = toy_model(descriptor)
     model.train()
@@ -314,3 +375,22 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(d
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+@every_descriptor
+@pytest.mark.parametrize("changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}])
+def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes, monkeypatch):
+    """On the device ``meta`` a tensor of another device, or a number that is asked for, is an error."""
+    table = [[0.1 * k, *[1 / k] * 6] for k in range(1, 60)]
+    _, model = toy_model(descriptor, changes, use_srtab=table, sw_rmin=0.5, sw_rmax=1.2)
+    batch = batch_of(model, frame(), frame("open", seed=1)).to(torch.device("meta"))
+    make = torch.tensor
+
+    def made_here(values, *args, device=None, **kwargs):
+        assert device is None, "numbers of the host are copied to the device in a step"
+        return make(values, *args, **kwargs)
+
+    model.to("meta").train()
+    monkeypatch.setattr(torch, "tensor", made_here)
+    sum(value.square().sum() for value in model(batch).values()).backward()
+    assert all(p.grad.device.type == "meta" for p in model.parameters() if p.requires_grad)

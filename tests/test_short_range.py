@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from toy_models import TRICLINIC, TYPES, batch_of, evaluate, model_section, toy_atoms, toy_model
+from toy_models import TABLE, TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -18,17 +18,6 @@ from deepmd_ema.model.energy import run
 from deepmd_ema.model.pair_table import PairTable
 
 DIFFERENCES = 2e-7  # central differences of step 1e-4
-PAIRS = np.array([64.0, 8.0, 88.0, 1.0, 11.0, 121.0])  # products of the nuclear charges of O, H, Na
-
-
-def rows(last=2.4, step=0.02):
-    """Return a table of screened repulsion that ends smoothly at ``last``."""
-    r = 0.3 + step * np.arange(round((last - 0.3) / step) + 1)
-    screened = np.exp(-r / 0.5) / r * np.clip(1 - r / last, 0, None) ** 3
-    return np.column_stack([r, 3 * screened[:, None] * PAIRS]).tolist()
-
-
-TABLE = {"use_srtab": rows(), "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
 SOME = pytest.mark.parametrize("descriptor", ["se_e2_a", "se_atten", "dpa3"])
 
 
@@ -125,7 +114,7 @@ def test_a_frame_has_the_same_energy_in_any_batch_and_any_number_of_slots():
 
 
 def test_the_spline_is_clamped_and_has_two_continuous_derivatives():
-    table = PairTable.of_rows(rows(), 4.0)
+    table = PairTable.of_rows(TABLE["use_srtab"], 4.0)
     assert table.rows[-1, 0] >= 4.0 > table.rows[-2, 0]
     c0, c1, c2, c3 = np.moveaxis(table.coefficients()[0, 1], -1, 0)
     np.testing.assert_array_equal(c3, table.rows[:-1, 2])
@@ -213,6 +202,3 @@ def test_it_compiles_without_a_break():
         torch.testing.assert_close(compiled[name], value, rtol=1e-12, atol=1e-12)
     assert sum(counters["graph_break"].values()) == 0
     torch._dynamo.reset()
-
-
-assert len(PAIRS) == len(TYPES) * (len(TYPES) + 1) // 2

@@ -1,10 +1,9 @@
-"""A run of two tasks, put together by hand: no input describes one yet."""
+"""A run of two tasks that share nothing."""
 
+import copy
 import os
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from test_parallel import assert_same_run
 from test_train import StopAfter, load
 
 from deepmd_ema.averaging import AverageBank, EmaProfile
-from deepmd_ema.config import RunConfig, config_from_dict, to_dict
+from deepmd_ema.config import config_from_dict
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
@@ -29,6 +28,7 @@ from deepmd_ema.train.trainer import Callback
 pytestmark = pytest.mark.timeout(480)
 
 STEPS = 12
+DATA = ("training_data", "validation_data")
 COMMON = {
     "training__enable_ema": True,
     "training__ema_decay": 0.8,
@@ -54,21 +54,6 @@ OF_TASK = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwoTasks(RunConfig):
-    """A run of the tasks of two inputs; everything else is as in the first."""
-
-    inputs: dict[str, RunConfig] = field(default_factory=dict, compare=False)
-
-    @property
-    def tasks(self):
-        return {name: replace(each.tasks[""], name=name) for name, each in self.inputs.items()}
-
-    def with_models(self, models):
-        inputs = {n: each.with_models({"": models[n]} if n in models else {}) for n, each in self.inputs.items()}
-        return replace(self, inputs=inputs)
-
-
 def write_data(folder):
     """Write two systems of each task, the second to validate on."""
     for k in (1, 2):
@@ -80,12 +65,24 @@ def write_data(folder):
 def two_tasks(data, **changes):
     """Return the run of two tasks: two elements and virials, and three elements without."""
     inputs = {
-        name: config_from_dict(tiny_input([data / f"{name}1"], [data / f"{name}2"], **COMMON, **{**of_task, **changes}))
+        name: tiny_input([data / f"{name}1"], [data / f"{name}2"], **COMMON, **{**of_task, **changes})
         for name, of_task in OF_TASK.items()
     }
-    first = inputs["water"]
-    sections = {key: getattr(first, key) for key in ("model", "learning_rate", "optimizer", "loss", "training")}
-    return TwoTasks(**sections, validating=first.validating, inputs=inputs)
+    return config_from_dict(joined(inputs))
+
+
+def joined(inputs):
+    """Return one input of several tasks from inputs of one by name; all else is as in the first."""
+    whole = copy.deepcopy(next(iter(inputs.values())))
+    data = {name: {key: each["training"][key] for key in DATA} for name, each in inputs.items()}
+    rest = {key: value for key, value in whole["training"].items() if key not in DATA}
+    del whole["loss"]
+    return {
+        **whole,
+        "model": {"model_dict": {name: each["model"] for name, each in inputs.items()}},
+        "loss_dict": {name: each["loss"] for name, each in inputs.items()},
+        "training": {**rest, "data_dict": data, "model_prob": dict.fromkeys(inputs, 1.0)},
+    }
 
 
 @pytest.fixture
@@ -96,8 +93,6 @@ def config(tmp_path):
 @pytest.fixture
 def train(tmp_path, monkeypatch, config):
     """Return a function that trains in a folder of its own and returns it: train(name, restart=..., callback=...)."""
-    monkeypatch.setattr("deepmd_ema.train.start.to_dict", as_dict)
-    monkeypatch.setattr("deepmd_ema.train.assemble.to_dict", as_dict)
 
     def run(name, restart=None, callback=None, run_config=config):
         folder = tmp_path / name
@@ -110,13 +105,6 @@ def train(tmp_path, monkeypatch, config):
         return folder
 
     return run
-
-
-def as_dict(config):
-    """Return the two inputs in one, the models as they will stand in an input of several tasks."""
-    first, *_ = config.inputs.values()
-    models = {name: to_dict(each)["model"] for name, each in config.inputs.items()}
-    return {**to_dict(first), "model": {"model_dict": models}}
 
 
 def test_two_tasks_train_and_are_validated_and_saved_each(train):
@@ -162,10 +150,7 @@ def train_tasks_here(folder, data, stage, batch):
     os.chdir(folder)
     sizes = {f"training__{section}__batch_size": batch for section in ("training_data", "validation_data")}
     config, start = two_tasks(data, training__zero_stage=stage, **sizes), Start()
-    with ExitStack() as stack:
-        for module in ("start", "assemble"):
-            stack.enter_context(mock.patch(f"deepmd_ema.train.{module}.to_dict", as_dict))
-        world = stack.enter_context(open_world("cpu", find_launch()))
+    with open_world("cpu", find_launch()) as world:
         train_and_forget(config, start, world)
 
 
@@ -223,8 +208,9 @@ def test_a_run_of_two_tasks_starts_from_weights_and_refuses_other_elements(train
     config = replace(config, training=replace(config.training, seed=3))
     models = prepare(config, start, World()).models
     assert_same(dict(models.state_dict()), load(path)["model"])
-    other = replace(config.inputs["salt"].model, type_map=["Na", "Cl", "K"])
-    with pytest.raises(CheckpointError, match=r"a model of type_map \['Na', 'Cl', 'O'\], but model.type_map is"):
+    other = replace(config.tasks["salt"].model, type_map=["Na", "Cl", "K"])
+    said = r"a model of type_map \['Na', 'Cl', 'O'\], but model.model_dict.salt.type_map is"
+    with pytest.raises(CheckpointError, match=said):
         start.adopt_from_checkpoint(config.with_models({"salt": other}))
 
 
@@ -237,11 +223,10 @@ def test_tasks_share_one_limit_for_the_memory_of_neighbors(config):
 
 def test_problems_of_the_data_of_all_tasks_are_told_at_once(config):
     broken = {}
-    for name, each in config.inputs.items():
-        data = replace(each.training.training_data, systems=[f"no_{name}"])
-        broken[name] = replace(each, training=replace(each.training, training_data=data))
+    for name, each in config.training.data_dict.items():
+        broken[name] = replace(each, training_data=replace(each.training_data, systems=[f"no_{name}"]))
     with pytest.raises(DataError) as caught:
-        prepare(replace(config, inputs=broken), Start(), World())
+        prepare(replace(config, training=replace(config.training, data_dict=broken)), Start(), World())
     assert "no_water" in str(caught.value)
     assert "no_salt" in str(caught.value)
 

@@ -39,21 +39,65 @@ SECTIONS = {
 }  # fmt: skip
 # by type and by distance; the second part looks less far
 SECTIONS["hybrid"] = {"type": "hybrid", "list": [SECTIONS["se_e2_a"], SECTIONS["se_e3_tebd"] | {"rcut": 3.5}]}
-# for cells with more neighbors than the small section keeps
-MORE_NEIGHBORS = {"se_e2_a": {"sel": [40, 40, 40]}, "se_e2_r": {"sel": [40, 40, 40]},
-                  "se_e3": {"sel": [40, 40, 40]}, "se_atten": {"sel": 120},
-                  "se_atten_v2": {"sel": 120}, "se_e3_tebd": {"sel": 120},
-                  "dpa3": {"repflow": {**FLOW, "e_sel": 120}},
-                  "dpa2": {"repinit": {**REPINIT, "nsel": 120}}}  # fmt: skip
-MORE_NEIGHBORS["hybrid"] = {"list": [one | MORE_NEIGHBORS[one["type"]] for one in SECTIONS["hybrid"]["list"]]}
+
+
+def _repulsion(last=2.4, step=0.02):
+    """Return a table of screened repulsion that ends smoothly at ``last``, one column for each pair of TYPES."""
+    pairs = np.array([64.0, 8.0, 88.0, 1.0, 11.0, 121.0])  # products of the nuclear charges
+    r = 0.3 + step * np.arange(round((last - 0.3) / step) + 1)
+    screened = np.exp(-r / 0.5) / r * np.clip(1 - r / last, 0, None) ** 3
+    return np.column_stack([r, 3 * screened[:, None] * pairs]).tolist()
+
+
+TABLE = {"use_srtab": _repulsion(), "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
+# what is computed in another way than the section of its type: the descriptor, its changes, those of the model
+VARIANTS = {
+    "se_atten_no_attention": ("se_atten", {"attn_layer": 0}, {}),
+    "se_atten_strip": ("se_atten", {"tebd_input_mode": "strip"}, {}),
+    "se_atten_strip_no_attention": ("se_atten", {"tebd_input_mode": "strip", "attn_layer": 0}, {}),
+    "se_e3_tebd_strip": ("se_e3_tebd", {"tebd_input_mode": "strip"}, {}),
+    "dpa2_strip_two_bodies": ("dpa2", {"tebd_input_mode": "strip", "use_three_body": False}, {}),
+    "dpa3_dynamic": ("dpa3", {"use_dynamic_sel": True, "sel_reduce_factor": 3.5}, {}),
+    "dpa3_exponential": ("dpa3", {"use_exp_switch": True, "e_rcut_smth": 3.3, "a_rcut_smth": 2.5}, {}),
+    "dpa3_no_angles": ("dpa3", {"update_angle": False}, {}),
+    "hybrid_by_type": (
+        "hybrid",
+        {"list": [SECTIONS["se_e2_a"], SECTIONS["se_e2_r"] | {"rcut": 3.5, "sel": [25, 20, 22]}]},
+        {},
+    ),
+    "hybrid_of_messages": ("hybrid", {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]}, {}),
+    "table_by_type": ("se_e2_a", {}, TABLE),
+    "table_dpa3": ("dpa3", {}, TABLE),
+}
+
+
+def more_neighbors(section):
+    """Return changes of a section of a descriptor that keep twice as many neighbors, for cells that are full."""
+
+    def whole(part):
+        return part | more_neighbors(part)
+
+    def twice(sel):
+        return [2 * n for n in sel] if isinstance(sel, list) else 2 * sel
+
+    changes = dict.fromkeys(("sel", "nsel", "e_sel"), twice)
+    changes |= dict.fromkeys(("repinit", "repformer", "repflow"), whole)
+    changes["list"] = lambda parts: [whole(part) for part in parts]
+    return {name: changes[name](value) for name, value in section.items() if name in changes}
 
 
 def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=None, **changes):
-    """Return the dict of a section ``model``; changes of options that this descriptor does not have are left out."""
+    """Return the dict of a section ``model``; changes of options that this descriptor does not have are left out.
+
+    ``descriptor`` is one of SECTIONS or of VARIANTS.
+    """
+    descriptor, own_changes, model_changes = VARIANTS.get(descriptor, (descriptor, {}, {}))
+    section = _changed(DESCRIPTORS[descriptor], SECTIONS[descriptor], own_changes)
     return {
         "type_map": TYPES,
-        "descriptor": _changed(DESCRIPTORS[descriptor], SECTIONS[descriptor], descriptor_changes or {}),
+        "descriptor": _changed(DESCRIPTORS[descriptor], section, descriptor_changes or {}),
         "fitting_net": {"neuron": [12, 12], **(fitting_changes or {})},
+        **model_changes,
         **changes,
     }
 

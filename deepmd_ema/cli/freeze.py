@@ -6,7 +6,7 @@ import argparse
 
 from deepmd_ema.cli.options import add_average, file_to_write, path, start_logging
 
-SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads"
+SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads, or compile it to a .pt2 file"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--checkpoint", "--checkpoint-folder", metavar="CKPT", type=path, default=".",
                         help="checkpoint, or the folder of a run with its latest (default: this folder)")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
-                        help="frozen_model.dp")  # fmt: skip
+                        help="frozen_model.dp; a name that ends in .pt2 is compiled, which takes minutes")  # fmt: skip
+    parser.add_argument("--device", metavar="D", help="of a .pt2: cpu, cuda (default: CUDA when there is one)")
     add_average(parser)
 
 
@@ -25,4 +26,4 @@ def run(args: argparse.Namespace) -> None:
     from deepmd_ema.infer.load import load_model
 
     loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average)
-    print(freeze(loaded, args.output).text())
+    print(freeze(loaded, args.output, device=args.device).text())

@@ -105,8 +105,10 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
     if given.get("valid_data") is not None:
         from deepmd_ema.config import load_config
 
-        data = load_config(args.valid_data).training.validation_data
+        task = load_config(args.valid_data).task(given.get("head"))
+        data = task.validation_data
         if data is None:
-            raise ConfigError(f"{args.valid_data}: training.validation_data is not there. Give the systems with -s.")
+            place = f"{task.place('training')}.validation_data"
+            raise ConfigError(f"{args.valid_data}: {place} is not there. Give the systems with -s.")
         return list(data.systems), data.rglob_patterns
     return args.system or default, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepmd_ema.config.argcheck import run_arguments
-from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict
+from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict, model_configs
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.rules import launch_problems
 from deepmd_ema.config.schema.model import ModelConfig
@@ -20,6 +20,7 @@ __all__ = [
     "launch_problems",
     "load_config",
     "model_config_from_dict",
+    "model_configs",
     "run_arguments",
     "to_dict",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema.config.fields import Option, input_options, plain, wants
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
 
 if TYPE_CHECKING:
     from dargs import Argument
@@ -21,23 +21,28 @@ _NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and ter
 LARGEST_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 
 
-def run_arguments() -> Argument:
+def run_arguments(multi_task: bool = False) -> Argument:
     """Return the declaration of a whole input as a ``dargs.Argument``.
 
     It is what dp-ema itself checks an input with, and what other tools (editors, input generators, documentation) can
     use: ``run_arguments().normalize_value(values, trim_pattern="_*")`` fills in defaults and replaces aliases,
     ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
     places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
+
+    Args:
+        multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
+            the parts.
     """
-    return _run_arguments((*DESCRIPTORS, *FITTINGS))
+    return _run_arguments(multi_task, (*DESCRIPTORS, *FITTINGS))
 
 
 @cache
-def _run_arguments(registered: tuple[str, ...]) -> Argument:
+def _run_arguments(multi_task: bool, registered: tuple[str, ...]) -> Argument:
     """Return the declaration for the ``registered`` parts of a model; registries may grow between calls."""
     from dargs import Argument  # a third of the time that `--help` may take
 
-    return Argument("input", dict, arguments(RunConfig), doc=RunConfig.__doc__ or "")
+    section = MultiTaskRun if multi_task else SingleTaskRun
+    return Argument("input", dict, arguments(section), doc=section.__doc__ or "")
 
 
 def arguments(section: type) -> tuple[Argument, ...]:
@@ -111,7 +116,7 @@ def argument(option: Option) -> Argument:
     if not option.sections:
         common |= {"extra_check": partial(is_right_value, option), "extra_check_errmsg": wants(option)}
         return Argument(option.name, [*option.types, *null], **common)
-    common |= {"dtype": [list if option.many else dict, *null], "repeat": option.many}
+    common |= {"dtype": [list if option.many else dict, *null], "repeat": option.many or option.named}
     if not option.by_type:
         return Argument(option.name, sub_fields=arguments(option.sections[0]), **common)
     kinds: tuple[Any, ...] = option.sections

@@ -9,9 +9,9 @@ from typing import Any
 
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
-from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
-from deepmd_ema.config.peer import is_replaced, is_unavailable_text, unavailable_key, unavailable_type
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, show
+from deepmd_ema.config.peer import is_unavailable_text, unavailable_key, unavailable_type
+from deepmd_ema.config.schema.run import SingleTaskRun
 
 
 def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -48,7 +48,7 @@ class _Validator:
                 values[option.name] = self._value(option, raw[option.name], here)
             elif option.required:
                 values[option.name] = INVALID
-                if option.name not in missed.values() and not is_replaced(dotted(path), option.name, raw):
+                if option.name not in missed.values():
                     is_section = f"a section {{...}}: {option.doc.lower()}"
                     expected = is_section if option.sections else f"{wants(option)}."
                     self._refuse(here, f": required, but missing. Expected {expected}")
@@ -76,7 +76,7 @@ class _Validator:
                 self._refuse((*path, str(key)), ": a key must be a text. Put it in quotes.")
             elif key in canonical or is_comment(key) or (key == "type" and hasattr(kind, "type")):
                 continue
-            elif (known := unavailable_key(dotted(path), key)) is not None:
+            elif (known := unavailable_key(path, key)) is not None:
                 self._refuse((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
             else:
                 having = [s for s in others if key in keys_of(s)]
@@ -89,9 +89,15 @@ class _Validator:
     def _value(self, option: Option, value: Any, path: Place) -> Any:
         if value is None and option.nullable:
             return None
+        if value is INVALID:  # it is said already what is wrong
+            return INVALID
         if option.many:
             if isinstance(value, list):
                 return [self._nested(option, v, (*path, n)) for n, v in enumerate(value)]
+            return self._refuse(path, _wrong_type(option, value))
+        if option.named:
+            if isinstance(value, dict):
+                return {name: self._nested(option, v, (*path, name)) for name, v in value.items()}
             return self._refuse(path, _wrong_type(option, value))
         if option.sections:
             return self._nested(option, value, path)
@@ -105,7 +111,7 @@ class _Validator:
         known, name = listed_types(option.sections), value.get("type")
         if "type" not in value:
             text = f": required, but missing. Expected one of {', '.join(known)}."
-        elif (instead := unavailable_type(dotted(path), name)) is not None:
+        elif (instead := unavailable_type(path, name)) is not None:
             text = f" = {show(name)}: {' '.join(filter(None, (f'{NOT_AVAILABLE}.', instead)))}"
             text += f" Available: {', '.join(known)}."
         else:
@@ -117,7 +123,7 @@ def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
     """Return what is wrong with a plain value, or None; dargs judges the type and the check of the declaration."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
-    if is_unavailable_text(dotted(path), value):
+    if is_unavailable_text(path, value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
     if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
         return _bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")
@@ -188,7 +194,7 @@ def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
     for key in raw:
         if isinstance(key, str) and key not in keys_of(kind) and not is_comment(key):
             close = next((o.name for o in missing if close_names(key, o.keys)), None)
-            if close is not None and close not in found.values() and not unavailable_key(dotted(path), key):
+            if close is not None and close not in found.values() and not unavailable_key(path, key):
                 found[key] = close
     return found
 
@@ -197,7 +203,7 @@ def _unknown_key(kind: Any, having: Sequence[Any], key: str, missed: dict[str, s
     """Return the message of a key that a section does not have; ``having`` are the other types that have it."""
     if key in missed:
         return f": unknown key. Did you mean {missed[key]}, which is required and missing?"
-    places = list(dict.fromkeys(_find(RunConfig, key, "")))
+    places = list(dict.fromkeys(_find(SingleTaskRun, key, "")))
     if having:
         names = " or ".join(s.type for s in having)
         places = [f"type {names}, and this one is of type {kind.type}"]

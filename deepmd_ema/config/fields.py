@@ -34,6 +34,7 @@ class Option:
         types: types of a plain value in the file, without None (``float`` also takes whole numbers).
         classes: dataclasses of a nested section, as the annotation names them.
         many: whether the value is a list of such sections.
+        named: whether the value is a mapping of such sections, by names that the user chooses.
         nullable: whether null is a value.
         default: default value, or ``dataclasses.MISSING`` for a required option.
         alias: other spellings of the key.
@@ -50,6 +51,7 @@ class Option:
     types: tuple[Any, ...]
     classes: tuple[type, ...]
     many: bool
+    named: bool
     nullable: bool
     default: Any
     alias: tuple[str, ...] = ()
@@ -155,16 +157,19 @@ def wants(option: Option) -> str:
     """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
     if option.many:
         return "a list of sections [{...}, {...}]"
+    if option.named:
+        return 'sections by name {"a": {...}, "b": {...}}'
     if option.choices:
         return "one of " + ", ".join(option.choices)
     return option.check.wants if option.check is not None else " or ".join(_type_words(t) for t in option.types)
 
 
 def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
-    inner = _parts(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else ()
+    container = typing.get_origin(hint)
+    inner = _parts(typing.get_args(hint)[-1]) if container in (list, dict) else ()
     default, about = field.default, dict(field.metadata)
-    many = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
-    parts = inner if many else _parts(hint)
+    several = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
+    parts = inner if several else _parts(hint)
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if "registry" in about:  # its annotation is a protocol
@@ -176,7 +181,8 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
             *about.pop("also", ()),
         ),
         classes=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
-        many=many,
+        many=several and container is list,
+        named=several and container is dict,
         nullable=type(None) in parts,
         default=default,
         **about,
@@ -235,6 +241,8 @@ def _built(option: Option, value: Any) -> Any:
         return [_section(option, v) for v in value]
     if value is INVALID:
         return INVALID
+    if option.named:
+        return {name: _section(option, v) for name, v in value.items()}
     if option.sections and value is not None:
         return _section(option, value)
     value = _with_floats(option, value)

@@ -12,7 +12,8 @@ from deepmd_ema.config.fields import build, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
+from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
@@ -50,7 +51,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
         ConfigError: with every mistake of the section.
     """
     upgraded = upgrade({"model": values}, {})
-    declared = next(o for o in options(RunConfig) if o.name == "model")
+    declared = next(o for o in options(SingleTaskRun) if o.name == "model")
     section = declared.section_of(values) or declared.sections[0]
     found, problems = _checked(section, upgraded, ("model",))
     model: ModelConfig = build(section, found)
@@ -60,14 +61,25 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     return model
 
 
+def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str, ModelConfig]:
+    """Return the models of a config by task: of a whole run, or one that has the section ``model`` only.
+
+    Raises:
+        ConfigError: with every mistake of the config.
+    """
+    if has_tasks(values):
+        return {name: task.model for name, task in config_from_dict(values, source).tasks.items()}
+    return {"": model_config_from_dict(values["model"], source)}
+
+
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     upgraded = upgrade(values, lines)
-    found, problems = _checked(RunConfig, upgraded)
+    found, problems = _checked(upgraded.section, upgraded)
     expand_short_form(upgraded, found)
     source = Source(name, upgraded.lines, upgraded.source_paths, frozenset(upgraded.given))
-    config: RunConfig = build(
-        RunConfig, found, source=source, notes=tuple(upgraded.notes), unused=tuple(upgraded.unused)
-    )
+    links = {"links": upgraded.links} if upgraded.section is MultiTaskRun else {}
+    notes = {"notes": tuple(upgraded.notes), "unused": tuple(upgraded.unused)}
+    config: RunConfig = build(upgraded.section, found, source=source, **notes, **links)
     problems += [*upgraded.problems, *rule_problems(config)]
     if problems:
         raise ConfigError(render(problems, source))
@@ -76,7 +88,7 @@ def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
 
 def _checked(section: type, upgraded: Upgraded, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
     """Return the values of the section at ``path``, and its mistakes; dargs judges whether there is one."""
-    values, declared = upgraded.values, run_arguments()
+    values, declared = upgraded.values, run_arguments(multi_task=upgraded.section is MultiTaskRun)
     for key in path:
         values, declared = values[key], declared[str(key)]
     refused = refusal(declared, values)
@@ -84,6 +96,7 @@ def _checked(section: type, upgraded: Upgraded, path: Place = ()) -> tuple[dict[
         return values, []
     found, problems = explain(section, values, path)
     # what dargs refuses is never accepted, even if it cannot be said better
-    problems = problems or [Problem(path, f": {refused}")]
+    if not problems and not upgraded.problems:
+        problems = [Problem(path, f": {refused}")]
     spelled = Source(paths=upgraded.source_paths).spelled
     return found, [Problem(spelled(problem.path), problem.text) for problem in problems]

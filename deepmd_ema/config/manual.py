@@ -14,7 +14,9 @@ from typing import Any
 
 from deepmd_ema.config.fields import Option, input_options, listed_types, options, plain, type_names, wants
 from deepmd_ema.config.messages import close_names, show
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import ModelsConfig, MultiTaskRun, SingleTaskRun
+from deepmd_ema.config.schema.training import MultiTaskTrainingConfig, TrainingConfig
+from deepmd_ema.config.tasks import PARTS
 from deepmd_ema.errors import ConfigError
 
 _WIDTH, _INDENT, _MOST_LIKE = 100, "    ", 6
@@ -56,7 +58,7 @@ def manual(topic: str | None = None) -> str:
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
     """
-    entries = list(_entries(RunConfig, ""))
+    entries = [*_entries(SingleTaskRun, ""), *_entries_of_tasks()]
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     if not topic:
         return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
@@ -95,7 +97,8 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "input of dp-ema",
-        **_section_schema(RunConfig, top=True),
+        "type": "object",
+        "anyOf": [_section_schema(SingleTaskRun, top=True), _schema_of_tasks()],
     }
 
 
@@ -107,21 +110,32 @@ def _entries(section: type, path: str) -> Iterator[Entry]:
         yield from _option_entries(o, f"{path}.{o.name}" if path else o.name, ())
 
 
+def _entries_of_tasks() -> Iterator[Entry]:
+    """Yield what only an input of several tasks has; the sections by task are those of an input of one task."""
+    places = {"model": ModelsConfig, "training": MultiTaskTrainingConfig, "": MultiTaskRun}
+    for place, section in places.items():
+        known = {o.name for o in input_options({"training": TrainingConfig}.get(place, SingleTaskRun))}
+        for o in input_options(section):
+            if o.name not in known:
+                yield Entry(f"{place}.{o.name}".lstrip("."), o, o.doc)
+
+
 def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield an option and those of its sections, unless the sections are among those ``told`` beside it."""
+    """Yield an option and those of its sections, unless it or the sections are among what is ``told`` already."""
     yield Entry(here, option, option.doc)
     if option.by_type:
         yield Entry(f"{here}.type", None, _type_words(option))
-    if set(option.sections) <= set(told):
+    if option in told or all(section in told for section in option.sections):
         return
     if len(option.sections) == 1:
         yield from _entries(option.sections[0], here)
     elif option.sections:
-        yield from _choice_entries(option.sections, here)
+        yield from _choice_entries(option.sections, here, told)
 
 
-def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
-    """Yield the options that sections declare alike, then each type with its own."""
+def _choice_entries(sections: tuple[Any, ...], path: str, told: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield the options that sections declare alike, then each type with its own; the usual one has plain paths."""
+    told = (*told, *sections)
     declared: dict[str, list[Option]] = {}
     for o in (o for s in sections for o in options(s)):
         declared.setdefault(o.name, []).append(o)
@@ -130,11 +144,14 @@ def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
         having = tuple(s.type for s in sections if o in options(s))
         yield Entry(f"{path}.{o.name}", o, o.doc, having if len(having) < len(sections) else ())
     for s in sections:
-        there = f"{path}[{s.type}]"
-        yield Entry(there, None, _class_doc(s))
+        is_usual = getattr(s, "is_usual", False)
+        there = path if is_usual else f"{path}[{s.type}]"
+        if not is_usual:
+            yield Entry(there, None, _class_doc(s))
         for o in options(s):
             if o not in shared:
-                yield from _option_entries(o, f"{there}.{o.name}", sections)
+                yield from _option_entries(o, f"{there}.{o.name}", told)
+        told = (*told, *options(s))
 
 
 def _type_words(option: Option) -> str:
@@ -159,15 +176,21 @@ def _entry_text(entry: Entry) -> str:
 def _kind_words(option: Option) -> str:
     if option.by_type:
         names = " or ".join(listed_types(option.sections))
+        if option.named:
+            return f"sections by name; type is {names}"
         if not option.many:
             return f"section; type is {names}"
         default = f" ({option.default_type} if not given)" if option.default_type else ""
         return f"list of sections; type is {names}{default}"
-    return "section" if option.sections else wants(option) + " or null" * option.nullable
+    return (
+        ("sections by name" if option.named else "section")
+        if option.sections
+        else wants(option) + " or null" * option.nullable
+    )
 
 
 def _default_words(option: Option) -> str:
-    if option.sections and not option.many:
+    if option.sections and not (option.many or option.named):
         return "null" if option.default is None else f"type {option.default_type}" if option.by_type else "all defaults"
     return show(option.default)
 
@@ -203,6 +226,22 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
     return out | ({"allOf": needed} if needed else {})
 
 
+def _schema_of_tasks() -> dict[str, Any]:
+    """Return the schema of an input of several tasks: parts of models may be names, and keys may hold for all."""
+    schema = _section_schema(MultiTaskRun, top=True)
+    models: dict[str, Any] = schema["properties"]["model"]
+    kinds: list[dict[str, Any]] = models["properties"]["model_dict"]["additionalProperties"]["oneOf"]
+    of_all: dict[str, Any] = {}
+    for kind in kinds:
+        own = kind["properties"]
+        own |= {part: {"anyOf": [{"type": "string"}, own[part]]} for part in PARTS if part in own}
+        del kind["allOf"]  # what all models need may stand beside model_dict
+        of_all = {**own, **of_all}
+    of_all["type"] = {"enum": [name for kind in kinds for name in kind["properties"]["type"]["enum"]]}
+    models["properties"] = {**of_all, **models["properties"]}
+    return schema
+
+
 def _option_schema(option: Option) -> dict[str, Any]:
     null = [{"type": "null"}] if option.nullable else []
     if option.by_type:  # editors offer the keys of the type that stands there
@@ -219,6 +258,8 @@ def _option_schema(option: Option) -> dict[str, Any]:
         schema = _one_of("anyOf", [*map(_type_schema, option.types), *null])
     if option.many:
         schema = {"type": "array", "items": schema}
+    if option.named:
+        schema = {"type": "object", "additionalProperties": schema}
     if option.sections:
         schema = _one_of("anyOf", [schema, *null])
     unit = f" Unit: {option.unit}." if option.unit else ""

@@ -14,7 +14,7 @@ from deepmd_ema.config.schema.optim import ExpScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.run import RunConfig
+    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
 
 Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
@@ -52,7 +52,8 @@ def config_warnings(
             said about these.
     """
     steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
-    found = [*config.model.warnings(), *_validates_on_training_data(config), *_snapshots_that_do_not_combine(config)]
+    found = [text for task in config.tasks.values() for text in _warnings_of(task)]
+    found += _snapshots_that_do_not_combine(config)
     if steps is None:
         return found
     for path, entry in SUBJECTS["average"](config):
@@ -126,6 +127,7 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "task": (
         ("training_data.auto_prob", lambda t: t.training_data.sys_probs, "sys_probs is given"),
         ("validation_data.auto_prob", lambda t: getattr(t.validation_data, "sys_probs", None), "sys_probs is given"),
+        ("stat_file_mode", lambda task: task.data.stat_file is None, "there is no stat_file"),
     ),
     "learning_rate": (
         ("scale_by_worker", lambda _: True, "the learning rate is taken as it is"),
@@ -154,7 +156,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("tensorboard_freq", lambda training: not training.tensorboard, "training.tensorboard is false"),
         ("time_training", lambda training: not training.time_training, "times are always shown"),
         ("disp_file", lambda training: not training.disp_training, "disp_training is false"),
-        ("stat_file_mode", lambda training: training.stat_file is None, "there is no stat_file"),
     ),
 }
 
@@ -176,7 +177,7 @@ def _of_validating(config: RunConfig) -> Unused:
 def _value_at(config: RunConfig, path: str) -> Any:
     value: Any = config
     for part in path_of(path):
-        value = value[part] if isinstance(part, int) else getattr(value, part)
+        value = getattr(value, part) if isinstance(part, str) and hasattr(value, part) else value[part]
     return value
 
 
@@ -191,11 +192,13 @@ def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]
         yield f"{found}; {used} is used instead, as DeePMD-kit does."
 
 
-def _validates_on_training_data(config: RunConfig) -> Iterator[str]:
-    data = config.training.validation_data
-    both = set(config.training.training_data.systems) & set(data.systems) if data is not None else set()
-    if both:
-        yield f"training.validation_data.systems: {', '.join(sorted(both))} is training data too; it validates nothing."
+def _warnings_of(task: TaskConfig) -> Iterator[str]:
+    of = f"task {task.name}: " * bool(task.name)
+    yield from (f"{of}{text}" for text in task.model.warnings())
+    valid = task.validation_data.systems if task.validation_data is not None else []
+    if both := set(task.training_data.systems) & set(valid):
+        place = f"{task.place('training')}.validation_data.systems"
+        yield f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing."
 
 
 def _long_window(
@@ -255,10 +258,11 @@ def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
 
 def _validation_words(config: RunConfig) -> str:
     t, v = config.training, config.validating
-    if t.validation_data is None:
+    numbers = [task.validation_data.numb_btch for task in config.tasks.values() if task.validation_data is not None]
+    if not numbers:
         return "none (training.validation_data is missing)"
     validated = config.fully_validated
-    batches = counted(t.validation_data.numb_btch, "batch", "batches")
+    batches = counted(sum(numbers), "batch", "batches")
     shown = f"{batches} {every_steps(t.disp_freq)}"
     if not validated or v.full_val_start == 1:
         return shown

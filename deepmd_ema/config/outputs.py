@@ -117,8 +117,7 @@ class Outputs:
 
     def stat_file(self, task: str) -> str | None:
         """Return the cache of the statistics of a task, if the run has one."""
-        path = self._config.training.stat_file
-        return path if path is None or not task else str(suffixed(path, f"_{task}"))
+        return self._config.tasks[task].data.stat_file
 
     def __iter__(self) -> Iterator[Output]:
         yield from self._files()
@@ -143,9 +142,10 @@ class Outputs:
         yield Output("training.save_dir", "checkpoints", self.checkpoint_folder, is_folder=True)
         if self.has_best:
             yield Output("validating.save_best_dir", "best files", self.best_folder, is_folder=True)
-        if training.stat_file_mode != "read":
-            for path in filter(None, map(self.stat_file, self._config.tasks)):
-                yield Output("training.stat_file", "statistics", Path(path).parent, is_folder=True)
+        for task in self._config.tasks.values():
+            if task.data.stat_file is not None and task.data.stat_file_mode != "read":
+                option, folder = f"{task.place('training')}.stat_file", Path(task.data.stat_file).parent
+                yield Output(option, "statistics", folder, is_folder=True)
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
             yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from deepmd_ema.config.messages import Place, dotted
 
 
 @dataclass(frozen=True)
@@ -16,19 +17,15 @@ class Unavailable:
         no_op_values: values that ask for nothing (its default in DeePMD-kit); they are accepted and dropped. None:
             every value, because the option only informs.
         instead: what to do, or an empty string.
-        replaces: required keys of the section that need not be there when this one is given.
     """
 
     no_op_values: tuple[Any, ...] | None = (None,)
     instead: str = ""
-    replaces: tuple[str, ...] = ()
 
 
 _OFF = Unavailable((None, False))
 _ZERO = Unavailable((None, 0))
 _EMPTY = Unavailable((None, {}, []))
-_ONE_TASK = "Multi-task training comes later; train one task per input."
-_MULTI_TASK = Unavailable((None, {}), _ONE_TASK)
 _IN_DESCRIPTOR = (
     "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "
     "(tebd_dim). Remove it."
@@ -43,10 +40,9 @@ _HALF = (
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
-    "": {"nvnmd": Unavailable((None, {})), "loss_dict": _MULTI_TASK},
+    "": {"nvnmd": Unavailable((None, {}))},
     "model": {
-        "model_dict": Unavailable((None, {}), _ONE_TASK, replaces=("type_map", "descriptor", "fitting_net")),
-        "shared_dict": Unavailable((None, {}), "Tasks and parts that share weights come later; give each its section."),
+        "shared_dict": Unavailable((None, {}), "Parts of one model do not share weights here; give each its sections."),
         "srtab_add_bias": Unavailable((None, True)),
         **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
@@ -64,8 +60,6 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        "data_dict": Unavailable((None, {}), _ONE_TASK, replaces=("training_data",)),
-        **dict.fromkeys(("model_prob", "num_epoch_dict"), _MULTI_TASK),
         "mixed_precision": Unavailable((None, {}), _HALF),
         **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
@@ -115,15 +109,9 @@ _UNAVAILABLE_TEXTS: dict[str, str] = {
 }
 
 
-def unavailable_key(section: str, key: str) -> Unavailable | None:
+def unavailable_key(section: Place, key: str) -> Unavailable | None:
     """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
     return UNAVAILABLE.get(_of_standard(section), {}).get(key)
-
-
-def is_replaced(section: str, name: str, keys: Iterable[str]) -> bool:
-    """Whether a required key need not be there, because a key of an absent feature replaces it."""
-    known = UNAVAILABLE.get(_of_standard(section), {})
-    return any(name in known[key].replaces for key in keys if key in known)
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:
@@ -133,25 +121,38 @@ def is_no_op(known: Unavailable, value: Any) -> bool:
     )
 
 
-def unavailable_type(section: str, name: Any) -> str | None:
+def unavailable_type(section: Place, name: Any) -> str | None:
     """Return what to do instead of a ``type`` of DeePMD-kit that dp-ema does not have, or None for any other one.
 
     Args:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
         name: its ``type``.
     """
-    section = re.sub(r"\Amodel\.models\[\d+\]\Z", "model.models", re.sub(r"\.list\[\d+\]\Z", "", section))
-    if name not in UNAVAILABLE_TYPES.get(_of_standard(section), ()):
+    is_part = re.fullmatch(r"model\.models\[\d+\]", _without_task(section)) is not None
+    path = "model.models" if is_part else re.sub(r"\.list\[\d+\]\Z", "", _of_standard(section))
+    if name not in UNAVAILABLE_TYPES.get(path, ()):
         return None
     return INSTEAD_OF_TYPES.get(name, "")
 
 
-def is_unavailable_text(path: str, value: Any) -> bool:
+def is_unavailable_text(path: Place, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
     pattern = _UNAVAILABLE_TEXTS.get(_of_standard(path))
     return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None
 
 
-def _of_standard(path: str) -> str:
-    """Return a path in a part of a linear model as that in a standard one, which has the same sections."""
-    return re.sub(r"\Amodel\.models\[\d+\]", "model", path)
+# sections of an input of several tasks, and what they are in that of one
+_OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training\.data_dict", "training"))
+
+
+def _without_task(path: Place) -> str:
+    """Return a path in dots as it is in an input of one task."""
+    text = dotted(path)
+    for of_tasks, of_one in _OF_TASKS:
+        text = re.sub(rf"\A{of_tasks}\.[^.]+", of_one, text)
+    return text
+
+
+def _of_standard(path: Place) -> str:
+    """Return a path in dots as it is in a standard model of one task; a part of a model has the same sections."""
+    return re.sub(r"\Amodel\.models\[\d+\]", "model", _without_task(path))

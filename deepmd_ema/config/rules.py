@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
+from deepmd_ema.config.schema.run import Link, MultiTaskRun
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
-    from deepmd_ema.config.schema.run import RunConfig
-    from deepmd_ema.config.schema.training import TrainingConfig
+    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.training import TrainingOptions
 
 Violations = Iterator[tuple[str, str]]
 """Dotted path of an option, as seen from what the rule is about, and the rest of the message."""
@@ -35,15 +37,16 @@ class AverageEntry:
 # what a rule may be about -> every such thing of a run, with the dotted path at which it stands; of a run of several
 # tasks each task has its own
 SUBJECTS: dict[str, Callable[[RunConfig], Iterable[tuple[str, Any]]]] = {
-    "model": lambda run: [("model", task.model) for task in run.tasks.values()],
-    "loss": lambda run: [("loss", task.loss) for task in run.tasks.values()],
-    "task": lambda run: [("training", task) for task in run.tasks.values()],
+    "model": lambda run: [(task.place("model"), task.model) for task in run.tasks.values()],
+    "loss": lambda run: [(task.place("loss"), task.loss) for task in run.tasks.values()],
+    "task": lambda run: [(task.place("training"), task) for task in run.tasks.values()],
     "learning_rate": lambda run: [("learning_rate", run.learning_rate)],
     "training": lambda run: [("training", run.training)],
     "average": lambda run: [
         (f"training.averaging[{n}]", AverageEntry(average, n, run)) for n, average in enumerate(run.training.averaging)
     ],
     "run": lambda run: [("", run)],
+    "run of several tasks": lambda run: [("", run)] if isinstance(run, MultiTaskRun) else [],
     "run of LKF": lambda run: [("", run)] if isinstance(run.optimizer, LKFConfig) else [],
 }
 
@@ -122,9 +125,15 @@ def model_fits_together(model: ModelConfig) -> Violations:
 
 
 @rule("model")
-def parts_of_model_fit_together(model: ModelConfig) -> Violations:
-    """The options of the descriptor and of the fitting network fit together and to the elements."""
-    yield from model.problems_of_parts()
+def descriptor_fits_together(model: ModelConfig) -> Violations:
+    """The options of the descriptor, or of those of all parts, fit together and to the elements."""
+    yield from model.problems_of_descriptor()
+
+
+@rule("model")
+def fitting_net_fits_together(model: ModelConfig) -> Violations:
+    """The options of the fitting network, or of those of all parts, fit together and to the elements."""
+    yield from model.problems_of_fitting()
 
 
 # ---- learning_rate
@@ -230,8 +239,13 @@ def something_is_minimized(loss: EnerLossConfig) -> Violations:
 
 
 @rule("training")
-def one_length_of_run(training: TrainingConfig) -> Violations:
-    """Exactly one of ``numb_steps`` and ``numb_epoch`` is given."""
+def one_length_of_run(training: TrainingOptions) -> Violations:
+    """Exactly one of ``numb_steps`` and ``numb_epoch`` is given, or, with several tasks, ``num_epoch_dict``."""
+    if getattr(training, "num_epoch_dict", None):
+        for name in ("numb_steps", "numb_epoch"):
+            if getattr(training, name) is not None:
+                yield name, f" = {getattr(training, name):g}: num_epoch_dict is given too. Remove one of the two."
+        return
     steps, epochs = training.numb_steps, training.numb_epoch
     if steps is not None and epochs is not None:
         yield "numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
@@ -239,11 +253,11 @@ def one_length_of_run(training: TrainingConfig) -> Violations:
         yield "", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.'
 
 
-@rule("training")
-def reading_statistics_needs_a_file(training: TrainingConfig) -> Violations:
+@rule("task")
+def reading_statistics_needs_a_file(task: TaskConfig) -> Violations:
     """``stat_file_mode`` read needs a ``stat_file``."""
-    if training.stat_file_mode == "read" and training.stat_file is None:
-        yield "stat_file_mode", ' = "read": needs training.stat_file. Add it, or remove stat_file_mode.'
+    if task.data.stat_file_mode == "read" and task.data.stat_file is None:
+        yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
 
 
 # ---- validating
@@ -252,7 +266,7 @@ def reading_statistics_needs_a_file(training: TrainingConfig) -> Violations:
 @rule("run")
 def full_validation_needs_data(run: RunConfig) -> Violations:
     """Full validation of the live weights needs ``validation_data``."""
-    if run.validating.full_validation and run.training.validation_data is None:
+    if run.validating.full_validation and not run.has_validation_data:
         yield "validating.full_validation", NEEDS_DATA
 
 
@@ -282,6 +296,89 @@ def rows_have_files_of_their_own(run: RunConfig) -> Violations:
         if first is not output:
             text = f": {output.content} would be written to {file}, as {first.content} is. Choose another name."
             yield output.option, text
+
+
+# ---- several tasks
+
+
+@rule("run of several tasks")
+def names_of_tasks_are_plain(run: MultiTaskRun) -> Violations:
+    """Names of tasks stand in names of files, tensors and columns."""
+    for name in run.model.model_dict:
+        if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name, re.ASCII):
+            wants = "letters, digits, _, + and -, beginning with a letter or a digit"
+            yield "model.model_dict", f": {show(name)} is no name of a task. Expected {wants}."
+        elif name.upper() == "RANDOM":
+            yield f"model.model_dict.{name}", ": --model-branch RANDOM means a fresh network. Choose another name."
+
+
+@rule("run of several tasks")
+def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
+    """Every task has a model and data; losses and shares are those of tasks."""
+    tasks = run.model.model_dict
+    sections: dict[str, tuple[Mapping[str, Any], bool]] = {
+        "training.data_dict": (run.training.data_dict, True),
+        "loss_dict": (run.loss_dict, False),
+        "training.model_prob": (run.training.model_prob, bool(run.training.model_prob)),
+        "training.num_epoch_dict": (run.training.num_epoch_dict, bool(run.training.num_epoch_dict)),
+    }
+    if not tasks:
+        yield "model.model_dict", ": there is no task. Add the model of each, by its name."
+    for place, (section, needs_all) in sections.items():
+        for name in section:
+            if name not in tasks:
+                yield f"{place}.{name}", f": no task of model.model_dict. There: {', '.join(tasks)}."
+        for name in tasks if needs_all else ():
+            if name not in section:
+                yield place, f": task {name} of model.model_dict is missing. Add it."
+
+
+@rule("run of several tasks")
+def shares_follow_from_epochs(run: MultiTaskRun) -> Violations:
+    """``model_prob`` and ``num_epoch_dict`` exclude each other."""
+    if run.training.model_prob and run.training.num_epoch_dict:
+        yield "training.model_prob", ": num_epoch_dict is given too, from which shares follow. Remove one of the two."
+
+
+@rule("run of several tasks")
+def caches_of_statistics_differ(run: MultiTaskRun) -> Violations:
+    """No two tasks have one ``stat_file``."""
+    first: dict[str, str] = {}
+    for task in run.tasks.values():
+        if task.data.stat_file is not None:
+            file = os.path.normpath(task.data.stat_file)
+            if (other := first.setdefault(file, task.name)) != task.name:
+                text = f" = {show(task.data.stat_file)}: task {other} has it too. Name a file for each task."
+                yield f"{task.place('training')}.stat_file", text
+
+
+@rule("run of several tasks")
+def shared_parts_fit(run: MultiTaskRun) -> Violations:
+    """Models that share a part have the same elements; what says nothing of elements has no embedding to share."""
+    first: dict[str, Link] = {}
+    for link in run.links:
+        place, model = f"model.model_dict.{link.task}", run.model.model_dict[link.task]
+        other = run.model.model_dict[first.setdefault(link.key, link).task]
+        if link.part != "type_map" and model.type_map != other.type_map:
+            text = f" = {show(model.type_map)}: task {first[link.key].task}, with which it shares {link.key}, has "
+            yield f"{place}.type_map", f"{text}{show(other.type_map)}. Give both the same elements."
+        part: Any = model.descriptor
+        for key in link.place[1:]:  # a part of a hybrid
+            part = part.list[key] if isinstance(key, int) else part
+        if link.level and not part.has_type_embedding:
+            text = f": {link.part} = {show(link.text)}: {part.type} has no embedding of elements to share."
+            yield place, f"{text} Use level 0, or none."
+
+
+@rule("run of several tasks")
+def tasks_are_told_apart(run: MultiTaskRun) -> Violations:
+    """``dim_case_embd`` is one number for all tasks, with room for each."""
+    sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
+    most, tasks = max(sizes.values(), default=0), len(sizes)
+    for name, size in sizes.items():
+        if most and size != max(most, tasks):
+            text = f" = {size}: expected {max(most, tasks)} in every task, at least the number of tasks ({tasks})."
+            yield f"model.model_dict.{name}.fitting_net.dim_case_embd", text
 
 
 # ---- one entry of training.averaging
@@ -323,7 +420,7 @@ def one_start_of_the_average(entry: AverageEntry) -> Violations:
 @rule("average")
 def validated_average_needs_data(entry: AverageEntry) -> Violations:
     """``full_validation`` of an average needs ``validation_data``."""
-    if entry.average.full_validation and entry.run.training.validation_data is None:
+    if entry.average.full_validation and not entry.run.has_validation_data:
         yield "full_validation", NEEDS_DATA
 
 

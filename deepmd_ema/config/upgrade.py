@@ -15,7 +15,8 @@ from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, dotted, show
 from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun
+from deepmd_ema.config.tasks import expand_tasks, has_tasks
 
 # keys of `training` that later became keys of another section, some by another name
 _TO_LEARNING_RATE = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
@@ -34,21 +35,27 @@ class Upgraded:
 
     Attributes:
         values: a copy of the input under canonical keys, without comments and without options that ask for nothing.
+        section: class of the whole input: of one task or of several.
         lines: lines of the keys, moved ones included.
         given: canonical paths of the options that the input names.
         source_paths: canonical path -> the path as the input spells it.
         notes: what was changed, one sentence each.
         unused: options that were left out because they do nothing here, with the reason.
         problems: what could not be changed.
+        moved: place of a key today -> the path of what the input has for it elsewhere.
+        links: parts of models that stood in ``model.shared_dict``.
     """
 
     values: Any
     lines: dict[Place, int]
+    section: type[RunConfig] = SingleTaskRun
     given: set[Place] = field(default_factory=set)
     source_paths: dict[Place, Place] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    moved: dict[Place, Place] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
 
 
 def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
@@ -57,7 +64,9 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
     training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
     if isinstance(training, dict):
         _move_old_keys(upgraded, training)
-    upgraded.values = _own_options(upgraded, RunConfig, upgraded.values, (), ())
+    if has_tasks(upgraded.values):
+        upgraded.section, upgraded.links = MultiTaskRun, expand_tasks(upgraded)
+    upgraded.values = _own_options(upgraded, upgraded.section, upgraded.values, (), ())
     return upgraded
 
 
@@ -91,30 +100,39 @@ def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spell
     for key, value in raw.items():
         option = by_key.get(key)
         if option is None:
-            peer = unavailable_key(dotted(path), key)
+            peer = unavailable_key(path, key)
             if peer is not None and is_no_op(peer, value):
                 if peer.no_op_values is None and value:
                     upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
             elif not is_comment(key):
                 kept[key] = value
             continue
-        here, there = (*path, option.name), (*spelled, key)
+        here = (*path, option.name)
+        there = upgraded.moved.get((*path, key), (*spelled, key))
         if here in upgraded.given:
             first = upgraded.source_paths[here][-1]
             upgraded.problems.append(Problem(there, f": the same option as {first}. Remove one of the two."))
             continue
         upgraded.given.add(here)
         upgraded.source_paths[here] = there
-        kept[option.name] = value
-        if option.many and isinstance(value, list):
-            kept[option.name] = [_nested(upgraded, option, v, (*here, n), (*there, n)) for n, v in enumerate(value)]
-        elif option.sections:
-            kept[option.name] = _nested(upgraded, option, value, here, there)
+        kept[option.name] = _inner(upgraded, option, value, here, there) if option.sections else value
     return kept
 
 
-def _nested(upgraded: Upgraded, option: Option, value: Any, path: Place, spelled: Place) -> Any:
-    return _own_options(upgraded, option.section_of(value) or option.sections[0], value, path, spelled)
+def _inner(upgraded: Upgraded, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    """Return the section, or the sections, of an option as :func:`_own_options` does."""
+
+    def entry(value: Any, name: str | int) -> Any:
+        return section(value, (*path, name), upgraded.moved.get((*path, name), (*spelled, name)))
+
+    def section(value: Any, path: Place, spelled: Place) -> Any:
+        return _own_options(upgraded, option.section_of(value) or option.sections[0], value, path, spelled)
+
+    if option.many and isinstance(value, list):
+        return [entry(v, n) for n, v in enumerate(value)]
+    if option.named and isinstance(value, dict):
+        return {name: entry(v, name) for name, v in value.items() if not is_comment(name)}
+    return value if option.many or option.named else section(value, path, spelled)
 
 
 # ---- the short form of an average

@@ -217,6 +217,9 @@ def _place_pairs(
     rank, counts = rank_in_group(key, natoms * sections)
     most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
     keep = rank < np.array(layout.sel)[section[sorter]]
+    # by type or not, they are among the nearest of all types, which DeePMD-kit chooses before it looks at types
+    nearest, _ = rank_in_group(pairs.i, natoms)
+    keep &= (nearest < sum(layout.sel))[sorter]
     if layout.excluded_pairs:
         excluded = np.zeros((layout.num_types, layout.num_types), bool)
         for a, b in layout.excluded_pairs:

@@ -161,7 +161,7 @@ def _choose(
     per_file = Counter(frame.file for frame in frames)
     files = _whole_files(per_file, share)
     taken = sum(per_file[file] for file in files)
-    if abs(taken / len(frames) - share) <= _NEAR * share:
+    if taken < len(frames) and abs(taken / len(frames) - share) <= _NEAR * share:
         names = first_few([inputs[file] for file in sorted(files)])
         return [frame.file in files for frame in frames], (
             f"validation: {taken:,} of {counted(len(frames), 'frame')}, all of {len(files)} of {len(per_file)} files "

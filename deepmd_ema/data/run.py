@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
@@ -63,6 +63,26 @@ def check_task(task: TaskConfig, data: TaskData) -> DataReport:
     return report
 
 
+def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int) -> dict[str, float]:
+    """Return the probability of each task to be trained by a step: as given, or by the number of its systems.
+
+    Args:
+        config: of the run.
+        data: of each task.
+        num_ranks: ranks that share each step; more of them make an epoch shorter.
+    """
+    weights = dict(config.task_weights)
+    if not weights:
+        weights = {name: float(len(of.train)) for name, of in data.items()}
+    for name, epochs in config.task_epochs.items():
+        given = config.tasks[name].training_data
+        sizes = _sizes(data[name].train)
+        sampler = Sampler(*sizes, given.batch_size, given.auto_prob, given.sys_probs, world_size=num_ranks)
+        weights[name] = float(sampler.steps_for_epochs(epochs))
+    total = sum(weights[name] for name in data)
+    return {name: weights[name] / total for name in data}
+
+
 def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSource], report: DataReport) -> list[str]:
     """Return the length of the training of a task and an estimate of its memory, one line each."""
     data = task.training_data
@@ -87,7 +107,7 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
 
 def _sections(task: TaskConfig) -> dict[str, TrainingDataConfig | ValidationDataConfig | None]:
     """Return the data sections of a task by their path in the input."""
-    place = f"training.data_dict.{task.name}" if task.name else "training"
+    place = task.place("training")
     return {f"{place}.training_data": task.training_data, f"{place}.validation_data": task.validation_data}
 
 

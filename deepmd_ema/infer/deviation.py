@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
@@ -113,11 +112,10 @@ def measure_deviation(
     wanted: Sequence[str | None] = averages or [None]
     loaded = [load_model(path, use_average, name) for path in models for name in wanted]
     _check_models(loaded, options)
-    where = select_device(device)
     widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
     cache, every = PairCache(), first_frames(opened, 0)
-    reports = [predict(one, opened, every, where, _LABELS if options.real_error else (), cache) for one in loaded]
+    reports = [predict(one, opened, every, device, _LABELS if options.real_error else (), cache) for one in loaded]
     words = [f"{one.info.path}: {one.info.in_words()}" for one in loaded]
     return DeviationReport(words, {system.name: _rows(system, reports, options) for system in opened})
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -21,7 +20,6 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
@@ -161,10 +159,9 @@ def measure(
         UserError: if the model or the data cannot be read, or no frame has a label.
     """
     loaded = load_model(model, use_average=use_average, average=average)
-    where = select_device(device)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
-    report = predict(loaded, opened, first_frames(opened, num_frames), where, labels)
+    report = predict(loaded, opened, first_frames(opened, num_frames), device, labels)
     if not any(frame.label for frame in report.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     return report
@@ -174,27 +171,27 @@ def predict(
     loaded: LoadedModel,
     systems: Sequence[FrameSource],
     frames: Sequence[range],
-    device: torch.device,
+    device: str | None = None,
     labels: Sequence[str] = (),
     cache: PairCache | None = None,
 ) -> ErrorReport:
     """Return the predictions of a model, and their errors where there are labels.
 
     Args:
-        loaded: the model; it is moved to ``device``.
+        loaded: the model.
         systems: opened and checked (:func:`open_labelled`).
         frames: which frames of each system.
-        device: where the model is evaluated.
+        device: ``cpu``, ``cuda``; where the file or the machine says if not given.
         labels: names of the labels of ``systems``.
         cache: neighbor lists shared with other models; without it they are computed and not kept.
 
     Raises:
         DataError: if the model gives no finite numbers for a frame.
     """
-    network = loaded.model.to(device)
+    network, where = loaded.on(device)
     batches = sequential_batches(systems, network.layout, cache, labels=labels, frames=frames)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
-        total = evaluate(network, batches, device, progress=bar.update, collect=True)
+        total = evaluate(network, batches, where, progress=bar.update, collect=True)
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
     _refuse_non_finite(report, loaded.config.descriptor)
     return report

@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
-from deepmd_ema.errors import CheckpointError, counted
+from deepmd_ema.dist.device import select_device
+from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.tensors import check_weights
 from deepmd_ema.weights import LIVE
 
-FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo")
+COMPILED_SUFFIX = ".pt2"
+FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX)
 _AVERAGE_WORDS = {
     "decay": "decay {:g}",
     "sigma_rel": "sigma_rel {:.4g}",
@@ -80,11 +85,31 @@ class LoadedModel:
         model: on the CPU, in evaluation mode.
         config: its model section.
         info: where the weights come from.
+        is_compiled: whether the file holds the model as machine code as well.
     """
 
     model: EnergyModel
     config: ModelConfig
     info: Provenance
+    is_compiled: bool = False
+
+    def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
+        """Return what evaluates batches, and where: on ``device``, or by default where the file or the machine says.
+
+        Raises:
+            UserError: if the device is not there, or the file is compiled for another one.
+        """
+        if not self.is_compiled:
+            where = select_device(device)
+            return self.model.to(where).eval(), where
+        path = self.info.path
+        run, kind = interchange.load_compiled(path)
+        where = select_device(kind if device is None else device)
+        if where.type != kind:
+            raise UserError(
+                f"{path}: compiled for {kind}, not for {where}. Freeze the model again with --device {where}."
+            )
+        return CompiledModel(run, self.model), where
 
 
 def load_model(
@@ -192,4 +217,4 @@ def _load_frozen(path: Path) -> LoadedModel:
         ours.get("config") or {"model": found.get("model_def_script", {})},
         ours.get("bias", {}),
     )
-    return LoadedModel(model.eval(), config, info)
+    return LoadedModel(model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX)

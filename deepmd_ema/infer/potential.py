@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.source import Frame
-from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.load import LoadedModel, load_model
@@ -57,8 +56,7 @@ class Potential:
     def __init__(self, path: str | Path | LoadedModel, device: str | None = None) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path)
         self.info, self.config = loaded.info, loaded.config
-        self._device = select_device(device)
-        self._model = loaded.model.to(self._device).eval()
+        self._model, self._device = loaded.on(device)
         self._layout = self._model.layout
         self._warned: set[str] = set()
 

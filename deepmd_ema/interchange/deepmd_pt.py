@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict
+from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 from deepmd_ema.errors import CheckpointError, ConfigError, first_few
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.model import faults_in_words, model_from_tree, model_tree
@@ -149,14 +150,22 @@ def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
     if section.get("use_srtab"):
         raise CheckpointError(f"{path}: a model with a table (use_srtab). {_CONVERT.format(path=path)}")
     if section.get("type") == "linear_ener":
-        raise CheckpointError(
-            f"{path}: a model of parts (linear_ener). DeePMD-kit's torch backend writes it to a .dp file that it "
-            f"cannot read itself and that is read here. {_CONVERT.format(path=path)}"
-        )
+        raise CheckpointError(f"{path}: a model of parts (linear_ener). {_CONVERT.format(path=path)}")
+    options = {n: value for n, value in section.items() if n not in _OF_TRAINING}
     try:
-        return model_config_from_dict({n: value for n, value in section.items() if n not in _OF_TRAINING}, str(path))
+        return model_config_from_dict(options | {"descriptor": _as_built(options.get("descriptor"))}, str(path))
     except ConfigError as error:
         raise CheckpointError(error.problems) from error
+
+
+def _as_built(section: Any) -> Any:
+    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever was asked for."""
+    if not isinstance(section, Mapping):
+        return section
+    if str(section.get("type")).lower() in (SeE2RConfig.type, *SeE2RConfig.aliases):
+        return {**section, "type_one_side": True}
+    parts = section.get("list")
+    return section if not isinstance(parts, list) else {**section, "list": [_as_built(part) for part in parts]}
 
 
 def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

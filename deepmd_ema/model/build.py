@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -30,6 +30,7 @@ from deepmd_ema.seeds import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig, HybridConfig
     from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig
+    from deepmd_ema.config.schema.run import Link
     from deepmd_ema.model.interface import Descriptor, Fitting
 
 
@@ -83,6 +84,34 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
     return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, short_range)
+
+
+def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> None:
+    """Let models have parts in common: one module, whose parameters are trained by all of their tasks.
+
+    Of two models with a link of one name the second gets the part of the first. A part is first a whole one, if there
+    is any. What tells tasks apart stays with each: the output bias and the case embedding.
+
+    Args:
+        models: by name of the task; changed.
+        links: which parts are shared.
+
+    Raises:
+        ConfigError: if a fitting network does not fit the descriptor of another task.
+    """
+    first: dict[str, tuple[str, Any]] = {}
+    for link in sorted(links, key=lambda link: link.level):
+        model: Any = models[link.task]
+        if link.part == "fitting_net":
+            task, fitting = first.setdefault(link.key, (link.task, model.fitting))
+            model.fitting.share_networks(fitting, f"tasks {task} and {link.task}")
+        elif link.part != "type_map":
+            place = "descriptor" if link.part == "descriptor" else f"descriptor.parts.{link.place[-1]}"
+            _, shared = first.setdefault(link.key, (link.task, model.get_submodule(place)))
+            if link.level:
+                place, shared = f"{place}.type_embedding", shared.get_submodule("type_embedding")
+            owner, _, name = place.rpartition(".")
+            setattr(model.get_submodule(owner), name, shared)
 
 
 def _networks(

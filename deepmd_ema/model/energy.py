@@ -81,13 +81,7 @@ class EnergyModel(nn.Module):
             need_virial: whether virials are computed.
         """
         with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
-            features, vjp = self.descriptor(batch)
-            atom_energy, grad_features = self.fitting(features, batch)
-            if self.short_range is None:
-                pair = vjp(grad_features)
-            else:
-                atom_energy, pair = self.short_range(batch, atom_energy, grad_features, vjp)
-            atom_energy = atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type]
+            atom_energy, pair = self.energy_and_gradient(batch)
             frames_FA = _membership(batch)  # noqa: N806
             out = {
                 ENERGY: frames_FA @ atom_energy,
@@ -98,6 +92,16 @@ class EnergyModel(nn.Module):
                 per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
                 out[VIRIAL] = -(frames_FA @ per_atom)
             return out
+
+    def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
+        features, vjp = self.descriptor(batch)
+        atom_energy, grad_features = self.fitting(features, batch)
+        if self.short_range is None:
+            pair = vjp(grad_features)
+        else:
+            atom_energy, pair = self.short_range(batch, atom_energy, grad_features, vjp)
+        return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own."""

@@ -35,10 +35,12 @@ class Descriptor(Protocol):
     Attributes:
         dtype: precision of the parameters and of the features.
         mixed_types: whether the features tell the elements apart, so that one fitting network serves all of them.
+        passes_messages: whether the features of an atom depend on the neighbors of its neighbors.
     """
 
     dtype: torch.dtype
     mixed_types: bool
+    passes_messages: bool
 
     @property
     def dim_out(self) -> int:
@@ -90,6 +92,16 @@ class Fitting(Protocol):
 
     def __call__(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,) float64, eV, and their gradient with respect to the features (A, D)."""
+
+    def share_networks(self, other: Any, whose: str) -> None:
+        """Take the networks of another fitting of the same section; ``whose`` names both owners for messages.
+
+        Raises:
+            ConfigError: if they do not fit.
+        """
+
+    def set_case(self, index: int) -> None:
+        """Tell this task from the others of the run, of which it is number ``index``."""
 
     def apply_statistics(self, sums: Sums, protect: float) -> None:
         """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.

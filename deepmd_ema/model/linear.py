@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 from deepmd_ema.model.kernels.views import View, view_of
@@ -74,6 +75,19 @@ class LinearFitting(nn.Module):
             energy = energy + weight * of_part
             grads.append(weight * grad)
         return energy, torch.cat(grads, 1)
+
+    def share_networks(self, other: LinearFitting, whose: str) -> None:
+        """Refuse: the networks of parts are not shared by tasks.
+
+        Raises:
+            ConfigError: in any case.
+        """
+        raise ConfigError(f"{whose} share fitting networks, which a model of type linear_ener cannot.")
+
+    def set_case(self, index: int) -> None:
+        """Tell this task from the others in every part."""
+        for part in self.fittings:
+            part.set_case(index)
 
     def apply_statistics(self, sums: Sums, protect: float) -> None:
         """Hand the parts that read frame or atom parameters their sums."""

@@ -47,7 +47,7 @@ class PairEnergies(nn.Module):
         place = (distance - self._first) / self._step
         interval = place.floor().clamp(0, self._num_rows - 1)
         u = place - interval
-        kinds = batch.atom_type[:, None] * self.num_types + batch.atom_type[batch.neighbor]
+        kinds = batch.atom_type[:, None] * self.num_types + batch.neighbor_type
         row = (kinds * self._num_rows + interval.long()).flatten()
         c0, c1, c2, c3 = self._coefficients.index_select(0, row).view(*distance.shape, 4).unbind(-1)
         counts = near & (place < self._num_rows)
@@ -67,6 +67,7 @@ class PairTableDescriptor(nn.Module):
 
     dtype = torch.float64
     mixed_types = True
+    passes_messages = False
     sum_names: tuple[str, ...] = ()
     dim_out = 1
 
@@ -143,6 +144,12 @@ class PairTableFitting(nn.Module):
         """Return the energies (A,), eV, and their gradient (A, 1) with respect to the features."""
         counted = self._counted[batch.atom_type]
         return features[:, 0] * counted, counted[:, None]
+
+    def share_networks(self, other: PairTableFitting, whose: str) -> None:
+        """Take nothing."""
+
+    def set_case(self, index: int) -> None:
+        """Take nothing: a table is the same for all tasks."""
 
     def apply_statistics(self, sums: Sums, protect: float) -> None:
         """Take nothing."""

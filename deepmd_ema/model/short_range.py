@@ -85,7 +85,7 @@ class ShortRange(nn.Module):
         """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""
         alpha, outer = self.switch.alpha, self.switch.outer
         # measured from the nearest neighbor, so that the sums do not vanish where it is far away
-        limit = distance.new_full((len(distance), 1), self._rcut)  # there may be no slot at all
+        limit = distance.new_full((distance.shape[0], 1), self._rcut)  # there may be no slot at all
         nearest = torch.cat([torch.where(near, distance, torch.inf), limit], 1).amin(1, keepdim=True)
         share = torch.where(near, torch.exp((nearest - distance) / alpha), 0.0)
         share = share / share.sum(1, keepdim=True).clamp(min=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from deepmd_ema.batch import Batch
     from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config.schema.run import Link
     from deepmd_ema.model.energy import EnergyModel
 
 # F frames, A atoms, T types, P frame parameters, Q atom parameters
@@ -87,6 +88,48 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
         rmse_per_atom=fit.rmse_per_atom,
         undetermined=fit.undetermined,
     )
+
+
+def shared_statistics(
+    found: Mapping[str, Statistics], links: Iterable[Link], shares: Mapping[str, float]
+) -> dict[str, Statistics]:
+    """Return the statistics of tasks with one set of sums for what their models share: the data of each by its share.
+
+    Args:
+        found: those of the data of each task.
+        links: what is shared.
+        shares: probability of each task to be trained by a step.
+    """
+    groups: dict[str, list[Link]] = {}
+    for link in links:
+        if link.level == 0 and link.part != "type_map":
+            groups.setdefault(link.key, []).append(link)
+    together = {task: (dict(of.measured), dict(of.conditions)) for task, of in found.items()}
+    for group in groups.values():
+        most = max(shares[link.task] for link in group)
+        total: dict[str, Array] = {}
+        for link in group:
+            weight = shares[link.task] / most
+            _accumulate(total, {name: weight * of for name, of in _sums_of(found[link.task], link).items()})
+        for link in group:
+            measured, conditions = together[link.task]
+            (conditions if link.part == "fitting_net" else measured).update(
+                {_prefix(link) + name: of for name, of in total.items()}
+            )
+    return {task: replace(found[task], measured=m, conditions=c) for task, (m, c) in together.items()}
+
+
+def _sums_of(found: Statistics, link: Link) -> dict[str, Array]:
+    """Return the sums of a part of a model under the names that it has for them."""
+    if link.part == "fitting_net":
+        return dict(found.conditions)
+    prefix = _prefix(link)
+    return {name.removeprefix(prefix): of for name, of in found.measured.items() if name.startswith(prefix)}
+
+
+def _prefix(link: Link) -> str:
+    """Return what a hybrid descriptor puts before the names of the sums of a part."""
+    return f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
 
 
 def mean_and_spread(sums: Array, smallest: float) -> tuple[Array, Array]:

@@ -201,7 +201,7 @@ def _open(
     """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
     paths = [str(path) for path in systems or ()]
     if systems is None:
-        data = config.training.validation_data
+        data = config.task(None).validation_data
         if data is None:
             raise ConfigError(
                 f"{run.reference}: the run has no training.validation_data to rank averages with. Give systems with "

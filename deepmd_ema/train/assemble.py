@@ -56,7 +56,8 @@ def assemble(
     """Return the trainer of a run at the step of ``start``."""
     config, models = prepared.config, prepared.models.to(world.device)
     tasks = _build_tasks(prepared, parallelize(models, world, config.training.zero_stage), world)
-    num_steps = config.training.numb_steps or tasks.steps_for_epochs(config.training.numb_epoch or 0)
+    epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
+    num_steps = config.training.numb_steps or tasks.steps_for_epochs(epochs)
     averages = tracked_averages(config, tasks.steps_per, should_update)
     bank = AverageBank(models.by_task, averages) if averages else None
     builder = StateBuilder(
@@ -111,7 +112,7 @@ def _build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World
                 display_batches=valid.numb_btch if valid is not None else 1,
             )
         )
-    return TaskMixture(tasks, seed=prepared.seed)
+    return TaskMixture(tasks, prepared.shares, prepared.seed)
 
 
 def _build_loader(

@@ -32,7 +32,7 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     ]
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     model = next(iter(averages.values()), saver.link)
-    if config.training.validation_data is not None:
+    if config.has_validation_data:
         pairs.append(("next", f"dp-ema test -m {model} --valid-data {input_file} --plot"))
     pairs.append(("next", f"dp-ema freeze -c {model}"))
     return facts(f"trained model: {saver.link}", pairs)

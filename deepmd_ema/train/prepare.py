@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -15,18 +15,19 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.collate import PairCache, collate
-from deepmd_ema.data.run import TaskData, check_task, open_run
+from deepmd_ema.data.run import TaskData, check_task, open_run, task_shares
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError
 from deepmd_ema.files import writing
+from deepmd_ema.geometry import NeighborStatistics
 from deepmd_ema.model.bias import change_bias, energies_of
-from deepmd_ema.model.build import build_model
+from deepmd_ema.model.build import build_model, share_parts
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
-from deepmd_ema.model.statistics import Statistics, collect_statistics
+from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.start import Start
 
@@ -60,12 +61,14 @@ class PreparedRun:
         config: of the run, with ``sel`` resolved.
         tasks: by name.
         models: those of the tasks.
+        shares: probability of each task to be trained by a step.
         seed: of every random stream of the run.
     """
 
     config: RunConfig
     tasks: Mapping[str, PreparedTask]
     models: ModelSet
+    shares: Mapping[str, float]
     seed: int
 
 
@@ -94,8 +97,11 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     for name, task in config.tasks.items():
         model = build_model(task.model, seed_for(stream_of("weights", name), seed))
         model.min_nbor_dist = nearest[name]
+        model.fitting.set_case(sorted(config.tasks).index(name))
         tasks[name] = PreparedTask(task, *systems[name], cache, model)
-    run = PreparedRun(config, tasks, ModelSet({name: task.model for name, task in tasks.items()}), seed)
+    models = {name: task.model for name, task in tasks.items()}
+    share_parts(models, config.links)
+    run = PreparedRun(config, tasks, ModelSet(models), task_shares(config, systems, world.size), seed)
     state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
     if not world.is_main:
         run.models.load_state_dict(state)
@@ -107,7 +113,7 @@ def _check_data(
     config: RunConfig, systems: Mapping[str, TaskData], start: Start, skip_neighbor_stat: bool
 ) -> tuple[RunConfig, dict[str, float | None]]:
     """Return the config with ``sel`` resolved and the nearest pair of each task, after checking the data."""
-    nearest, models, problems = {}, {}, []
+    nearest, found, problems = {}, {}, []
     for name, task in config.tasks.items():
         report = check_task(task, systems[name])
         for line in report.notes():
@@ -115,31 +121,37 @@ def _check_data(
         for line in report.warnings:
             logger.warning("%s", line)
         problems += report.problems
-        if report.problems:
-            continue
-        neighbors = report.neighbors
-        assert neighbors is not None, "data without problems have neighbors"
         descriptor = task.model.descriptor
-        if descriptor.neighbors is None:
-            if skip_neighbor_stat:
-                raise DataError(
-                    f"--skip-neighbor-stat: model.descriptor ({descriptor.summary()}) needs it. Give numbers."
-                )
-            models[name] = task.model.with_descriptor(descriptor.with_neighbors(neighbors))
-        nearest[name] = start.min_nbor_dist(name, neighbors.min_distance)
+        if skip_neighbor_stat and descriptor.neighbors is None:
+            place = f"{task.place('model')}.descriptor"
+            problems.append(f"--skip-neighbor-stat: {place} ({descriptor.summary()}) needs it. Give numbers.")
+        if not report.problems:
+            assert report.neighbors is not None, "data without problems have neighbors"
+            nearest[name] = start.min_nbor_dist(name, report.neighbors.min_distance)
+            found[name] = report.neighbors
     if problems:
         raise DataError(problems)
-    return config.with_models(models) if models else config, nearest
+    return _with_neighbors(config, found), nearest
+
+
+def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
+    """Return the config with ``sel`` resolved; a descriptor that tasks share has room for the neighbors in all."""
+    models = {}
+    for name, task in config.tasks.items():
+        if task.model.descriptor.neighbors is None:
+            of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
+    return config.with_models(models) if models else config
 
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
     """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
     if start.needs_statistics(run.config):
-        for task in run.tasks.values():
-            statistics = _statistics(run.config, task, run.seed, num_ranks)
-            task.model.apply_statistics(statistics)
+        found = {name: _statistics(run.config, task, run.seed, num_ranks) for name, task in run.tasks.items()}
+        for name, statistics in shared_statistics(found, run.config.links, run.shares).items():
+            run.tasks[name].model.apply_statistics(statistics)
             for line in statistics.lines():
-                logger.info("%s", line)
+                logger.info("%s%s", f"task {name}: " * bool(name), line)
     start.load_weights(run.models)
     if start.fits_bias:
         for task in run.tasks.values():
@@ -166,22 +178,22 @@ def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
 
 def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
-    path = Outputs(config).stat_file(task.config.name)
+    path, place = Outputs(config).stat_file(task.config.name), f"{task.config.place('training')}.stat_file"
     if path is not None:
         stored = read_stat_file(path, task.config.model, task.model.descriptor)
         if stored is not None:
             logger.info("statistics are those of %s", path)
             return stored
-        if config.training.stat_file_mode == "read":
+        if task.config.data.stat_file_mode == "read":
             raise DataError(
-                f'training.stat_file = "{path}" does not hold the statistics of this model, and stat_file_mode is '
-                '"read". Use "update", or the file of a run with the same type_map, cutoff and '
+                f'{place} = "{path}" does not hold the statistics of this model, and stat_file_mode is "read". Use '
+                '"update", or the file of a run with the same type_map, cutoff and '
                 f"{task.config.model.descriptor.neighbors_option}."
             )
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
         advice = "Remove what stands there, name another place, or leave the option out."
-        with writing(f"training.stat_file: {path}", advice):
+        with writing(f"{place}: {path}", advice):
             write_stat_file(path, task.config.model, task.model.descriptor, found)
     return found
 

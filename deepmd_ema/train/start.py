@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.linear import LinearConfig
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
@@ -42,6 +42,7 @@ CONTINUITY = (
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
+_SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
 _MOST_LETTERS = 400  # of a value in a message
 _ADVICE = (
@@ -140,18 +141,24 @@ class FromWeights(Start):
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
-        models, section = {}, self.payload["config"]["model"]
-        for name, saved in nested(section.get("model_dict", section), tuple(config.tasks)).items():
-            model = config.tasks[name].model
-            if list(saved["type_map"]) != list(model.type_map):
+        models, saved = {}, model_configs(self.payload["config"], str(self.path))
+        for name, task in config.tasks.items():
+            if name not in saved:
+                continue
+            model, place = task.model, f"{task.place('model')}.type_map"
+            if saved[name].type_map != model.type_map:
                 raise CheckpointError(
-                    f"{self.path}: a model of type_map {saved['type_map']}, but model.type_map is {model.type_map}. "
+                    f"{self.path}: a model of type_map {saved[name].type_map}, but {place} is {model.type_map}. "
                     "Use the type_map of the file, or --finetune, which takes over the elements that both have."
                 )
             if model.descriptor.neighbors is None:
-                written = model_config_from_dict(saved, str(self.path)).descriptor
-                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(written))
+                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved[name].descriptor))
+            self.tell_differences(saved[name], model)
         return config.with_models(models) if models else config
+
+    def tell_differences(self, saved: ModelConfig, model: ModelConfig) -> None:
+        """Warn of options with which the same weights mean another thing."""
+        _tell_differences(saved, model)
 
     def run_id(self, config: RunConfig) -> str:
         """Return what tells this trajectory of weights from others."""
@@ -190,6 +197,9 @@ class Restart(FromWeights):
             seed = self.payload["config"]["training"]["seed"]
             config = replace(config, training=replace(config.training, seed=seed))
         return config
+
+    def tell_differences(self, saved: ModelConfig, model: ModelConfig) -> None:
+        """Say nothing: ``check_resumable`` refuses them."""
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
@@ -280,7 +290,7 @@ class FineTune(Start):
         if isinstance(self.loaded.config, LinearConfig):
             return self._linear_section(given, type_map, section)
         taken = ("descriptor",) if self.fresh_fitting else ("descriptor", "fitting_net")
-        by_number = [f"{n}.{o}" for n in taken for o in ("exclude_types", "atom_ener") if section[n].get(o)]
+        by_number = [path for n in taken for path in _given(section[n], ("exclude_types", "atom_ener"), n)]
         if by_number and type_map != section["type_map"]:
             raise ConfigError(
                 f"--use-pretrain-script: {', '.join(by_number)} of {self.path} counts elements by number, and type_map "
@@ -308,7 +318,7 @@ class FineTune(Start):
         models, saved = {}, self.loaded.config
         for name, task in config.tasks.items():
             model = task.model
-            self._tell_differences(model)
+            _tell_differences(saved, model)
             fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
             if model.descriptor.neighbors is None and fits and model.descriptor.type == saved.descriptor.type:
                 models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
@@ -344,19 +354,6 @@ class FineTune(Start):
                 f"new elements {' '.join(new)}" if new else "no new elements",
                 "fresh" if self.fresh_fitting else "of the file",
             )  # fmt: skip
-
-    def _tell_differences(self, model: ModelConfig) -> None:
-        """Warn of options of the descriptor that are not those of the file: weights may fit and mean another thing."""
-        before, now = plain(self.loaded.config.descriptor), plain(model.descriptor)
-        for path, old, new in _differences(before, now, "model.descriptor"):
-            name = path.rpartition(".")[2]
-            is_of_elements = name in ("sel", "exclude_types") and model.type_map != self.loaded.config.type_map
-            # two spellings of one value; None is the default
-            is_same = (
-                {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
-            )
-            if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
-                logger.warning("%s was %s where the weights were trained, is %s here", path, _short(old), _short(new))
 
 
 def find_start(
@@ -431,10 +428,42 @@ def _digest(config: Mapping[str, Any], start: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
+    """Warn of options of a model that are not those of its file: weights may fit and mean another thing."""
+    same_elements = model.type_map == saved.type_map
+    before, now = to_dict(saved), to_dict(model)
+    for path, old, new in _differences(plain(saved.descriptor), plain(model.descriptor), "model.descriptor"):
+        name = path.rpartition(".")[2]
+        # two spellings of one value; None is the default
+        is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
+        is_of_elements = name in ("sel", "exclude_types") and not same_elements
+        if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
+            logger.warning("%s was %s where the weights were trained, is %s here", path, _short(old), _short(new))
+    for name in _SHORT_RANGE:
+        # a table of other elements has other columns
+        one, other = before.get(name), now.get(name)
+        if one != other and (same_elements or None in (one, other)):
+            logger.warning("model.%s is not that of the file, which acts where atoms come close", name)
+
+
+def _given(value: Any, names: tuple[str, ...], path: str) -> Iterator[str]:
+    """Yield the paths of options with a value in a section and in those inside of it."""
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
+        if key in names and part:
+            yield place
+        else:
+            yield from _given(part, names, place)
+
+
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(set(old) | set(new)):
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif _are_sections(old) and _are_sections(new) and len(old) == len(new):
+        for k, (one, other) in enumerate(zip(old, new)):
+            yield from _differences(one, other, f"{path}[{k}]")
     elif old != new:
         yield path, old, new
 
@@ -443,3 +472,7 @@ def _short(value: Any) -> str:
     """Return a value as text; a table has thousands of numbers."""
     text = repr(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, Mapping) for part in value)

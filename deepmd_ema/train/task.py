@@ -94,15 +94,15 @@ class TaskMixture:
 
     Args:
         tasks: at least one task, names all different.
-        probabilities: one number per task that add up to one; equal when not given.
+        shares: probability of each task by its name; they add up to one; equal when not given.
         seed: the run's seed.
     """
 
-    def __init__(self, tasks: Sequence[Task], probabilities: Sequence[float] | None = None, seed: int = 0) -> None:
+    def __init__(self, tasks: Sequence[Task], shares: Mapping[str, float] | None = None, seed: int = 0) -> None:
         self._tasks = list(tasks)
-        shares = list(probabilities or [1 / len(self._tasks)] * len(self._tasks))
-        self._shares = [(float(share), task.train_loader.sampler) for share, task in zip(shares, self._tasks)]
-        self._cumulative = np.cumsum(shares)
+        numbers = [shares[task.name] if shares else 1 / len(self._tasks) for task in self._tasks]
+        self._shares = [(share, task.train_loader.sampler) for share, task in zip(numbers, self._tasks)]
+        self._cumulative = np.cumsum(numbers)
         self._seed = seed
 
     def __iter__(self) -> Iterator[Task]:
@@ -116,16 +116,18 @@ class TaskMixture:
     @property
     def batches_per_epoch(self) -> int:
         """Steps in which every task has, on average, seen all of its frames at least once."""
-        return max(math.ceil(sampler.batches_per_epoch / share) for share, sampler in self._shares)
+        return max(_steps(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
 
     @property
     def steps_per(self) -> dict[str, float]:
         """Steps of one of the units in which lengths of averages are given."""
         return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": float(self.batches_per_epoch)}
 
-    def steps_for_epochs(self, epochs: float) -> int:
-        """Return the steps of ``epochs`` passes, with every task's share of them."""
-        return max(math.ceil(sampler.steps_for_epochs(epochs) / share) for share, sampler in self._shares)
+    def steps_for_epochs(self, epochs: Mapping[str, float]) -> int:
+        """Return the steps of the passes over the data of each task, with every task's share of them."""
+        of_tasks = zip(self._tasks, self._shares)
+        wanted = [(sampler.steps_for_epochs(epochs[task.name]), share) for task, (share, sampler) in of_tasks]
+        return max(_steps(number, share) for number, share in wanted if share)
 
     @property
     def warnings(self) -> list[str]:
@@ -156,3 +158,8 @@ class TaskMixture:
         """Stop the background readers of all tasks."""
         for task in self._tasks:
             task.close()
+
+
+def _steps(number: int, share: float) -> int:
+    """Return after how many steps of the run a task of this share has had ``number`` of them, on average."""
+    return math.ceil(number / share * (1 - 1e-12))  # a share is rounded

@@ -31,11 +31,13 @@ class DescriptorConfig(Protocol):
         aliases: other values of ``type`` in the input.
         precision: of the parameters: ``default``, ``float64`` or ``float32``.
         neighbors_option: name of the option that ``neighbors`` come from, for messages.
+        has_type_embedding: whether the module has a ``type_embedding``, which tasks may share alone.
     """
 
     type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]]
     neighbors_option: ClassVar[str]
+    has_type_embedding: ClassVar[bool]
 
     @property
     def precision(self) -> str:
@@ -110,6 +112,7 @@ class HybridConfig:
     type: ClassVar[str] = "hybrid"
     aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "sel"
+    has_type_embedding: ClassVar[bool] = False
 
     list: _Parts = option(
         registry=PARTS,

@@ -205,6 +205,7 @@ class DPA2Config:
     type: ClassVar[str] = "dpa2"
     aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "repinit.nsel"
+    has_type_embedding: ClassVar[bool] = True
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
     repformer: RepformerConfig = option(doc="The layers in which atoms and pairs exchange their features.")

@@ -189,6 +189,7 @@ class DPA3Config:
     type: ClassVar[str] = "dpa3"
     aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "repflow.e_sel"
+    has_type_embedding: ClassVar[bool] = True
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = option(

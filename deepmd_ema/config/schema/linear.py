@@ -48,11 +48,14 @@ class NetworkPartConfig:
         return replace(self, descriptor=descriptor)
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together."""
+        """Yield the option and the rest of the message of what does not fit together but for the fitting network."""
         if self.type_map is not None and self.type_map != list(type_map):
             expected = f"that of the model, {show(list(type_map))}"
             yield "type_map", f" = {show(self.type_map)}: expected {expected}. Remove it."
         yield from ((f"descriptor.{name}", text) for name, text in self.descriptor.problems(type_map))
+
+    def problems_of_fitting(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the same of the fitting network."""
         yield from ((f"fitting_net.{name}", text) for name, text in self.fitting_net.problems(type_map))
         if self.fitting_net.atom_ener:
             text = f" = {show(self.fitting_net.atom_ener)}: {_OF_WHOLE}. Remove it, or give model.preset_out_bias."
@@ -73,6 +76,7 @@ class PairTableConfig(shared.OneListSection):
     precision: ClassVar[str] = "float64"
     numbers_per_pair: ClassVar[int] = 8
     vacuum_needs: ClassVar[str] = ""
+    has_type_embedding: ClassVar[bool] = False
 
     type_map: list[str] | None = redefined(NetworkPartConfig, "type_map")
     tab_file: Table = option(
@@ -164,6 +168,11 @@ class PartFittings:
         return max((net.numb_aparam for net in self.nets if net is not None), default=0)
 
     @property
+    def dim_case_embd(self) -> int:
+        """Return the number that the parts agree on."""
+        return max((net.dim_case_embd for net in self.nets if net is not None), default=0)
+
+    @property
     def default_fparam(self) -> list[float] | None:
         """Return what the parts agree on which read any."""
         return next((net.default_fparam for net in self.nets if net is not None and net.numb_fparam), None)
@@ -216,8 +225,9 @@ class LinearConfig(ModelConfig):
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> LinearConfig:
         """Return the section with what the parts see, as ``descriptor`` made of this one has it."""
-        assert isinstance(descriptor, PartDescriptors)
-        return replace(self, models=[part.with_seen(one) for part, one in zip(self.models, descriptor.list)])
+        seen = descriptor
+        assert isinstance(seen, PartDescriptors)
+        return replace(self, models=[part.with_seen(one) for part, one in zip(self.models, seen.list)])
 
     def standard(self, part: NetworkPartConfig) -> StandardConfig:
         """Return the section of a part as that of a model of its own, without what concerns the whole."""
@@ -236,17 +246,23 @@ class LinearConfig(ModelConfig):
         if not isinstance(self.weights, str) and len(self.weights) != len(self.models):
             expected = f"{len(self.models)}, one for each of models"
             yield "weights", f" = {show(self.weights)}: has length {len(self.weights)}, expected {expected}."
-        for name in ("numb_fparam", "numb_aparam", "default_fparam"):
-            count = "numb_aparam" if name == "numb_aparam" else "numb_fparam"
-            nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
+        nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
+        for name in ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd"):
+            count = "numb_fparam" if name == "default_fparam" else name
             found = [getattr(net, name) for net in nets if getattr(net, count)]
             if any(value != found[0] for value in found):
                 yield "models", f": {name} of the fitting networks is {show(found)}, expected one value, or 0 for none."
 
-    def problems_of_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the parts."""
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together in the parts, but for fitting networks."""
         for k, part in enumerate(self.models):
             yield from ((f"models[{k}].{name}", text) for name, text in part.problems(self.type_map))
+
+    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together in the fitting networks of the parts."""
+        for k, part in enumerate(self.models):
+            if isinstance(part, NetworkPartConfig):
+                yield from ((f"models[{k}].{name}", text) for name, text in part.problems_of_fitting(self.type_map))
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield those of the parts."""
@@ -260,3 +276,7 @@ class LinearConfig(ModelConfig):
 def _column(first: int, second: int, num_types: int) -> int:
     """Return the place of the pair of two elements, the first not after the second, among those of ``num_types``."""
     return first * num_types - first * (first - 1) // 2 + second - first
+
+
+# by ``type``; the option ``model`` accepts what stands here
+MODELS: dict[str, type[ModelConfig]] = {section.type: section for section in (StandardConfig, LinearConfig)}

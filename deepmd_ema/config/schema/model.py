@@ -30,9 +30,14 @@ class FittingConfig(Protocol):
         default_fparam: frame parameters where the data have none.
         atom_ener: energies of isolated atoms, eV; null is fitted.
         rcond: of the fit of the energies of the elements.
+        dim_case_embd: numbers that tell the tasks of a run apart.
     """
 
     type: ClassVar[str]
+
+    @property
+    def dim_case_embd(self) -> int:
+        """Return the length of the input that tells tasks apart."""
 
     @property
     def numb_fparam(self) -> int:
@@ -179,8 +184,12 @@ class ModelConfig:
         if set(excluded) >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 
-    def problems_of_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield the same of the sections in it."""
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield the same of what describes the surroundings of an atom."""
+        raise NotImplementedError
+
+    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
+        """Yield the same of what gives energies."""
         raise NotImplementedError
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
@@ -197,6 +206,7 @@ class StandardConfig(ModelConfig):
     """What is trained: elements, descriptor and fitting network."""
 
     type: ClassVar[str] = "standard"
+    is_usual: ClassVar[bool] = True  # the manual names its options without the type
 
     type_map: list[str] = option(
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
@@ -279,9 +289,12 @@ class StandardConfig(ModelConfig):
             yield from (("use_srtab", text) for text in texts)
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
 
-    def problems_of_parts(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the descriptor and in the fitting network."""
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together in the descriptor."""
         yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
+
+    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together in the fitting network."""
         yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
 
     def idle_options(self) -> Iterator[tuple[str, str]]:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from deepmd_ema.config.fields import option, plain
-from deepmd_ema.config.messages import Source
-from deepmd_ema.config.schema.linear import LinearConfig
-from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
+from deepmd_ema.config.messages import Place, Source, path_of
+from deepmd_ema.config.schema.linear import MODELS
+from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
-from deepmd_ema.config.schema.training import TrainingConfig, TrainingDataConfig, ValidatingConfig, ValidationDataConfig
+from deepmd_ema.config.schema.training import (
+    MultiTaskTrainingConfig,
+    TaskDataConfig,
+    TrainingConfig,
+    TrainingDataConfig,
+    TrainingOptions,
+    ValidatingConfig,
+    ValidationDataConfig,
+)
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.weights import LIVE
 
 
@@ -23,20 +32,71 @@ class TaskConfig:
         name: of the task; empty in a single-task input.
         model: its section ``model``.
         loss: its section ``loss``.
-        training_data: frames it is trained on.
-        validation_data: frames it is validated on, or None.
+        data: its training and validation data, and the cache of their statistics.
     """
 
     name: str
     model: ModelConfig
     loss: EnerLossConfig
-    training_data: TrainingDataConfig
-    validation_data: ValidationDataConfig | None
+    data: TaskDataConfig
+
+    @property
+    def training_data(self) -> TrainingDataConfig:
+        """Frames it is trained on."""
+        return self.data.training_data
+
+    @property
+    def validation_data(self) -> ValidationDataConfig | None:
+        """Frames it is validated on, or None."""
+        return self.data.validation_data
+
+    def place(self, section: str) -> str:
+        """Return the dotted path of its ``model``, its ``loss`` or, for ``training``, its data."""
+        if not self.name:
+            return section
+        outer = {"model": "model.model_dict", "loss": "loss_dict", "training": "training.data_dict"}[section]
+        return f"{outer}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A part of the model of a task that other tasks may have too.
+
+    Attributes:
+        task: name of the task.
+        part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
+        key: name of the part in ``model.shared_dict``.
+        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of elements only.
+    """
+
+    task: str
+    part: str
+    key: str
+    level: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Place of the part in the model."""
+        return path_of(self.part)
+
+    @property
+    def text(self) -> str:
+        """The link as an input has it."""
+        return f"{self.key}:{self.level}" if self.level else self.key
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """All sections of an input file.
+class _Learning:
+    """What is trained, and how."""
+
+    model: Any = option(doc="What is trained.")
+    learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
+    optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_Learning):
+    """What inputs of one and of several tasks have alike.
 
     Attributes:
         source: the file, and where in it each option stands; not compared.
@@ -44,11 +104,7 @@ class RunConfig:
         unused: options that stand for others and have no effect in this run, for the log; not compared.
     """
 
-    model: StandardConfig | LinearConfig = option(default_type="standard", doc="What is trained.")
-    learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
-    optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
-    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
-    training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
+    training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
     validating: ValidatingConfig = option(ValidatingConfig(), doc="Full validation and the best weights.")
     source: Source = field(default_factory=Source, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -57,12 +113,58 @@ class RunConfig:
     @property
     def tasks(self) -> dict[str, TaskConfig]:
         """The tasks of the run by name; the only task of a single-task input is called ``""``."""
-        t = self.training
-        return {"": TaskConfig("", self.model, self.loss, t.training_data, t.validation_data)}
+        raise NotImplementedError
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Parts of models that stand in ``model.shared_dict``."""
+        return ()
+
+    def task(self, name: str | None) -> TaskConfig:
+        """Return the task of a name, or the only one if none is given.
+
+        Raises:
+            ConfigError: if there is no such task, or there are several.
+        """
+        tasks = self.tasks
+        if name is None and len(tasks) == 1:
+            return next(iter(tasks.values()))
+        if name is None or name not in tasks:
+            found = "several tasks; which?" if name is None else f"no task {name!r}."
+            if not any(tasks):
+                raise ConfigError(
+                    f"{self.source.name}: one task without a name, so there is no {name!r}. Leave it out."
+                )
+            raise ConfigError(f"{self.source.name}: {found} There are {', '.join(tasks)}: choose one with --head.")
+        return tasks[name]
+
+    def sharing_with(self, task: str) -> list[str]:
+        """Return ``task`` and the tasks with which it shares a part of the descriptor, directly or by others."""
+        together = {task}
+        keys = {link.key for link in self.links if link.part.startswith("descriptor")}
+        groups = [{link.task for link in self.links if link.key == key} for key in keys]
+        for _ in groups:
+            together = together.union(*(group for group in groups if group & together))
+        return [name for name in self.tasks if name in together]
+
+    @property
+    def task_weights(self) -> Mapping[str, float]:
+        """How often each task is trained, relative to the others, by its name; empty if it is not given."""
+        return {}
+
+    @property
+    def task_epochs(self) -> Mapping[str, float]:
+        """How many epochs each task is trained, by its name; empty if it is not given."""
+        return {}
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
         """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
-        return replace(self, model=cast("StandardConfig | LinearConfig", models.get("", self.model)))
+        raise NotImplementedError
+
+    @property
+    def has_validation_data(self) -> bool:
+        """Whether any task has validation data."""
+        return any(task.validation_data is not None for task in self.tasks.values())
 
     @property
     def fully_validated(self) -> list[str]:
@@ -71,7 +173,108 @@ class RunConfig:
         return live + [average.name for average in self.training.averaging if average.full_validation]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Loss(_Learning):
+    """What one task minimizes."""
+
+    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTaskRun(RunConfig, _Loss):  # its options are in this order: _Learning, _Loss, RunConfig
+    """All sections of an input of one task."""
+
+    model: ModelConfig = option(registry=MODELS, default_type="standard", doc="What is trained.")
+    training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
+
+    @property
+    def tasks(self) -> dict[str, TaskConfig]:
+        """The only task, called ``""``."""
+        return {"": TaskConfig("", self.model, self.loss, self.training)}
+
+    def with_models(self, models: Mapping[str, ModelConfig]) -> SingleTaskRun:
+        """Return the run with its section ``model`` replaced."""
+        return replace(self, model=models.get("", self.model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedParts:
+    """Parts of models by name, for inputs only: in a config they stand where models name them."""
+
+    shared_dict: dict[str, Any] = option(
+        {},
+        doc="Sections `descriptor` and `fitting_net` and lists `type_map`, by names of your choice. A model of "
+        '`model_dict` that has such a name instead of the part shares it with the others: `"descriptor": "dpa"` all of '
+        'it, `"descriptor": "dpa:1"` the embedding of elements only.',
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """The models of several tasks. Other keys here hold for all of them."""
+
+    shorthand = SharedParts
+
+    model_dict: dict[str, ModelConfig] = option(
+        registry=MODELS, default_type="standard", doc="Model of each task, by its name."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Losses(_Learning):
+    """What several tasks minimize."""
+
+    loss_dict: dict[str, EnerLossConfig] = option(
+        {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskRun(RunConfig, _Losses):
+    """All sections of an input of several tasks.
+
+    Attributes:
+        links: parts of models that stand in ``model.shared_dict``.
+    """
+
+    model: ModelsConfig = option(doc="What is trained.")
+    training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")
+    links: tuple[Link, ...] = ()
+
+    @property
+    def tasks(self) -> dict[str, TaskConfig]:
+        """The tasks in the order of ``model_dict``; those without data, which a rule refuses, are left out."""
+        data = self.training.data_dict
+        return {
+            name: TaskConfig(name, model, self.loss_dict.get(name, EnerLossConfig()), data[name])
+            for name, model in self.model.model_dict.items()
+            if name in data
+        }
+
+    @property
+    def task_weights(self) -> Mapping[str, float]:
+        """The option ``model_prob``."""
+        return self.training.model_prob
+
+    @property
+    def task_epochs(self) -> Mapping[str, float]:
+        """The option ``num_epoch_dict``."""
+        return self.training.num_epoch_dict
+
+    def with_models(self, models: Mapping[str, ModelConfig]) -> MultiTaskRun:
+        """Return the run with the models of some tasks replaced."""
+        return replace(self, model=replace(self.model, model_dict={**self.model.model_dict, **models}))
+
+
 def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
     """Return the normalized config as plain JSON: canonical keys, every default filled in (the file ``out.json``)."""
     result: dict[str, Any] = plain(config)
+    if isinstance(config, RunConfig) and config.links:
+        shared = result["model"]["shared_dict"] = {}
+        for link in config.links:
+            *outer, last = link.place
+            section = result["model"]["model_dict"][link.task]
+            for key in outer:
+                section = section[key]
+            shared[link.key], section[last] = section[last], link.text
     return result

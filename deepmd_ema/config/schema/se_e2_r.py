@@ -27,9 +27,10 @@ class SeE2RConfig(shared.ListPerElementSection):
     activation_function: ActivationName = redefined(SeE2AConfig, "activation_function")
     resnet_dt: bool = redefined(SeE2AConfig, "resnet_dt")
     type_one_side: bool = option(
-        False,
+        True,
         doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
-        "for each pair of elements. DeePMD-kit's torch backends take only true.",
+        "for each pair of elements. DeePMD-kit declares false and trains true: its torch backends know nothing else, "
+        "and do not read a model with false.",
     )
     precision: str = shared.precision_option()
     trainable: bool = redefined(SeE2AConfig, "trainable")

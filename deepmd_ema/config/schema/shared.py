@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
@@ -116,6 +116,8 @@ def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> i
 class OneListSection:
     """What sections of descriptors tell that keep the nearest ``sel`` neighbors inside ``rcut`` in one list."""
 
+    has_type_embedding: ClassVar[bool] = True  # as one network serves all elements
+
     if TYPE_CHECKING:
         sel: int | list[int] | str
         rcut: float
@@ -144,6 +146,8 @@ class OneListSection:
 @dataclass(frozen=True, kw_only=True)
 class ListPerElementSection:
     """What sections of descriptors tell that keep the nearest ``sel`` neighbors of each element inside ``rcut``."""
+
+    has_type_embedding: ClassVar[bool] = False
 
     if TYPE_CHECKING:
         sel: list[int] | str

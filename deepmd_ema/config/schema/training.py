@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -106,10 +108,8 @@ class ValidationDataConfig(_Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Length and data of the run, and what it writes."""
-
-    shorthand: ClassVar[type] = EmaShorthand
+class TaskDataConfig:
+    """The data of a task."""
 
     training_data: TrainingDataConfig = option(doc="Data to train on.")
     validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
@@ -119,6 +119,14 @@ class TrainingConfig:
     stat_file_mode: str = option(
         "update", choices=("update", "read"), doc="`read` only reads `stat_file`, which must be complete."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Length of a run, and what it writes."""
+
+    shorthand: ClassVar[type] = EmaShorthand
+
     numb_steps: int | None = option(
         None,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
@@ -188,6 +196,49 @@ class TrainingConfig:
     def shards_weights(self) -> bool:
         """Whether every process holds a part of the weights only."""
         return self.zero_stage > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(TrainingOptions, TaskDataConfig):
+    """Length and data of the run, and what it writes."""
+
+
+def _are_numbers(by_task: Mapping[str, Any]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in by_task.values())
+
+
+_shares = Check(
+    lambda v: not v or (_are_numbers(v) and min(v.values()) >= 0 and sum(v.values()) > 0),
+    'numbers >= 0, not all 0, by task, e.g. {"water": 0.7, "ice": 0.3}',
+)
+_epochs = Check(
+    lambda v: not v or (_are_numbers(v) and min(v.values()) > 0),
+    'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksData:
+    """The data of several tasks, and how often each task is trained."""
+
+    data_dict: dict[str, TaskDataConfig] = option(doc="Data of each task, by its name.")
+    model_prob: dict[str, float] = option(
+        {},
+        check=_shares,
+        doc="Probability of each task to be the one that a step trains; empty: by the number of its training systems.",
+    )
+    num_epoch_dict: dict[str, float] = option(
+        {},
+        check=_epochs,
+        unit="epochs",
+        doc="Passes over the training data of each task, instead of `numb_steps` and `model_prob`, both of which "
+        "follow from them.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskTrainingConfig(TrainingOptions, TasksData):
+    """Length and data of a run of several tasks, and what it writes."""
 
 
 _metric = Check(

@@ -17,6 +17,7 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, make_frame, numbers, parse_choice
 from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
+from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
 
@@ -267,12 +268,11 @@ def _refuse_columns(rows: Sequence[str], head: _Head) -> None:
 
 def _symbols(atomic_numbers: Array) -> Array:
     """Return (N, 1) names of elements."""
-    from ase.data import chemical_symbols
-
+    symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
     try:
-        return np.array([[chemical_symbols[int(number)]] for number in atomic_numbers[:, 0]], object)
-    except (ValueError, IndexError):
-        raise DataError(f"Z: is no atomic number. Expected 1 to {len(chemical_symbols) - 1}.") from None
+        return np.array([[symbol_of[number]] for number in atomic_numbers[:, 0]], object)
+    except KeyError as error:
+        raise DataError(f"Z: {show_text(error.args[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}.") from None
 
 
 def _unquoted(text: str) -> str:

@@ -136,9 +136,11 @@ def _dpdata_frames(path: Path, file_format: str) -> Iterator[StoredFrame]:
     symbols = [data["atom_names"][number] for number in data["atom_types"]]
     stored = {"energy": "energies", "virial": "virials"}
     known = {*stored.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    more = {name: value for name, value in data.items() if name not in known}
     for k in range(len(data["coords"])):
         per_frame = {name: data[key][k] for name, key in stored.items() if key in data}
-        per_frame |= {name: data[name] for name in data if name not in known}
+        # what belongs to each frame has a row for it: parameters, and labels that dpdata does not know
+        per_frame |= {n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v for n, v in more.items()}
         per_atom = {"forces": data["forces"][k]} if "forces" in data else {}
         box = None if data.get("nopbc") else np.asarray(data["cells"][k], np.float64)
         yield StoredFrame(symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom)

@@ -30,7 +30,7 @@ _NAMES = {
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
 _MOST_NAMES = 12
-_FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are
+_FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 
 
@@ -84,9 +84,12 @@ class Inventory:
         return self._known[key]
 
     def add(self, frame: StoredFrame) -> None:
-        """Count a frame; raises DataError as ``sources`` does."""
+        """Count a frame; raises DataError as ``sources`` does, or if its cell has no volume."""
         self.num_frames += 1
         sources = self.sources(frame)
+        if frame.box is not None and not np.linalg.det(frame.box):
+            shown = " ".join(f"{number:g}" for number in frame.box.ravel())
+            raise DataError(f'is periodic with a cell without volume ({shown}). Molecules have pbc = "F F F".')
         for what, name in sources.items():
             self.read.setdefault(what, Counter())[name] += 1
         self.left.update({*frame.per_frame, *frame.per_atom} - set(sources.values()))
@@ -239,7 +242,10 @@ def _choose(per_frame: Sequence[str], per_atom: Sequence[str], given: Mapping[st
         elif {VIRIAL: STRESS, STRESS: VIRIAL}.get(what) in given:
             continue
         else:
-            found = [name for name in stored if _ORIGIN.sub("", name.lower()).replace("-", "_") in names]
+            plain = {name: _ORIGIN.sub("", name.lower()).replace("-", "_") for name in stored}
+            found = [name for name in stored if plain[name] in names]
+            if what == ENERGY and not found:
+                found = [name for name in stored if plain[name] == _FREE]
         if len(found) > 1:
             raise DataError(f"{what} may be {' or '.join(found)}. {_say_which(what, found[0])}")
         if found:

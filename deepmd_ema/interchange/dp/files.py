@@ -1,10 +1,11 @@
-"""Nested dictionaries with arrays in DeePMD-kit's ``.dp`` (HDF5) and ``.yaml`` files."""
+"""Nested dictionaries with arrays in DeePMD-kit's ``.dp`` (HDF5) and ``.yaml`` files, and inside of its ``.pt2``."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
+import zipfile
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +19,7 @@ from deepmd_ema.tensors import content_digest
 
 Tree: TypeAlias = dict[str, Any]
 
+PACKAGED_TREE = "model/extra/model.json"  # in a .pt2
 VARIABLES = "@variables"  # every array is under such a key
 _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
 _DIGEST = "digest"  # of all else in the file; DeePMD-kit does not look at it, and its own files have none
@@ -54,11 +56,12 @@ def read_tree(path: Path) -> Tree:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file.")
     try:
-        tree = (_read_yaml if _is_yaml(path) else _read_hdf5)(path)
+        tree = _reader_of(path)(path)
     except CheckpointError:
         raise
     except Exception as error:  # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
-        kind = "a YAML" if _is_yaml(path) else "an HDF5"
+        reader = _reader_of(path)
+        kind = "a YAML" if reader is _read_yaml else "a compiled" if reader is _read_packaged else "an HDF5"
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
     if not isinstance(tree, dict):
@@ -73,6 +76,17 @@ def read_tree(path: Path) -> Tree:
 
 def _digest(tree: Tree) -> str:
     return content_digest({name: part for name, part in tree.items() if name not in (_DIGEST, *_ADDED)})
+
+
+def packaged_text(tree: Tree) -> str:
+    """Return ``tree`` with its digest as the JSON text that stands in a ``.pt2`` file."""
+    return json.dumps(_replaced({**tree, _DIGEST: _digest(tree)}, _as_lists), separators=(",", ":"))
+
+
+def _reader_of(path: Path) -> Callable[[Path], Any]:
+    if path.suffix.lower() == ".pt2":
+        return _read_packaged
+    return _read_yaml if _is_yaml(path) else _read_hdf5
 
 
 def _is_yaml(path: Path) -> bool:
@@ -123,12 +137,22 @@ def _read_hdf5(path: Path) -> Any:
 def _write_yaml(path: Path, tree: Tree) -> None:
     import yaml
 
-    def store(array: Any) -> Tree:
-        array = np.asarray(array)
-        return {**_ARRAY, "dtype": array.dtype.name, "value": array.tolist()}
-
     with path.open("w", encoding="utf-8") as file:
-        yaml.dump(_replaced(tree, store), file, getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False)
+        yaml.dump(_replaced(tree, _as_lists), file, getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False)
+
+
+def _as_lists(array: Any) -> Tree:
+    array = np.asarray(array)
+    return {**_ARRAY, "dtype": array.dtype.name, "value": array.tolist()}
+
+
+def _as_array(lists: Tree) -> Any:
+    return np.array(lists["value"], dtype=lists["dtype"])
+
+
+def _read_packaged(path: Path) -> Any:
+    with zipfile.ZipFile(path) as package:
+        return _replaced(json.loads(package.read(PACKAGED_TREE)), _as_array)
 
 
 def _read_yaml(path: Path) -> Any:
@@ -140,7 +164,7 @@ def _read_yaml(path: Path) -> Any:
     tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if _is_larger(tree, len(text) + 1):
         raise CheckpointError(f"{path}: its anchors stand for more values than a model file of this length has.")
-    return _replaced(tree, lambda v: np.array(v["value"], dtype=v["dtype"]))
+    return _replaced(tree, _as_array)
 
 
 def _depth_bound(text: str) -> int:

@@ -80,6 +80,16 @@ def write_dp(
         WriteError: if the file cannot be written.
     """
     path = Path(path)
+    write_tree(path, file_tree(model, config, min_nbor_dist, extra), check)
+
+
+def file_tree(
+    model: EnergyModel,
+    config: ModelConfig | Mapping[str, Any],
+    min_nbor_dist: float | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Tree:
+    """Return the whole content of a model file; arguments are those of ``write_dp``."""
     section = model_config_from_dict(config) if isinstance(config, Mapping) else config
     distance = model.min_nbor_dist if min_nbor_dist is None else min_nbor_dist
     tree: Tree = {
@@ -92,7 +102,7 @@ def write_dp(
     }
     if distance is not None:
         tree[VARIABLES] = {"min_nbor_dist": np.array(distance, dtype=np.float64)}
-    write_tree(path, _with_facts(tree, extra or {}), check)
+    return _with_facts(tree, extra or {})
 
 
 def rewrite_bias(

@@ -28,6 +28,7 @@ def with_table(tree: Tree, model: EnergyModel) -> Tree:
     assert model.short_range is not None
     switch = model.short_range.switch
     network = part_tree(tree, "standard", {name: tree[name] for name in NETWORKS})
+    network["fitting"] = {**tree["fitting"], "exclude_types": []}  # the model excludes them, not its network
     pairs = part_tree(tree, "pairtab", table_entries(model.short_range.table, sum(model.layout.sel)))
     return {
         **{name: value for name, value in tree.items() if name not in NETWORKS},

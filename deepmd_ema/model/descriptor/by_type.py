@@ -38,6 +38,7 @@ class ByTypeDescriptor(nn.Module):
     """
 
     mixed_types = False
+    passes_messages = False
     num_columns: ClassVar[int] = 4
 
     def __init__(self, config: SeE2AConfig | SeE2RConfig | SeE3Config, num_types: int, seed: int) -> None:
@@ -147,11 +148,12 @@ class ByTypeDescriptor(nn.Module):
         return mean, spread
 
     def _dropped(self, batch: Batch) -> Tensor | None:
-        """Return (A, K) bool, pairs that do not see each other, or None where all do."""
+        """Return (A, K) bool, pairs that do not see each other, however far, or None where all do."""
         if not self.excluded:
             return None
         rows = self._excluded_table[batch.atom_type]
-        return torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
+        of_types = torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
+        return of_types & batch.occupied
 
     def _trimmed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield what the empty slots of each section beyond those of the batch hold, by type of centre.

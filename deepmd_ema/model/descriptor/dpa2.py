@@ -68,6 +68,7 @@ class DPA2Descriptor(nn.Module):
     """
 
     mixed_types = True
+    passes_messages = True
 
     def __init__(self, config: DPA2Config, num_types: int, seed: int) -> None:
         super().__init__()

@@ -43,6 +43,7 @@ class DPA3Descriptor(nn.Module):
     """
 
     mixed_types = True
+    passes_messages = True
 
     def __init__(self, config: DPA3Config, num_types: int, seed: int) -> None:
         super().__init__()

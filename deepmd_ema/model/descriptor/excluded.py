@@ -30,5 +30,5 @@ class ExcludedPairs(nn.Module):
         """Return (A, K) bool, pairs of ``hood`` that do not see each other, or None where all do."""
         if not self.any:
             return None
-        neighbor_type = batch.atom_type[hood.neighbor.clamp(max=len(batch.atom_type) - 1)]
+        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
         return self._table[batch.atom_type[:, None], neighbor_type] & hood.mask

@@ -37,6 +37,7 @@ class HybridDescriptor(nn.Module):
         self.section = config
         self.parts = nn.ModuleList(cast("list[nn.Module]", list(parts)))
         self.mixed_types = any(part.mixed_types for part in parts)
+        self.passes_messages = any(part.passes_messages for part in parts)
         self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
 
     @property

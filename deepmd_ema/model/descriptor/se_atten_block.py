@@ -98,9 +98,9 @@ class SeAttenBlock(nn.Module):
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        filler = _first_types(batch)
+        filler = batch.first_type
         mask = hood.mask if dropped is None else hood.mask & ~dropped
-        neighbor_type = batch.atom_type[hood.neighbor.clamp(max=len(batch.atom_type) - 1)]
+        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
         neighbor_type = torch.where(mask, neighbor_type, filler[batch.atom_frame][:, None])
         width = vector.shape[1]
         distance = torch.linalg.vector_norm(vector, dim=-1)
@@ -130,11 +130,12 @@ class SeAttenBlock(nn.Module):
             return cast("Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1)))
         num_types = len(table)
         if self.one_side:
-            of_elements, index = self.pair_embedding(table), neighbor
-        else:  # a row for each pair, of centre * T + neighbor
+            of_neighbor = self.pair_embedding(table)
+        else:  # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor would be large
             both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
-            of_elements, index = self.pair_embedding(torch.cat(both, -1)), centre * num_types + neighbor
-        gate = pick(of_elements, index)
+            of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
+            of_neighbor = pick(of_pair, centre[..., 0]).unflatten(-1, (num_types, -1))  # (..., T, M)
+        gate = pick(of_neighbor, neighbor)
         radial: Tensor = self.embedding(s)
         return radial + radial * (gate * switch if self.smooth else gate)
 
@@ -148,14 +149,9 @@ class SeAttenBlock(nn.Module):
         rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[:, width:]  # (T, S - K, 4)
         centre = torch.arange(num_types, device=rows.device)[None, :, None]
         neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
-        s = rows[None, ..., :1].expand(len(filler), -1, -1, -1)
+        s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
         pairs = self._embed(s, table, centre, neighbor, torch.zeros_like(s))
         for layer in self.attention_layers:
             pairs = layer.of_no_neighbor(pairs)
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
         return moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
-
-
-def _first_types(batch: Batch) -> Tensor:
-    """Return the type of the first atom of each frame (F,), in the order of the files."""
-    return batch.in_file_order(batch.atom_type)[batch.num_atoms.cumsum(0) - batch.num_atoms]

@@ -80,10 +80,10 @@ class SeE2AVjp:
     def __call__(self, grad_features: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, M X)."""
         moments, axis = self._moments, self._num_axis
-        grad = grad_features.view(len(moments), -1, axis)
+        grad = grad_features.view(moments.shape[0], -1, axis)
         whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
         first = whole[..., :axis] + torch.bmm(moments, grad)
         grad_moments = torch.cat([first, whole[..., axis:]], -1) / self._num_slots
-        parts = grad_moments.split([len(group[0].rows) for group in self._groups])
+        parts = grad_moments.split([group[0].rows.shape[0] for group in self._groups])
         groups = zip(parts, self._groups, strict=True)
         return self._env.vjp(joined([joined([m.vjp(part) for m in group], 1) for part, group in groups]))

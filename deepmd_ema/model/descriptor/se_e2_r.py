@@ -73,6 +73,6 @@ class SeE2RVjp:
 
     def __call__(self, grad_features: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, M)."""
-        parts = (grad_features * self._scale)[..., None].split([len(group[0]) for group in self._derivatives])
+        parts = (grad_features * self._scale)[..., None].split([group[0].shape[0] for group in self._derivatives])
         groups = zip(parts, self._derivatives, strict=True)
         return self._env.vjp(joined([joined([torch.bmm(d, part) for d in group], 1) for part, group in groups]))

@@ -73,7 +73,7 @@ class SeTTebdBlock(nn.Module):
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
         mask = hood.mask if dropped is None else hood.mask & ~dropped
-        neighbor_type = batch.atom_type[hood.neighbor.clamp(max=len(batch.atom_type) - 1)]
+        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
         stddev = self.stddev[:, : vector.shape[1], 1:].double()[batch.atom_type]
@@ -107,7 +107,7 @@ class SeTTebdBlock(nn.Module):
         gate = self.pair_embedding(pairs).view(num_types, num_types, self.num_channels)  # of (j, k)
         values = products[..., None] * cast("Tensor", self.embedding(products[..., None]))  # (A, J, K, M)
         by_first = torch.bmm(elements.transpose(1, 2), values.flatten(2)).view(
-            len(products), num_types, *values.shape[2:]
+            products.shape[0], num_types, *values.shape[2:]
         )
         of_second = (elements @ gate.transpose(0, 1).flatten(1)).view(*elements.shape, self.num_channels)
         gated = (by_first.transpose(1, 2) * of_second).sum((1, 2))

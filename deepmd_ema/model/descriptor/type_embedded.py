@@ -55,6 +55,7 @@ class TypeEmbeddedDescriptor(nn.Module):
     """
 
     mixed_types = True
+    passes_messages = False
 
     def __init__(self, config: Any, num_types: int, seed: int, make_block: Callable[..., EmbeddedBlock]) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.nn.layers import Network, freeze
 from deepmd_ema.model.statistics import mean_and_spread
@@ -56,9 +56,10 @@ class EnergyFitting(nn.Module):
         self.from_vacuum = frozenset({0} if given and mixed_types else given)
         self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
+        self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
         self.nets = nn.ModuleList(
             Network(
-                [dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd, *config.neuron],
+                [self.num_inputs, *config.neuron],
                 config.activation_function,
                 timestep=config.resnet_dt,
                 dtype=self.dtype,
@@ -89,6 +90,24 @@ class EnergyFitting(nn.Module):
         """The networks, one per type or one for all."""
         return cast("list[Network]", list(self.nets))
 
+    def share_networks(self, other: EnergyFitting, whose: str) -> None:
+        """Take the networks of ``other``; ``whose`` names both owners for messages.
+
+        Raises:
+            ConfigError: if they have another number of inputs.
+        """
+        if other.num_inputs != self.num_inputs:
+            raise ConfigError(
+                f"{whose} share a fitting network, but their descriptors have {other.num_inputs} and {self.num_inputs} "
+                "numbers (with frame and atom parameters). Share the descriptor too, or give both one size."
+            )
+        self.nets = other.nets
+
+    def set_case(self, index: int) -> None:
+        """Tell this task from the others by a one at ``index`` of the case embedding, if there is one."""
+        if self.case_embd is not None:
+            self.case_embd.zero_()[index] = 1
+
     def apply_statistics(self, sums: Mapping[str, np.ndarray], protect: float) -> None:
         """Set mean and inverse spread of the frame and atom parameters that the data have."""
         for name, values in sums.items():
@@ -103,10 +122,10 @@ class EnergyFitting(nn.Module):
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
         inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
-        shares = [len(inputs)] if self.mixed_types else list(batch.type_counts)
+        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
         energies, gradients = [], []
         for index, (net, mine) in enumerate(zip(self.networks, inputs.split(shares), strict=True)):
-            if not len(mine) and self.skips_absent and not torch.is_grad_enabled():
+            if self.skips_absent and not torch.is_grad_enabled() and not mine.shape[0]:
                 continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
             energy, gradient = net.value_and_gradient(mine)
             if index in self.from_vacuum:
@@ -135,7 +154,7 @@ class EnergyFitting(nn.Module):
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
             out.append(self._normalised(APARAM, batch.conditions[APARAM]))
         if self.case_embd is not None:
-            out.append(self.case_embd.expand(len(batch.atom_type), -1))
+            out.append(self.case_embd.expand(batch.atom_type.shape[0], -1))
         return out
 
     def _normalised(self, name: str, values: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Environment:
         rcut: cutoff radius, angstrom.
         rcut_smth: start of the switch, angstrom.
         protection: added to distances before division, angstrom.
-        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None.
+        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
         dtype: precision of the rows.
 
     Attributes:
@@ -95,7 +95,7 @@ class Environment:
         raw = torch.cat([self._parts.s.unsqueeze(-1), self._parts.c.unsqueeze(-1) * vector], -1)
         rows = raw.sub_(mean).mul_(self._scale)
         if dropped is not None:
-            keep = (~(dropped & (distance < rcut))).unsqueeze(-1).to(rows.dtype)
+            keep = (~dropped).unsqueeze(-1).to(rows.dtype)
             rows = rows * keep
             self._scale = self._scale * keep
         self.rows = rows.to(dtype)
@@ -131,7 +131,7 @@ class RadialEnvironment:
         parts = radial_parts(distance, rcut, rcut_smth, protection)
         scale = spread.reciprocal()
         if dropped is not None:
-            scale = scale * (~(dropped & (distance < rcut))).unsqueeze(-1)
+            scale = scale * (~dropped).unsqueeze(-1)
         self.rows = ((parts.s.unsqueeze(-1) - mean) * scale).to(dtype)
         self._along = scale * parts.ds_over_r.unsqueeze(-1) * vector  # ds/dvector
 

@@ -69,5 +69,15 @@ def _plain_sum(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     return _rows(pair.flatten(0, 1), reverse).sum(1)
 
 
-gather_neighbors = Kernel("gather_neighbors", _Gather.apply, _plain_gather)
-sum_over_reverse = Kernel("sum_over_reverse", _Sum.apply, _plain_sum)
+def _exported_gather(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+    return _rows(node, neighbor)
+
+
+def _exported_sum(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+    # adds to the atoms instead of reading from the slots: only the length of `reverse` is asked for
+    out = pair.new_zeros(reverse.shape[0] + 1, pair.shape[-1])
+    return out.index_add(0, neighbor.flatten(), pair.flatten(0, 1))[:-1]
+
+
+gather_neighbors = Kernel("gather_neighbors", _Gather.apply, _plain_gather, _exported_gather)
+sum_over_reverse = Kernel("sum_over_reverse", _Sum.apply, _plain_sum, _exported_sum)

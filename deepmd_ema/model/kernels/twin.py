@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -13,7 +13,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNELS: dict[str, Kernel[..., Any]] = {}
-_plain_only: ContextVar[bool] = ContextVar("plain_only", default=False)
+_BY_HAND, _PLAIN, _EXPORTED = "by_hand", "plain", "exported"
+_kind: ContextVar[str] = ContextVar("kind", default=_BY_HAND)
 
 
 class Kernel(Generic[P, R]):
@@ -29,25 +30,41 @@ class Kernel(Generic[P, R]):
         name: for the registry ``KERNELS``, over which the law that both agree is tested.
         by_hand: runs in eager mode.
         plain: runs under ``torch.compile`` and inside ``plain_kernels``.
+        exported: runs inside ``exported_kernels``, without gradients by parameters and without ``reverse`` slots; the
+            plain one if not given.
     """
 
-    def __init__(self, name: str, by_hand: Callable[P, R], plain: Callable[P, R]) -> None:
+    def __init__(
+        self, name: str, by_hand: Callable[P, R], plain: Callable[P, R], exported: Callable[P, R] | None = None
+    ) -> None:
         assert name not in KERNELS, name
-        self.by_hand, self.plain = by_hand, plain
+        self.by_hand, self.plain, self.exported = by_hand, plain, exported or plain
         KERNELS[name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what both implementations return."""
-        if torch.compiler.is_compiling() or _plain_only.get():
+        kind = _kind.get()
+        if kind == _EXPORTED:
+            return self.exported(*args, **kwargs)
+        if kind == _PLAIN or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         return self.by_hand(*args, **kwargs)
 
 
-@contextmanager
-def plain_kernels() -> Iterator[None]:
+def plain_kernels() -> AbstractContextManager[None]:
     """Make every kernel the plain one within it, in this thread: for ``torch.func`` over a whole model, and tests."""
-    token = _plain_only.set(True)
+    return _within(_PLAIN)
+
+
+def exported_kernels() -> AbstractContextManager[None]:
+    """Make every kernel the exported one within it, in this thread: for graphs that are written to a file."""
+    return _within(_EXPORTED)
+
+
+@contextmanager
+def _within(kind: str) -> Iterator[None]:
+    token = _kind.set(kind)
     try:
         yield
     finally:
-        _plain_only.reset(token)
+        _kind.reset(token)

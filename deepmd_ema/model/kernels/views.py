@@ -6,7 +6,7 @@ wants them by type sees a permutation. `View.vjp` brings gradients back to the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -37,7 +37,7 @@ class View:
         """Return the gradient with respect to the vectors of the list (A, K, 3) from that of the view (A, V, 3)."""
         if self.slot is None:
             return grad_vector
-        return sum_over_reverse(grad_vector, self.slot, self.place).view(len(grad_vector), -1, 3)
+        return sum_over_reverse(grad_vector, self.slot, self.place).view(grad_vector.shape[0], -1, 3)
 
 
 def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: bool = False) -> View:
@@ -77,7 +77,7 @@ def _slots_by_type(batch: Batch, slots: tuple[int, ...]) -> Tensor:
     """Return (A, V), the flat slot of the list in each slot of sections by type, nearest first; ``A * K`` is none."""
     num_atoms, total = batch.neighbor.shape
     device, num_types = batch.neighbor.device, len(slots)
-    types = torch.where(batch.occupied, batch.atom_type[batch.neighbor], num_types)
+    types = torch.where(batch.occupied, batch.neighbor_type, num_types)
     types, order = torch.sort(types, dim=1, stable=True)
     ends = torch.searchsorted(types, torch.arange(num_types, device=device).repeat(num_atoms, 1), right=True)
     starts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
@@ -102,9 +102,9 @@ def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], reach: float) -> V
     own = torch.arange(num_atoms, device=device)[:, None]
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
-    far = torch.tensor([2 * reach, 0.0, 0.0], dtype=vector.dtype, device=device)
-    seen = replace(
-        batch,
+    far = torch.nn.functional.pad(vector.new_full((1,), 2 * reach), (0, 2))  # a tensor of a list would be waited for
+    seen = batch.seen_through(
+        slot,
         slots=slots,
         type_slots=(),
         inner=tuple((rcut, most, min(used, width)) for rcut, most, used in batch.inner),

@@ -58,8 +58,11 @@ class TypeEmbedding(nn.Module):
 
 
 def pick(table: Tensor, index: Tensor) -> Tensor:
-    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any device."""
-    return one_hot(index, len(table), table.dtype) @ table
+    """Return ``table[index]`` (..., C) by a product: its derivative adds in a fixed order, on any device.
+
+    A ``table`` (..., T, C) of more dimensions is picked from with an ``index`` (..., K).
+    """
+    return one_hot(index, table.shape[-2], table.dtype) @ table
 
 
 def one_hot(index: Tensor, num_types: int, dtype: torch.dtype) -> Tensor:

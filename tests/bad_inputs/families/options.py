@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bad_inputs.case import ACCEPTED, EITHER, TRAIN, Case
 from deepmd_ema.config.fields import Option, options
-from deepmd_ema.config.schema.run import RunConfig
+from deepmd_ema.config.schema.run import SingleTaskRun
 
 # option -> a value that is allowed and far from what anybody means
 EXTREME = {
@@ -34,7 +34,7 @@ EXTREME = {
 
 
 def cases() -> Iterator[Case]:
-    for path, option in _options(RunConfig, ()):
+    for path, option in _options(SingleTaskRun, ()):
         for name, value in _wrong_values(option):
             says = [path[-1]] if path[-1] != "type" else []
             yield Case("options", f"{'.'.join(path)} = {name}", prepare=_put(path, value), says=says)

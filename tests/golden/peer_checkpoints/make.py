@@ -20,6 +20,9 @@ SE_E2_A = {"type": "se_e2_a", "sel": [20, 20], "rcut": 4.0, "rcut_smth": 1.0, "n
            "seed": 1, "type_one_side": True}  # fmt: skip
 SE_ATTEN = {"type": "se_atten", "sel": 40, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 3, "attn": 6,
             "attn_layer": 1, "tebd_dim": 4, "seed": 1}  # fmt: skip
+# without type_one_side, which is declared as false there and taken for true
+HYBRID = {"type": "hybrid", "list": [SE_E2_A, {"type": "se_e2_r", "sel": [20, 20], "rcut": 4.0, "rcut_smth": 1.0,
+          "neuron": [4, 8], "seed": 2}]}  # fmt: skip
 LOSS = {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 10, "limit_pref_f": 1}
 ASK = """
 import sys, numpy as np
@@ -71,6 +74,7 @@ RUNS = {
     "pt": (single(SE_E2_A, enable_ema=True, ema_decay=0.5), "pt", "model.ckpt-4.pt", [""]),
     "pt_ema": (single(SE_E2_A, enable_ema=True, ema_decay=0.5), "pt", "model_ema.ckpt-4.pt", [""]),
     "pt_expt": (single(SE_ATTEN), "pt-expt", "model.ckpt-4.pt", [""]),
+    "pt_hybrid": (single(HYBRID), "pt", "model.ckpt-4.pt", [""]),
     "pt_heads": (several(), "pt", "model.ckpt-4.pt", ["water", "ice"]),
 }
 

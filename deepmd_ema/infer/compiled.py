@@ -1,0 +1,92 @@
+"""Models compiled to machine code: batches and arrays as the tensors that a ``.pt2`` file takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.model.energy import EnergyModel
+
+# N atoms of a frame, E atoms and images, K slots, P pairs, A atoms of a batch, T types
+
+
+class CompiledModel(nn.Module):
+    """Evaluates batches as ``EnergyModel`` does, by compiled code, one frame after the other.
+
+    Args:
+        run: the compiled function, with the arguments of ``ExtendedModel``.
+        model: what was compiled; only read, for its layout.
+    """
+
+    def __init__(self, run: Callable[..., dict[str, Tensor]], model: EnergyModel) -> None:
+        super().__init__()
+        self._run = run
+        self.layout, self.type_map = model.layout, model.type_map
+        fitting = model.fitting
+        default = getattr(fitting, "_default_fparam", None)
+        self._default_fparam = default if getattr(fitting, "num_fparam", 0) else None
+
+    def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
+        """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64."""
+        assert not create_graph, "compiled code has no parameters"
+        energy, virial = batch.coord.new_zeros(batch.num_frames), batch.coord.new_zeros(batch.num_frames, 9)
+        atom_energy, force = torch.zeros_like(batch.coord[:, 0]), torch.zeros_like(batch.coord)
+        for f in range(batch.num_frames):
+            rows = torch.nonzero(batch.atom_frame == f)[:, 0]
+            rows = rows[torch.argsort(batch.atom_order[rows])]
+            conditions: dict[str, Any] = {FPARAM: slice(f, f + 1), APARAM: rows}
+            given = {name: batch.conditions[name][at] for name, at in conditions.items() if name in batch.conditions}
+            found = self.frame(*_images(batch, rows), given)
+            energy[f], virial[f] = found[ENERGY], found[VIRIAL]
+            atom_energy[rows], force[rows] = found[ATOM_ENERGY], found[FORCE]
+        return {ENERGY: energy, ATOM_ENERGY: atom_energy, FORCE: force, VIRIAL: virial}
+
+    def frame(
+        self, coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, conditions: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the energy (), atomic energies (N,), forces (N, 3) and virial (9,) of a frame.
+
+        Args:
+            coord: (E, 3), angstrom, the N atoms first.
+            atype: (E,).
+            nlist: (N, K) places among the E, -1 is none.
+            mapping: (E,) the atom that each is an image of.
+            conditions: ``fparam`` (1, P) and ``aparam`` (N, Q) by name, where the model takes them.
+        """
+        more = dict(conditions)
+        if FPARAM not in more and self._default_fparam is not None:
+            more[FPARAM] = self._default_fparam.expand(1, -1).contiguous()
+        if APARAM in more:
+            more[APARAM] = more[APARAM][None]
+        given = [more[name] for name in (FPARAM, APARAM) if name in more]
+        found = self._run(coord[None], atype[None], nlist[None], mapping[None], *given)
+        on_images = found["energy_derv_r"][0, :, 0]
+        num_atoms = len(nlist)
+        force = on_images[:num_atoms].index_add(0, mapping[num_atoms:], on_images[num_atoms:])
+        return {
+            ENERGY: found["energy_redu"][0, 0],
+            ATOM_ENERGY: found["energy"][0, :, 0],
+            FORCE: force,
+            VIRIAL: found["energy_derv_c_redu"][0, 0],
+        }
+
+
+def _images(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return coordinates, types, neighbors and mapping of the atoms ``rows`` (N,), with an image in each slot."""
+    num_atoms, device = len(rows), rows.device
+    filled = batch.occupied[rows]
+    place = torch.full((len(batch.atom_type),), -1, device=device)
+    place[rows] = torch.arange(num_atoms, device=device)
+    neighbor = batch.neighbor[rows][filled]
+    centre = torch.nonzero(filled)[:, 0]
+    coord = batch.coord[rows]
+    kinds = torch.cat([batch.atom_type[rows], batch.atom_type[neighbor]])
+    nlist = torch.full((num_atoms, max(1, filled.shape[1])), -1, device=device)
+    nlist[:, : filled.shape[1]][filled] = num_atoms + torch.arange(len(neighbor), device=device)
+    coord = torch.cat([coord, coord[centre] + batch.vector[rows][filled]])
+    return coord, kinds, nlist, torch.cat([torch.arange(num_atoms, device=device), place[neighbor]])

@@ -1,0 +1,196 @@
+"""Models compiled to machine code (``.pt2``): packages of AOTInductor, laid out as DeePMD-kit reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.config import ModelConfig
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.files import atomic_write
+from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.extended import ExtendedModel
+
+# F frames, N atoms of a frame, E atoms of a frame and images of them, L slots as given
+
+_FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
+_SCRIPT = "model/extra/model_def_script.json"
+_DEVICE = "dp_ema_device"
+_OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
+
+
+def write_pt2(
+    path: Path,
+    model: EnergyModel,
+    config: ModelConfig,
+    tree: Tree,
+    device: torch.device,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Compile a model for ``device`` and write it; the file appears whole or not at all. This takes minutes.
+
+    Args:
+        path: ends in ``.pt2``.
+        model: in evaluation mode.
+        config: the section ``model``.
+        tree: content of the ``.dp`` file of the model, which the package holds as well.
+        device: where the file computes.
+        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+
+    Raises:
+        UserError: if there is no C++ compiler.
+        WriteError: if the file cannot be written.
+    """
+    _refuse_without_compiler(path)
+    exported = _exported(model, config, device)
+    facts = {**metadata(model, config), _DEVICE: device.type}
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
+        with zipfile.ZipFile(made, "a") as package:
+            package.writestr(_FACTS, json.dumps(facts))
+            package.writestr(_SCRIPT, json.dumps(tree["model_def_script"]))
+            package.writestr(PACKAGED_TREE, packaged_text(tree))
+        with atomic_write(path, "Choose another -o, or make room.") as part:
+            shutil.copyfile(made, part)
+            if check is not None:
+                check(part)
+
+
+def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
+    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and its device.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged, or this machine cannot run it.
+    """
+    try:
+        with zipfile.ZipFile(path) as package:
+            bad = package.testzip()
+            facts = json.loads(package.read(_FACTS))
+        if bad is not None:
+            raise CheckpointError(f"{path}: damaged ({bad}). Freeze the model again.")
+        device = str(facts[_DEVICE])
+        if device == "cuda" and not torch.cuda.is_available():
+            raise CheckpointError(f"{path}: compiled for CUDA, and there is no GPU here. Freeze the model again here.")
+        return torch._inductor.aoti_load_package(str(path)), device
+    except (OSError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{path}: cannot be loaded ({reason}). It was compiled for one kind of machine, device and version of "
+            "torch: freeze the model again here."
+        ) from error
+
+
+def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
+    """Return what DeePMD-kit reads from a package before it runs it."""
+    layout, fitting = model.layout, config.fitting_net
+    default = None if fitting.default_fparam is None else list(fitting.default_fparam)
+    energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
+              "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
+    return {
+        "type_map": list(model.type_map),
+        "rcut": layout.rcut,
+        "sel": list(layout.sel),
+        "nnei": sum(layout.sel),
+        "mixed_types": not layout.by_type,
+        "dim_fparam": fitting.numb_fparam,
+        "dim_aparam": fitting.numb_aparam,
+        "has_default_fparam": default is not None,
+        "default_fparam": default,
+        "fitting_output_defs": [energy],
+        "output_keys": ["energy", "mask", "energy_redu", "energy_derv_r", "energy_derv_c_redu"],
+        "pair_exclude_types": sorted([list(pair) for pair in layout.excluded_pairs]),
+        "has_message_passing": model.descriptor.passes_messages,
+        "lower_input_kind": "nlist",
+        "graph_edge_dtype": "float64",
+        "do_atomic_virial": False,
+        "has_comm_artifact": False,
+        "sel_type": [],
+        "is_spin": False,
+        "dim_chg_spin": 0,
+        "has_chg_spin_ebd": False,
+        "has_default_chg_spin": False,
+        "default_chg_spin": None,
+        "chg_spin_table_ranges": None,
+    }
+
+
+def _exported(model: EnergyModel, config: ModelConfig, device: torch.device) -> torch.export.ExportedProgram:
+    """Return the graph of a model for frames of any number and size.
+
+    It is traced twice: ``torch.export`` cannot look into ``torch.func.vjp``, and ``make_fx`` writes it out.
+    """
+    from torch.export import Dim
+    from torch.export.passes import move_to_device_pass
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    copy = deepcopy(model).cpu().eval().requires_grad_(False)
+    copy.evaluate_all_blocks()  # a graph is for all elements
+    samples = _samples(copy, config)
+    frames, extended, atoms, slots = (Dim(name, min=1) for name in ("frames", "extended", "atoms", "slots"))
+    shapes = ({0: frames, 1: extended}, {0: frames, 1: extended}, {0: frames, 1: atoms, 2: slots},
+              {0: frames, 1: extended}, *_shapes_of_conditions(config, frames, atoms))  # fmt: skip
+    traced = make_fx(_with_conditions(copy, config), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*samples)
+    exported = torch.export.export(
+        traced, samples, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+    )
+    return exported if device.type == "cpu" else move_to_device_pass(exported, device)
+
+
+def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., dict[str, Tensor]]:
+    """Return the function of the positional tensors of a model: parameters only where it takes some."""
+    extended, has_frame = ExtendedModel(model), config.fitting_net.numb_fparam > 0
+
+    def run(coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, *conditions: Tensor) -> dict[str, Tensor]:
+        fparam = conditions[0] if has_frame else None
+        aparam = conditions[-1] if len(conditions) > has_frame else None
+        found: dict[str, Tensor] = extended(coord, atype, nlist, mapping, fparam, aparam)
+        return found
+
+    return run
+
+
+def _shapes_of_conditions(config: ModelConfig, frames: Any, atoms: Any) -> list[Mapping[int, Any]]:
+    fitting = config.fitting_net
+    return [{0: frames}] * (fitting.numb_fparam > 0) + [{0: frames, 1: atoms}] * (fitting.numb_aparam > 0)
+
+
+def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
+    """Return arguments whose sizes are unlike each other and all of the model: equal ones would become one size."""
+    fitting = config.fitting_net
+    taken = {size for tensor in model.state_dict().values() for size in tensor.shape}
+    taken |= {1, 2, 3, 9, len(model.type_map), fitting.numb_fparam, fitting.numb_aparam, *model.layout.sel}
+    taken |= {sum(model.layout.sel), *(most for _, most in model.layout.inner)}
+    frames, atoms, extended, slots = islice((n for n in count(5) if n not in taken), 4)
+    coord = torch.zeros(frames, extended, 3, dtype=torch.float64)
+    atype = torch.zeros(frames, extended, dtype=torch.int64)
+    nlist = torch.zeros(frames, atoms, slots, dtype=torch.int64)
+    conditions = [torch.zeros(frames, fitting.numb_fparam, dtype=torch.float64)] * (fitting.numb_fparam > 0)
+    conditions += [torch.zeros(frames, atoms, fitting.numb_aparam, dtype=torch.float64)] * (fitting.numb_aparam > 0)
+    return coord, atype, nlist, torch.zeros_like(atype), *conditions
+
+
+def _refuse_without_compiler(path: Path) -> None:
+    from torch._inductor import config as options
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        names = ", ".join(name for name in options.cpp.cxx if name)
+        raise UserError(
+            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. Install g++, or name "
+            "yours in the environment variable CXX; or write a .dp file."
+        ) from error

@@ -1,0 +1,235 @@
+"""An energy model as a function of plain tensors: atoms with the images of their neighbors, and a list of neighbors.
+
+This is what is written to a ``.pt2`` file. Names, shapes and order of arguments and outputs are those that DeePMD-kit
+gives to a file of kind ``nlist`` and takes from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.kernels.twin import exported_kernels
+
+# F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L slots as given,
+# T types, P frame parameters, Q atom parameters
+
+
+@dataclass(frozen=True)
+class ExtendedBatch(Batch):
+    """A batch made inside of a graph: which slots hold a neighbor is known, ``reverse`` is not and has no columns.
+
+    Attributes:
+        filled: (A, K) bool, whether the slot holds a neighbor.
+        kind: (A, K) int64, type of each neighbor.
+        filler: (F,) int64, type of the first atom of each frame.
+    """
+
+    filled: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # noqa: RUF009  # fields before it have defaults
+    kind: Tensor = torch.zeros(0, 0, dtype=torch.int64)  # noqa: RUF009
+    filler: Tensor = torch.zeros(0, dtype=torch.int64)  # noqa: RUF009
+
+    @property
+    def occupied(self) -> Tensor:
+        """(A, K) bool, whether the slot holds a neighbor, however far."""
+        return self.filled
+
+    @property
+    def first_type(self) -> Tensor:
+        """(F,) int64, type of the first atom of each frame."""
+        return self.filler
+
+    @property
+    def neighbor_type(self) -> Tensor:
+        """(A, K) int64, type of each neighbor."""
+        return self.kind
+
+    def seen_through(self, slot: Tensor, **changes: Any) -> Batch:
+        """Return the batch with other slots."""
+        is_none = slot == self.filled.numel()
+        kind = torch.where(is_none, 0, self.kind.flatten()[torch.where(is_none, 0, slot)])
+        filled = ~is_none & self.filled.flatten()[torch.where(is_none, 0, slot)]
+        return replace(self, filled=filled, kind=kind, **changes)
+
+
+class ExtendedModel(nn.Module):
+    """Energies, forces and virials from extended coordinates.
+
+    Args:
+        model: in evaluation mode. Networks of absent elements are not left out.
+    """
+
+    def __init__(self, model: EnergyModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        coord: Tensor,
+        atype: Tensor,
+        nlist: Tensor,
+        mapping: Tensor,
+        fparam: Tensor | None = None,
+        aparam: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return energies and their derivatives.
+
+        Args:
+            coord: (F, E, 3) float64, angstrom; the first N of each frame are its atoms.
+            atype: (F, E) int64.
+            nlist: (F, N, L) int64, places of neighbors among the E, in any order, -1 is none. Neighbors beyond the
+                cutoff count for nothing.
+            mapping: (F, E) int64, the atom that each is an image of; read only by models that pass messages.
+            fparam: (F, P) float64.
+            aparam: (F, N, Q) float64.
+
+        Returns:
+            ``energy`` (F, N, 1) of each atom and ``energy_redu`` (F, 1), eV; ``energy_derv_r`` (F, E, 1, 3) forces on
+            atoms and images, eV/angstrom; ``energy_derv_c_redu`` (F, 1, 9) virials, eV; ``mask`` (F, N) int32.
+        """
+        frames, extended = atype.shape
+        num_atoms = nlist.shape[1]
+        model = self.model
+        # picked, not sliced: a slice asks whether it is the whole, so the graph would hold for one of the cases only
+        frame = torch.arange(frames, device=atype.device)
+        own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
+        order, counts = _by_type(atype.flatten()[own], model)
+        batch, place = extended_batch(coord, atype, nlist, mapping, own[order], order, counts, model)
+        conditions = {} if fparam is None else {FPARAM: fparam}
+        if aparam is not None:
+            conditions[APARAM] = aparam.flatten(0, 1)[order]
+        batch = replace(batch, conditions=conditions)
+        with exported_kernels(), torch.no_grad():
+            sorted_energy, pair = model.energy_and_gradient(batch)
+        energy = batch.in_file_order(sorted_energy).view(frames, num_atoms)
+        force = coord.new_zeros(frames * extended, 3)
+        force = force.index_add(0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1))
+        force = force.index_add(0, place.flatten(), -pair.flatten(0, 1))
+        virial = coord.new_zeros(frames, 9)
+        virial = virial.index_add(0, batch.atom_frame, -torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1))
+        return {
+            "energy": energy[..., None],
+            "mask": torch.ones_like(energy, dtype=torch.int32),
+            "energy_redu": energy.sum(1, keepdim=True),
+            "energy_derv_r": force.view(frames, extended, 1, 3),
+            "energy_derv_c_redu": virial[:, None],
+        }
+
+
+def extended_batch(
+    coord: Tensor,
+    atype: Tensor,
+    nlist: Tensor,
+    mapping: Tensor,
+    own: Tensor,
+    order: Tensor,
+    counts: tuple[int, ...],
+    model: EnergyModel,
+) -> tuple[ExtendedBatch, Tensor]:
+    """Return a batch in the layout of the model, and the place (A, K) of each neighbor among all F E atoms and images.
+
+    Args:
+        coord: (F, E, 3), angstrom.
+        atype: (F, E).
+        nlist: (F, N, L).
+        mapping: (F, E).
+        own: (A,) place of the atom in each row of the batch among all atoms and images.
+        order: (A,) the atom in each row of the batch.
+        counts: atoms of each type, or one number for all.
+        model: for its layout.
+    """
+    layout = model.layout
+    frames, extended = atype.shape
+    num_atoms = nlist.shape[1]
+    frame = torch.arange(frames, device=atype.device)
+    given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[order]
+    flat_coord, flat_type = coord.flatten(0, 1), atype.flatten()
+    place, filled, slots = _sorted_slots(given, own, flat_coord, flat_type, layout)
+    vector = flat_coord[place] - flat_coord[own][:, None]
+    far = torch.tensor([2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device)
+    row = torch.arange(order.shape[0], device=atype.device)
+    neighbor = row[:, None].expand(place.shape)
+    if model.descriptor.passes_messages:
+        row_of_atom = torch.empty_like(row).index_put((order,), row)
+        atom = (mapping + (frame * num_atoms)[:, None]).flatten()[place]
+        neighbor = torch.where(filled, row_of_atom[torch.where(filled, atom, 0)], neighbor)
+    batch = ExtendedBatch(
+        type_counts=counts,
+        slots=slots,
+        atom_type=flat_type[own],
+        atom_frame=frame.repeat_interleave(num_atoms)[order],
+        atom_order=order,
+        num_atoms=torch.full_like(frame, num_atoms),
+        coord=flat_coord[own],
+        box=coord.new_zeros(frames, 3, 3),
+        periodic=torch.zeros_like(frame, dtype=torch.bool),
+        neighbor=neighbor,
+        vector=torch.where(filled[..., None], vector, far),
+        reverse=row[:, None][:, :0],
+        type_slots=layout.type_sel,
+        inner=tuple((rcut, most, min(most, place.shape[1])) for rcut, most in layout.inner),
+        filled=filled,
+        filler=atype[:, 0],
+        kind=torch.where(filled, flat_type[place], flat_type[own][:, None]),
+    )
+    return batch, place
+
+
+def _by_type(atype: Tensor, model: EnergyModel) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the order (A,) of the atoms by type and the number of each, or as they are where types stay mixed."""
+    layout = model.layout
+    if not (layout.by_type or layout.type_sel):
+        return torch.arange(atype.shape[0], device=atype.device), (atype.shape[0],)
+    order = torch.argsort(atype, stable=True)
+    counts: list[int] = []
+    left = atype.shape[0]
+    for t in range(layout.num_types - 1):
+        count = cast("int", (atype == t).sum().item())  # a symbol in a graph
+        torch._check(count >= 0)
+        torch._check(count <= left)
+        counts.append(count)
+        left = left - count
+    return order, (*counts, left)
+
+
+def _sorted_slots(
+    given: Tensor, own: Tensor, coord: Tensor, atype: Tensor, layout: NeighborLayout
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return the neighbors inside the cutoff, nearest first and by type where the layout wants it so.
+
+    Args:
+        given: (A, L) places among all atoms and images, -1 is none.
+        own: (A,) places of the atoms themselves.
+        coord: (F E, 3), angstrom.
+        atype: (F E,).
+        layout: how the model wants its neighbors.
+
+    Returns:
+        places (A, K), that of the atom itself where there is none; whether there is one (A, K); slots per section.
+    """
+    there = given >= 0
+    place = torch.where(there, given, own[:, None])
+    distance = torch.linalg.vector_norm(coord[place] - coord[own][:, None], dim=-1)
+    there = there & (distance < layout.rcut)
+    key, by_distance = torch.sort(torch.where(there, distance, torch.inf), dim=1, stable=True)
+    place = place.gather(1, by_distance)
+    rank = torch.arange(place.shape[1], device=place.device)
+    there = (key < layout.rcut) & (rank < sum(layout.sel))
+    total = sum(layout.sel)
+    slot, start = torch.full_like(place, total), 0
+    for t, width in enumerate(layout.sel):
+        mine = there & (atype[place] == t) if layout.by_type else there
+        inside = torch.cumsum(mine, 1) - 1
+        slot = torch.where(mine & (inside < width), inside + start, slot)
+        start += width
+    # the last column takes what is not kept, and is thrown away
+    empty = own[:, None].expand(-1, total + 1)
+    placed = empty.scatter(1, slot, place)[:, :total]
+    filled = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there))[:, :total]
+    return placed, filled, tuple(layout.sel)

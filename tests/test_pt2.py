@@ -1,0 +1,148 @@
+"""Compiled models (``.pt2``): the function that is compiled, and the file that comes of it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from helpers import toy_frame
+from infer_models import write_run
+from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
+
+from deepmd_ema import cli, export
+from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.geometry import find_pairs
+from deepmd_ema.infer import load
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
+from deepmd_ema.model.build import DESCRIPTORS
+from deepmd_ema.model.extended import ExtendedModel
+
+TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
+
+# torch's own warnings; compiling takes a minute or more
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+
+
+def with_images(coord, types, box, reach, seed):
+    """Return what a program with ghost atoms hands over: neighbors in any order, beyond the cutoff, with gaps."""
+    pairs = find_pairs(coord, box, reach)
+    rng, natoms = np.random.default_rng(seed), len(coord)
+    rows = [np.flatnonzero(pairs.i == i) for i in range(natoms)]
+    nlist = np.full((natoms, max(map(len, rows)) + 2), -1)
+    for i, mine in enumerate(rows):
+        nlist[i, rng.permutation(nlist.shape[1])[: len(mine)]] = natoms + mine  # every neighbor is an image of its own
+    extended = np.concatenate([coord, coord[pairs.j] + pairs.shift @ box])
+    mapping = np.concatenate([np.arange(natoms), pairs.j])
+    return [torch.as_tensor(a)[None] for a in (extended, types[mapping], nlist, mapping)]
+
+
+@pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
+def test_energies_with_images_are_those_of_the_batch(descriptor):
+    """A frame of its own neighbors and one with ghosts in any order are the same model, forces on images included."""
+    _, model = toy_model(descriptor)
+    coord, _ = toy_atoms(0, len(TYPES))
+    batch = batch_of(model, (coord, TYPES, TRICLINIC))
+    known = model(batch)
+    args = with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0)
+    found = ExtendedModel(model)(*args)
+    on_images = found["energy_derv_r"][0, :, 0]
+    force = torch.zeros(len(TYPES), 3, dtype=torch.float64).index_add(0, args[3][0], on_images)
+    pairs = [
+        (found["energy_redu"][:, 0], known[ENERGY]),
+        (found["energy"][0, :, 0], batch.in_file_order(known[ATOM_ENERGY])),
+        (force, batch.in_file_order(known[FORCE])),
+        (found["energy_derv_c_redu"][:, 0], known[VIRIAL]),
+    ]
+    for one, two in pairs:
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    assert on_images[len(TYPES) :].abs().max() > 1e-6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    small = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
+    return write_run(tmp_path_factory.mktemp("run"), **small)
+
+
+@pytest.fixture(scope="module")
+def compiled(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("compiled") / "water.pt2"
+    return export.freeze(load_model(run[0], use_average=True), path, device="cpu")
+
+
+def arrays_of(potential, seed, natoms, periodic=True):
+    coord, types, box = toy_frame(np.random.default_rng(seed), natoms)
+    found = potential.evaluate(coord, types, box if periodic else None)
+    return np.concatenate([found.energy, found.force.ravel(), found.virial.ravel(), found.atom_energy.ravel()])
+
+
+def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(run, compiled):
+    assert max(compiled.difference.values()) < 1e-12
+    one, two = Potential(run[1], device="cpu"), Potential(compiled.path)
+    for natoms in (1, 2, 12, 30):
+        for periodic in (True, False):
+            known, found = (arrays_of(p, natoms, natoms, periodic) for p in (one, two))
+            np.testing.assert_allclose(found, known, rtol=1e-12, atol=1e-12)
+
+
+def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_path):
+    loaded = load_model(compiled.path)
+    assert loaded.info.in_words() == load_model(run[0], use_average=True).info.in_words()
+    again = export.freeze(loaded, tmp_path / "again.dp")
+    assert max(again.difference.values()) == 0
+    with zipfile.ZipFile(compiled.path) as package:
+        facts = json.loads(package.read("model/extra/metadata.json"))
+    assert facts["type_map"] == list(loaded.config.type_map)
+    assert (facts["rcut"], facts["lower_input_kind"], facts["mixed_types"]) == (
+        loaded.model.layout.rcut,
+        "nlist",
+        False,
+    )
+
+
+def test_torch_alone_runs_it(run, compiled):
+    coord, types, box = toy_frame(np.random.default_rng(3), 12)
+    model = load_model(run[1]).model
+    args = with_images(coord, np.asarray(types), box, model.layout.rcut, 1)
+    two_frames = [torch.cat([a, a]) for a in args]
+    found = torch._inductor.aoti_load_package(str(compiled.path))(*two_frames)
+    known = ExtendedModel(model)(*two_frames)
+    for name, value in known.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
+    content = compiled.path.read_bytes()
+    short, changed = tmp_path / "short.pt2", tmp_path / "changed.pt2"
+    short.write_bytes(content[: len(content) // 2])
+    place = len(content) // 2  # inside of the machine code
+    changed.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for path in (short, changed):
+        with pytest.raises(CheckpointError, match=f"{path.name}: .*[Ff]reeze the model again|{path.name}: damaged"):
+            Potential(path)
+
+
+def test_it_is_not_taken_to_another_device(compiled, monkeypatch):
+    monkeypatch.setattr(load, "select_device", lambda name: torch.device(name))  # as if there were a GPU
+    assert Potential(compiled.path, device="cpu").rcut > 0
+    with pytest.raises(UserError, match=r"water.pt2: compiled for cpu, not for cuda"):
+        load_model(compiled.path).on("cuda")
+
+
+def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, monkeypatch, capsys):
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
+    assert "no C++ compiler was found (no-such-compiler)" in capsys.readouterr().err
+    assert not (tmp_path / "m.pt2").exists()
+
+
+def test_a_device_is_refused_where_it_would_be_ignored(run, tmp_path, capsys):
+    assert cli.main(["freeze", "-c", str(run[0]), "--device", "cpu", "-o", str(tmp_path / "m.dp")]) == 2
+    assert "m.dp is for any device" in capsys.readouterr().err
