@@ -12,7 +12,7 @@ from deepmd_ema.config.fields import build, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
+from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
@@ -33,6 +33,18 @@ def load_config(path: str | Path, model_section: Callable[[Any], Any] | None = N
     if model_section is not None and isinstance(values, Mapping):
         values = {**values, "model": model_section(values.get("model"))}
     return _load(values, str(path), lines)
+
+
+def head_of_input(path: str | Path) -> str | None:
+    """Return ``model.finetune_head`` of a file, before anything of it is checked; None where it names none.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    values, _ = read_config_file(Path(path))
+    model = values.get("model") if isinstance(values, Mapping) else None
+    head = model.get("finetune_head") if isinstance(model, Mapping) else None
+    return head if isinstance(head, str) and head else None
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
@@ -70,6 +82,19 @@ def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str
     if has_tasks(values):
         return {name: task.model for name, task in config_from_dict(values, source).tasks.items()}
     return {"": model_config_from_dict(values["model"], source)}
+
+
+def links_in(values: Mapping[str, Any], source: str = "<dict>") -> tuple[Link, ...]:
+    """Return what the models of a config share, see :func:`model_configs`."""
+    return config_from_dict(values, source).links if has_tasks(values) else ()
+
+
+def config_of_head(values: Mapping[str, Any], head: str, source: str = "<dict>") -> dict[str, Any]:
+    """Return the config as that of a run that trains one of its tasks only."""
+    if not has_tasks(values):
+        return dict(values)
+    config = config_from_dict(values, source)
+    return to_dict(config.of_task(config.tasks[head]))
 
 
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:

@@ -135,7 +135,9 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     ),
     "run of LKF": (("learning_rate.start_lr", lambda _: True, "LKF has no learning rate"),),
     "run": (
+        ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
+        ("training.mixed_precision", lambda _: True, "precision of descriptor and fitting_net says it"),
         ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
     ),
     "average": (

@@ -31,12 +31,7 @@ _IN_DESCRIPTOR = (
     "(tebd_dim). Remove it."
 )
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
-_HESSIAN = "Second derivatives are not trained on. Remove it to train on energies and forces."
 _GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
-_HALF = (
-    'DeePMD-kit\'s torch backend ignores it. Remove it, and for a faster training set "precision": "float32" in '
-    "descriptor and fitting_net."
-)
 
 # section -> key -> what there is to know
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
@@ -44,23 +39,20 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "model": {
         "shared_dict": Unavailable((None, {}), "Parts of one model do not share weights here; give each its sections."),
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("compress", "spin", "model_branch_alias"), _EMPTY),
+        **dict.fromkeys(("compress", "spin"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
-        "finetune_head": Unavailable((None, ""), "Give the head with --model-branch on the command line."),
         "info": Unavailable(no_op_values=None),
         "bridging_method": Unavailable((None, "None", "none")),
         "bridging_r_inner": Unavailable((None, 0.5)),
         "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
-        **dict.fromkeys(("start_pref_h", "limit_pref_h"), Unavailable((None, 0), _HESSIAN)),
         **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
         "numb_generalized_coord": Unavailable((None, 0), _GENERALIZED),
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        "mixed_precision": Unavailable((None, {}), _HALF),
         **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),

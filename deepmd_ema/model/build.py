@@ -21,6 +21,7 @@ from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
 from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_energy import PairTableDescriptor, PairTableFitting
 from deepmd_ema.model.pair_table import PairTable
@@ -84,6 +85,23 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
     return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, short_range)
+
+
+def build_models(
+    configs: Mapping[str, ModelConfig], links: Iterable[Link] = (), seeds: Mapping[str, int] | None = None
+) -> ModelSet:
+    """Return the models of all tasks of a run, with the parts that they share.
+
+    Args:
+        configs: sections ``model`` by name of the task, with the numbers of neighbors resolved.
+        links: what is shared.
+        seeds: of the random parameters of each task; 0 if not given.
+    """
+    models = {name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()}
+    for index, name in enumerate(sorted(models) if len(models) > 1 else ()):
+        models[name].fitting.set_case(index)
+    share_parts(models, links)
+    return ModelSet(models)
 
 
 def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> None:

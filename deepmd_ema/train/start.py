@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
+_OF_THE_START = "model.finetune_head"  # says what a run began with, not how it goes on
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -42,9 +43,9 @@ CONTINUITY = (
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
+_MOST_SHOWN = 200  # characters of a value
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
-_MOST_LETTERS = 400  # of a value in a message
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
@@ -207,7 +208,7 @@ class Restart(FromWeights):
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
             before = to_dict(config_from_dict(before, str(self.path)))
-        differences = list(_differences(before, now))
+        differences = [d for d in _differences(before, now) if d[0] != _OF_THE_START]
         for path, old, new in differences:
             if path in LENGTH:
                 logger.warning(
@@ -216,7 +217,7 @@ class Restart(FromWeights):
         changed = [d for d in differences if any(d[0] == key or d[0].startswith(f"{key}.") for key in CONTINUITY)]
         if not changed:
             return
-        lines = [f"{path}: {_short(old)} in the checkpoint, {_short(new)} in the input" for path, old, new in changed]
+        lines = [f"{path}: {_shown(old)} in the checkpoint, {_shown(new)} in the input" for path, old, new in changed]
         if not allow_change:
             *others, last = [f"{line}." for line in lines]
             raise ConfigError([*others, f"{last}\n{_ADVICE}"])
@@ -438,7 +439,7 @@ def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
         is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
         is_of_elements = name in ("sel", "exclude_types") and not same_elements
         if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
-            logger.warning("%s was %s where the weights were trained, is %s here", path, _short(old), _short(new))
+            logger.warning("%s was %s where the weights were trained, is %s here", path, _shown(old), _shown(new))
     for name in _SHORT_RANGE:
         # a table of other elements has other columns
         one, other = before.get(name), now.get(name)
@@ -468,10 +469,10 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
         yield path, old, new
 
 
-def _short(value: Any) -> str:
-    """Return a value as text; a table has thousands of numbers."""
+def _shown(value: Any) -> str:
+    """Return a value as text, shortened: a table of pair energies has thousands of numbers."""
     text = repr(value)
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _are_sections(value: Any) -> bool:

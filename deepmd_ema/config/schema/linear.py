@@ -200,6 +200,8 @@ class LinearConfig(ModelConfig):
     data_stat_nbatch: int = redefined(StandardConfig, "data_stat_nbatch")
     data_stat_protect: float = redefined(StandardConfig, "data_stat_protect")
     data_bias_nsample: int = redefined(StandardConfig, "data_bias_nsample")
+    model_branch_alias: list[str] = redefined(StandardConfig, "model_branch_alias")
+    finetune_head: str = redefined(StandardConfig, "finetune_head")
     pair_exclude_types: list[list[int]] = redefined(StandardConfig, "pair_exclude_types")
     atom_exclude_types: list[int] = redefined(StandardConfig, "atom_exclude_types")
     preset_out_bias: dict[str, list[Any]] | None = redefined(StandardConfig, "preset_out_bias")

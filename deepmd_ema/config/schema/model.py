@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions
@@ -144,6 +144,8 @@ class ModelConfig:
         pair_exclude_types: list[list[int]]
         atom_exclude_types: list[int]
         preset_out_bias: dict[str, list[Any]] | None
+        finetune_head: str
+        model_branch_alias: list[str]
 
         @property
         def use_srtab(self) -> list[list[float]] | None:
@@ -156,6 +158,11 @@ class ModelConfig:
         @property
         def fitting_net(self) -> FittingConfig:
             """Return the section of the fitting network, or one that stands for those of all parts."""
+
+    @property
+    def precisions(self) -> set[str]:
+        """Names of the numbers in which its parts are computed."""
+        return {shared.dtype_name(name) for name in _values_of("precision", plain(self))}
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
         """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
@@ -222,6 +229,9 @@ class StandardConfig(ModelConfig):
         0.01, check=positive, doc="Smallest spread that statistics may have, against division by zero."
     )
     data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
+    model_branch_alias: list[str] = option(
+        [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
+    )
     pair_exclude_types: list[list[int]] = option(
         [], check=shared.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
     )
@@ -232,6 +242,12 @@ class StandardConfig(ModelConfig):
         None,
         check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
         doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
+    )
+
+    finetune_head: str = option(
+        "",
+        doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
+        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs.",
     )
 
     use_srtab: list[list[float]] | None = option(
@@ -309,6 +325,14 @@ class StandardConfig(ModelConfig):
             given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
             needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
             yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
+
+
+def _values_of(key: str, tree: Any) -> Iterator[Any]:
+    """Yield what stands under ``key`` anywhere in nested dictionaries and lists."""
+    if isinstance(tree, dict):
+        yield from (value for name, value in tree.items() if name == key)
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _values_of(key, child)
 
 
 def _is_bias(value: Any) -> bool:
