@@ -106,9 +106,9 @@ def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[
 
 def _layouts(model: EnergyModel) -> dict[str, NeighborLayout]:
     """Return how each part of the descriptor wants its neighbors, by the beginning of the names of its tensors."""
-    if isinstance(model.descriptor, HybridDescriptor):
-        parts = enumerate(model.descriptor.descriptors)
-        return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in parts}
+    whole = model.descriptor
+    if isinstance(whole, HybridDescriptor):
+        return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in enumerate(whole.descriptors)}
     return {"descriptor.": model.layout}
 
 
