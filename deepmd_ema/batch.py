@@ -159,8 +159,9 @@ class Batch:
         # where each slot of the list went, for `reverse`: also slot A * K, which is none
         place = torch.arange(num_atoms * width, device=near.device).view(num_atoms, width)
         place = torch.where(near, place, num_atoms * width)
-        place = torch.nn.functional.pad(place, (0, total - width), value=num_atoms * width)
-        place = torch.nn.functional.pad(place.flatten(), (0, 1), value=num_atoms * width)
+        # a filling of torch.nn.functional.pad would be a number of a compiled graph: one graph for each size of a batch
+        place = torch.constant_pad_nd(place, (0, total - width), num_atoms * width)
+        place = torch.constant_pad_nd(place.flatten(), (0, 1), num_atoms * width)
         return Neighborhood(
             neighbor=torch.where(near, self.neighbor[:, :width], num_atoms),
             vector=vector,

@@ -206,6 +206,18 @@ def assert_same(a, b, path=""):
         assert a == b, path
 
 
+def assert_same_files(left, right):
+    """Return the names of the files of two folders: the same ones, with the same bytes or the same checkpoints."""
+    names = [{str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (left, right)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.endswith(".pt"):
+            assert_same(*(torch.load(folder / name, weights_only=True) for folder in (left, right)), name)
+        else:
+            assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    return names[0]
+
+
 def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
     coord, types, box = toy_frame(rng, natoms, num_types, pbc, jitter, triclinic)
     if mixed:

@@ -203,9 +203,23 @@ def test_a_head_of_a_multi_task_file_is_fine_tuned(head, desk):
     write_system("data", frames=4, seed=5, elements=("H", "O"))
     for options in (["--finetune"], ["--finetune", "--use-pretrain-script"]):
         assert train(config, *options[1:], options[0], str(file), "--model-branch", head) == 0
+    of_command_line = checkpoint.load("model.ckpt-1.pt")["model"]
+    config["model"]["finetune_head"] = head
+    assert train(config, "--finetune", str(file)) == 0
+    assert content_digest(checkpoint.load("model.ckpt-1.pt")["model"]) == content_digest(of_command_line)
     begin = first_weights(file, config, head=head)
     expected = carried_over(loaded.model, build_model(config_from_dict(config).model))
     assert all(torch.equal(begin[name], value) for name, value in expected.items())
+
+
+def test_a_head_of_the_input_is_for_a_start_from_a_file(desk, capsys):
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    config = input_of(["H", "O"], steps=1, model__finetune_head="water")
+    assert train(config) == 0
+    assert 'model.finetune_head = "water": no effect without --finetune or --init-model' in capsys.readouterr().err
+    del config["model"]["finetune_head"]
+    config["training"]["numb_steps"] = 2
+    assert train(config, "--restart", "model.ckpt.pt") == 0, "it says nothing of how a run goes on"
 
 
 def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, capsys):
@@ -239,8 +253,17 @@ BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "n
             "missing there: descriptor",
         ),
         (input_of(["H", "O", "Na"], descriptor={**BY_TYPE, "sel": [9] * 3}), ["-t", "FILE"], "not of this model: "),
-        (input_of(["H", "O", "Na"]), ["-t", "FILE", "--model-branch", "ice"], "there is no head 'ice' to choose"),
+        (
+            input_of(["H", "O", "Na"]),
+            ["-t", "FILE", "--model-branch", "ice"],
+            "so there is no head 'ice'. Leave it out",
+        ),
         (input_of(["H", "O", "Na"]), ["-t", "nothing.pt"], "no such file"),
+        (
+            input_of(["H", "O", "Na"], model__finetune_head="water"),
+            ["-t", str(PEER_FILES / "pt_heads.pt"), "--head", "ice"],
+            '--model-branch ice: input.json has model.finetune_head = "water". Expected one head',
+        ),
         (
             input_of(["H", "O", "Na"]),
             ["--use-pretrain-script"],
