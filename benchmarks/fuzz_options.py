@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 
 TYPES = ["O", "H", "Na"]
+MORE_TYPES = ["C", "Fe"]  # that no frame has
 ACTIVATIONS = ["tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut:3.0", "silut", "none"]
 FLAG = [False, True]
 NEURONS = [[4, 8, 16], [6, 6, 12], [5, 9], [8], [6, 12, 12]]
@@ -81,7 +83,18 @@ MODEL: Space = {
     "data_stat_protect": [0.01, 0.1],
 }
 TABLE: Space = {"smin_alpha": [0.1], "sw_rmin": [0.6, 0.9], "sw_rmax": [1.8, 2.6]}
+# other names of options and of values of ``type``
+ALIASES = {
+    "se_e2_a": {"axis_neuron": "n_axis_neuron"},
+    "se_atten": {"axis_neuron": "n_axis_neuron", "smooth_type_embedding": "smooth_type_embdding"},
+    "se_atten_v2": {"axis_neuron": "n_axis_neuron"},
+    "dpa2": {"add_tebd_to_repinit_out": "repformer_add_type_ebd_to_seq"},
+    "repflow": {"edge_init_use_dist": "edge_use_dist", "use_exp_switch": "use_env_envelope"},
+    "fitting_net": {"neuron": "n_neuron"},
+}
+NAMES = {"se_e2_a": ["se_a"], "se_e2_r": ["se_r"], "se_e3": ["se_at", "se_a_3be", "se_t"], "se_atten": ["dpa1"]}
 KINDS = (*SPACES, "hybrid", "zbl")
+BY_TYPE = ("se_e2_a", "se_e2_r", "se_e3")
 MIXED = ("se_atten", "se_atten_v2", "se_e3_tebd", "dpa2", "dpa3")
 
 
@@ -93,10 +106,11 @@ def draw_set(kind: str, rng: np.random.Generator, table: str) -> tuple[dict[str,
         rng: where the choices come from.
         table: file of pair energies, for ``zbl``.
     """
-    model = {"type_map": TYPES, **_picked(rng, MODEL, 0.25)}
+    more = [] if kind == "zbl" else MORE_TYPES[: rng.choice(3, p=[0.7, 0.15, 0.15])]  # a table has three
+    model = {"type_map": [*TYPES, *more], **_picked(rng, MODEL, 0.25)}
     cut = bool(rng.random() < 0.25) and not ({"pair_exclude_types"} & set(model))
     if kind == "hybrid":
-        parts = rng.choice([name for name in SPACES if name != "dpa3"], size=rng.integers(2, 4))
+        parts = rng.choice([*SPACES], size=rng.integers(2, 4))
         model["descriptor"] = {"type": "hybrid", "list": [_part(str(name), rng, cut) for name in parts]}
     elif kind == "zbl":
         model["descriptor"] = _descriptor(str(rng.choice(MIXED)), rng, cut)
@@ -104,12 +118,46 @@ def draw_set(kind: str, rng: np.random.Generator, table: str) -> tuple[dict[str,
     else:
         model["descriptor"] = _descriptor(kind, rng, cut)
     model["fitting_net"] = _fitting(rng)
-    return model, cut
+    _lengthen(model, len(more))
+    return _with_aliases(model, rng), cut
+
+
+def _with_aliases(model: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return a section ``model`` in which some options have their other names."""
+
+    def renamed(section: dict[str, Any], kind: str) -> dict[str, Any]:
+        names = {name: other for name, other in ALIASES.get(kind, {}).items() if rng.random() < 0.3}
+        section = {names.get(name, name): value for name, value in section.items()}
+        if kind in NAMES and rng.random() < 0.3:
+            section["type"] = str(rng.choice(NAMES[kind]))
+        if "repflow" in section:
+            section["repflow"] = renamed(section["repflow"], "repflow")
+        if "list" in section:
+            section["list"] = [renamed(part, part["type"]) for part in section["list"]]
+        return section
+
+    descriptor = model["descriptor"]
+    fitting = renamed(model["fitting_net"], "fitting_net")
+    return {**model, "descriptor": renamed(descriptor, descriptor["type"]), "fitting_net": fitting}
+
+
+def _lengthen(model: dict[str, Any], more: int) -> None:
+    """Give the lists of one entry per element entries of the elements that no frame has."""
+    descriptors = [model["descriptor"], *model["descriptor"].get("list", [])]
+    for options, name, one in (
+        *((one, "sel", 5) for one in descriptors if one["type"] in BY_TYPE),
+        (model["fitting_net"], "atom_ener", None),
+        (model.get("preset_out_bias", {}), "energy", 3.0),
+    ):
+        if options.get(name):
+            options[name] = [*options[name], *[one] * more]
 
 
 def _picked(rng: np.random.Generator, space: Space, share: float = 0.5) -> dict[str, Any]:
     """Return a value of each option, or, more often, none: its default."""
-    return {name: values[rng.integers(len(values))] for name, values in space.items() if rng.random() < share}
+    return {
+        name: copy.deepcopy(values[rng.integers(len(values))]) for name, values in space.items() if rng.random() < share
+    }
 
 
 def _descriptor(kind: str, rng: np.random.Generator, cut: bool) -> dict[str, Any]:
@@ -122,8 +170,9 @@ def _descriptor(kind: str, rng: np.random.Generator, cut: bool) -> dict[str, Any
     options = {**ALWAYS, **options}
     if kind == "se_e2_r":
         options["type_one_side"] = True  # DeePMD-kit's torch backends have no other
-    if kind in ("se_e2_a", "se_e2_r", "se_e3"):
-        return {**options, "sel": [3, 4, 2] if cut else [20, 30, 15]}
+    if kind in BY_TYPE:
+        few = [[3, 4, 2], [5, 0, 3]][rng.integers(2) if kind == "se_e2_a" else 0]  # none of a type: only se_e2_a there
+        return {**options, "sel": few if cut else [20, 30, 15]}
     sizes = [7, 60, [20, 30, 15]]
     return {**options, "sel": sizes[0] if cut else sizes[rng.integers(1, 3)]}
 

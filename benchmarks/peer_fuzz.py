@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,12 +21,10 @@ from typing import Any
 import common
 import numpy as np
 import peer_side
+from comparing import BOUND, differences, in_float32, other_entries, predictions, rounded, run_peer, worst_of
 from fuzz_options import KINDS, draw_set
 
-BOUND = 1e-10
 AGAIN = "written here"
-# not part of the function of a model, or said in another way: spellings of the same value
-IGNORED = {"seed", "data_stat_nbatch", "data_stat_protect", "data_bias_nsample", "trainable", "rcond", "protection"}
 
 
 @dataclass
@@ -66,52 +61,31 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=20, help="option sets of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the choices")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors")
+    parser.add_argument("--keep", action="store_true", help="compare what DeePMD-kit has left in --work once more")
+    parser.add_argument("--float32", action="store_true", help="also compare the rounding of networks in float32")
     parser.add_argument("--work", type=Path, default=common.RUNS / "peer_fuzz", help="folder of the models")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    for path in args.work.iterdir():
-        path.unlink()
-    jobs = list(_jobs(args.work, args.kinds, args.sets, args.seed))
-    (args.work / "jobs0.json").write_text(json.dumps(jobs))
-    run_peer(args.peer, args.work, jobs)
+    known = args.work / "sets.json"
+    if args.keep:
+        jobs = [job for job in json.loads(known.read_text()) if job["kind"] in args.kinds]
+    else:
+        for path in args.work.iterdir():
+            path.unlink()
+        jobs = list(_jobs(args.work, args.kinds, args.sets, args.seed))
+        known.write_text(json.dumps(jobs))
+        run_peer(args.peer, args.work, jobs)
     outcomes = [_outcome(job) for job in jobs]
     read = [one for one in outcomes if not (one.theirs or one.unread)]
-    run_peer(args.peer, args.work, [_read_again(one.job) for one in read])
+    if not args.keep:
+        run_peer(args.peer, args.work, [_read_again(one.job) for one in read])
     for one in read:
         _compare_read_again(one)
-    common.publish(_page(outcomes, args), args.output)
+    more = _in_float32(read, args) if args.float32 else []
+    common.publish("\n".join([_page(outcomes, args), *more]), args.output)
     if any(one.differs for one in outcomes):
         raise SystemExit(1)
-
-
-def run_peer(peer: str, work: Path, jobs: list[dict[str, Any]]) -> None:
-    """Have DeePMD-kit do jobs of ``peer_side``."""
-    (work / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).with_name("peer_side.py")
-    words = [str(Path(peer) / "bin" / "python"), str(script), str(work / "jobs.json")]
-    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
-
-
-def largest_difference(found: np.ndarray, reference: np.ndarray) -> float:
-    """Return the largest difference relative to the largest number; infinite where one is not a number."""
-    if not np.isfinite(reference).all() or not np.isfinite(found).all():
-        return 0.0 if np.array_equal(found, reference, equal_nan=True) else np.inf
-    size = np.abs(reference).max()
-    return float(np.abs(found - reference).max() / (size or 1.0))
-
-
-def predictions(path: Path, job: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what a model file says here of the frames of a job."""
-    from deepmd_ema.infer.potential import Potential
-
-    potential, found = Potential(path, device="cpu"), {}
-    for name, system in peer_side.frames_of(job["frames"]).items():
-        coord, kinds, box = system["coord"], system["type"], system["box"]
-        more = peer_side.conditions(job, *coord.shape[:2])
-        got = potential.evaluate(coord, kinds, box if box.size else None, **more)
-        found |= {f"{name}_{key}": getattr(got, key) for key in peer_side.OUTPUTS}
-    return found
 
 
 def _jobs(work: Path, kinds: list[str], sets: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -186,6 +160,10 @@ def _outcome(job: dict[str, Any]) -> Outcome:
     if error.exists():
         one.theirs = error.read_text().strip().splitlines()[-1]
         return one
+    with np.load(f"{out}.npz") as file:
+        if not all(np.isfinite(value).all() for value in file.values()):
+            one.theirs = "its energies are not numbers"
+            return one
     try:
         read, model, _ = read_dp(f"{out}.dp")
     except CheckpointError as refused:
@@ -195,73 +173,16 @@ def _outcome(job: dict[str, Any]) -> Outcome:
         if config.use_srtab is not None:  # DeePMD-kit ignores it beside a table
             config = replace(config, preset_out_bias=None)
         one.notes += [f"option {text}" for text in _other_options(config, read)]
-    one.notes += [f"file: {text}" for text in _other_entries(Path(f"{out}.dp"), Path(f"{out}.ours.dp"), read, model)]
-    one.worst = _worst(predictions(Path(f"{out}.dp"), job), Path(f"{out}.npz"))
+    one.notes += [f"file: {text}" for text in other_entries(Path(f"{out}.dp"), Path(f"{out}.ours.dp"), read, model)]
+    one.worst = worst_of(predictions(Path(f"{out}.dp"), job), Path(f"{out}.npz"))
     return one
-
-
-def _worst(found: dict[str, np.ndarray], reference: Path) -> dict[str, float]:
-    """Return the largest relative difference of each output over all systems."""
-    with np.load(reference) as file:
-        by_name = {name: largest_difference(value, file[name]) for name, value in found.items()}
-    return {key: max(v for name, v in by_name.items() if name.endswith(f"_{key}") and not (
-        key == "energy" and name.endswith("atom_energy"))) for key in peer_side.OUTPUTS}  # fmt: skip
 
 
 def _other_options(ours: Any, read: Any) -> Iterator[str]:
     """Yield the options that differ between the input and the file."""
     from deepmd_ema.config import to_dict
 
-    yield from _differences(to_dict(ours), to_dict(read), "")
-
-
-def _differences(first: Any, second: Any, path: str) -> Iterator[str]:
-    """Yield what differs in two trees, but for what is not part of the function of a model."""
-    kinds = (type(first), type(second))
-    if kinds == (dict, dict):
-        for name in sorted((first.keys() | second.keys()) - IGNORED):
-            if name not in first or name not in second:
-                yield f"{path}.{name} only in {'the first' if name in first else 'the second'}"
-            else:
-                yield from _differences(first[name], second[name], f"{path}.{name}")
-    elif np.ndarray in kinds:
-        rounding = 1e-12 if path.endswith("tab_data") else 0  # splines, computed again from the rows of the table
-        if np.shape(first) != np.shape(second) or not np.allclose(first, second, rtol=rounding, atol=rounding):
-            yield f"{path}: arrays {np.shape(first)} and {np.shape(second)} differ"
-    elif kinds == (list, list) and len(first) == len(second) and not path.endswith(".sel"):
-        for number, pair in enumerate(zip(first, second)):
-            yield from _differences(*pair, f"{path}[{number}]")
-    elif _plain(path, first) != _plain(path, second):
-        yield f"{path}: {first!r} and {second!r}"
-
-
-def _plain(path: str, value: Any) -> Any:
-    """Return a value of an option as it is understood: some have several spellings."""
-    if path.endswith(".ln_eps"):
-        return 1e-5 if value is None else value
-    if path.endswith(".sel"):
-        return int(np.sum(value))
-    return value[0] if "preset_out_bias" in path and isinstance(value, list) else value
-
-
-def _other_entries(theirs: Path, ours: Path, config: Any, model: Any) -> Iterator[str]:
-    """Write the model again, and yield the entries of the file that are not those of the peer's."""
-    from deepmd_ema.interchange.dp.files import read_tree
-    from deepmd_ema.interchange.dp.model import write_dp
-
-    write_dp(ours, model, config)
-    found = _differences(read_tree(theirs)["model"], read_tree(ours)["model"], "")
-    for place in _of_se_e3(config.descriptor):  # one of the two networks of a pair is not used
-        found = [text for text in found if f"{place}.embeddings.networks[" not in text]
-    yield from found
-
-
-def _of_se_e3(descriptor: Any) -> list[str]:
-    """Return the places of parts of type se_e3."""
-    parts = {".descriptor": descriptor}
-    if descriptor.type == "hybrid":
-        parts = {f".descriptor.list[{number}]": part for number, part in enumerate(descriptor.list)}
-    return [place for place, part in parts.items() if part.type == "se_e3"]
+    yield from differences(to_dict(ours), to_dict(read), "")
 
 
 def _read_again(job: dict[str, Any]) -> dict[str, Any]:
@@ -276,8 +197,49 @@ def _compare_read_again(one: Outcome) -> None:
         one.notes.append(f"the peer does not read the file of dp-ema: {text}")
         return
     with np.load(again.with_suffix(".npz")) as file:
-        worst = _worst(dict(file), Path(f"{one.job['out']}.npz"))
+        worst = worst_of(dict(file), Path(f"{one.job['out']}.npz"))
     one.worst[AGAIN] = max(worst.values())
+
+
+def _in_float32(outcomes: list[Outcome], args: argparse.Namespace) -> list[str]:
+    """Return the table of the errors that networks in float32 make here and in the peer."""
+    from deepmd_ema.interchange.dp.files import read_tree, write_tree
+
+    pairs = []
+    for one in outcomes:
+        tree, out = read_tree(Path(f"{one.job['out']}.dp")), one.job["out"]
+        made = {"single": in_float32(tree), "double": rounded(tree)}
+        pairs.append([{**one.job, "out": f"{out}_{kind}", "file": f"{out}_{kind}.dp"} for kind in made])
+        for job, changed in zip(pairs[-1], made.values()):
+            write_tree(Path(job["file"]), changed)
+    run_peer(args.peer, args.work, [job for pair in pairs for job in pair])
+    errors: dict[str, list[list[float]]] = {}
+    for single, double in pairs:
+        exact = dict(np.load(f"{double['out']}.npz"))
+        sides = [predictions(Path(single["file"]), single), dict(np.load(f"{single['out']}.npz"))]
+        errors.setdefault(single["kind"], []).append([_force_error(side, exact) for side in sides])
+    rows = []
+    for kind, values in errors.items():
+        ours, theirs = np.array(values).T
+        ratio = ours / theirs
+        found = [*(f"{np.median(side):.1e}" for side in (ours, theirs)), f"{np.median(ratio):.2f}"]
+        rows.append([kind, str(len(values)), *found, f"{ratio.min():.2g} to {ratio.max():.2g}"])
+    return [
+        "",
+        "## Networks in float32",
+        "",
+        "The same models with networks in float32: root mean square of what this changes in the forces, over the",
+        "largest force; medians over the sets. The reference are the same weights in DeePMD-kit in float64.",
+        "",
+        common.table(["kind", "sets", "here", "DeePMD-kit", "ratio", "smallest and largest ratio"], rows),
+    ]
+
+
+def _force_error(found: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> float:
+    """Return the root mean square of the differences of all forces, relative to the largest force of each system."""
+    names = [name for name in exact if name.endswith("_force")]
+    parts = [((found[name] - exact[name]) / np.abs(exact[name]).max()).ravel() for name in names]
+    return float(np.sqrt(np.mean(np.concatenate(parts) ** 2)))
 
 
 def _page(outcomes: list[Outcome], args: argparse.Namespace) -> str:

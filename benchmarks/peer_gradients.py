@@ -5,7 +5,8 @@ usage: python benchmarks/peer_gradients.py --peer DIR [--models NAME ...] [--out
 For every model in tests/golden, the loss (energy, force and virial) of a batch and its gradient by each parameter. Both
 programs read the file, take the same labels, and write their gradients under the names of the file's tree: the model is
 serialized once more with each parameter replaced by its gradient. ``--golden tests/golden/gradients.json`` keeps two
-numbers of every array of the peer, for tests without it.
+numbers of every array of the peer, for tests without it. A name with ``+hessian`` is its model with second derivatives
+in the loss as well.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SYSTEMS = ("molecule", "grid")  # images at exactly equal distances, as in "tric
 SHARED = {"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000.0, "limit_pref_f": 1.0,
           "start_pref_v": 0.02, "limit_pref_v": 1.0}  # fmt: skip
 START_LR, LR = 1e-3, 4e-4
+SECOND = {"start_pref_h": 10.0, "limit_pref_h": 1.0}
+HESSIAN, WITH_HESSIAN = "hessian", "+hessian"  # the label; the end of the name of a case whose loss has it
+SECOND_TOO = ("dpa2", "dpa3", "se_e2_a", "se_e3_tebd")  # models with such a case; of attention layers the peer has nan
 NOISE = {"energy": 0.5, "force": 0.3, "virial": 0.4}  # eV, eV/angstrom, eV: how far the labels are from the model
 TOLERANCE = 1e-8
 LOSS = "loss"  # beside the names of the tree
@@ -45,7 +49,8 @@ def main() -> None:
     parser.add_argument("--golden", type=Path, help="write numbers of the peer's gradients here")
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    names = args.models or sorted(path.stem for path in GOLDEN.glob("*.dp"))
+    every = [*(path.stem for path in GOLDEN.glob("*.dp")), *(name + WITH_HESSIAN for name in SECOND_TOO)]
+    names = args.models or sorted(every)
     args.work.mkdir(parents=True, exist_ok=True)
     if args.as_peer:
         for name in names:
@@ -58,16 +63,21 @@ def main() -> None:
     rows = []
     for name in names:
         _write(args.work, "ours", name, our_gradients)
-        rows += [_row(args.work, name, system) for system in SYSTEMS]
+        rows += [_row(args.work, name, system) for system in systems_of(name)]
     if args.golden is not None:
-        found = {name: summary(dict(np.load(args.work / f"peer.{name}.{SYSTEMS[-1]}.npz"))) for name in names}
+        kept = json.loads(args.golden.read_text())["models"] if args.golden.exists() else {}
+        found = {name: summary(dict(np.load(args.work / f"peer.{name}.{systems_of(name)[-1]}.npz"))) for name in names}
         made_by = "python benchmarks/peer_gradients.py --peer DIR --golden tests/golden/gradients.json"
-        args.golden.write_text(
-            json.dumps({"made_by": made_by, "system": SYSTEMS[-1], "models": found}, indent=0) + "\n"
-        )
+        models = dict(sorted((kept | found).items()))
+        args.golden.write_text(json.dumps({"made_by": made_by, "models": models}, indent=0) + "\n")
     common.publish(_page(rows, names), args.output)
     if any(worst > TOLERANCE for *_, worst in rows):
         raise SystemExit(f"a gradient differs by more than {TOLERANCE:g}")
+
+
+def systems_of(name: str) -> tuple[str, ...]:
+    """Return the systems on which a case is compared: with Hessians, which have 36,864 numbers for 64 atoms, one."""
+    return SYSTEMS[:1] if name.endswith(WITH_HESSIAN) else SYSTEMS
 
 
 def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
@@ -111,18 +121,22 @@ def _arrays(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
 
 def _write(work: Path, who: str, name: str, gradients: Callable[[str, dict], dict[str, np.ndarray]]) -> None:
     """Write the loss and the gradients of each system for one model and one program."""
-    for system in SYSTEMS:
-        np.savez(work / f"{who}.{name}.{system}.npz", **gradients(name, batch_of(name, system)))
+    for system in systems_of(name):
+        found = gradients(name.removesuffix(WITH_HESSIAN), batch_of(name, system))
+        np.savez(work / f"{who}.{name}.{system}.npz", **found)
 
 
 def batch_of(name: str, system: str) -> dict[str, np.ndarray | None]:
     """Return the frames of a system with labels near what the model predicts, and parameters if it takes some."""
-    systems, predicted = np.load(GOLDEN / "systems.npz"), np.load(GOLDEN / f"{name}.npz")
+    systems, predicted = np.load(GOLDEN / "systems.npz"), np.load(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.npz")
     coord, kinds, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
     frames, atoms = len(coord), len(kinds)
     rng = np.random.default_rng(23)
     labels = {key: predicted[f"{system}_{key}"] for key in NOISE}
     labels = {key: value + NOISE[key] * rng.normal(size=value.shape) for key, value in labels.items()}
+    if name.endswith(WITH_HESSIAN):
+        second = rng.normal(size=(frames, 3 * atoms, 3 * atoms))
+        labels[HESSIAN] = second + second.transpose(0, 2, 1)
     cells = box.reshape(-1, 3, 3) if box.size else None
     return {"coord": coord.reshape(frames, atoms, 3), "types": kinds.astype(np.int64), "box": cells} | labels
 
@@ -144,19 +158,25 @@ def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     from deepmd_ema.dist.world import World
     from deepmd_ema.interchange import read_dp
     from deepmd_ema.interchange.dp.model import model_tree
+    from deepmd_ema.labels import LABELS
     from deepmd_ema.loss import EnergyLoss
 
     config, model, _ = read_dp(GOLDEN / f"{name}.dp")
     fitting = config.fitting_net
     more = _conditions(fitting.numb_fparam, fitting.numb_aparam, *data["coord"].shape[:2])
-    frames = [
-        Frame(coord, data["types"], None if data["box"] is None else data["box"][k],
-              labels={key: data[key][k] for key in NOISE}, **{key: value[k] for key, value in more.items()})
-        for k, coord in enumerate(data["coord"])
-    ]  # fmt: skip
+    own = [key for key in (*NOISE, HESSIAN) if key in data]
+    frames = []
+    for k, coord in enumerate(data["coord"]):
+        labels = {key: data[key][k].reshape(LABELS[key].shape_in_frame(len(coord))) for key in own}
+        box, conditions = (
+            None if data["box"] is None else data["box"][k],
+            {key: value[k] for key, value in more.items()},
+        )
+        frames.append(Frame(coord, data["types"], box, labels, **conditions))
     batch = collate(frames, model.layout)
     model.train()
-    total, _ = EnergyLoss(EnerLossConfig(**SHARED), START_LR, World())(model(batch), batch, LR)
+    loss = EnergyLoss(EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})), START_LR, World())
+    total, _ = loss(model(batch, **loss.needs(batch)), batch, LR)
     total.backward()
     return {LOSS: np.array(total.item())} | parameter_leaves(model, lambda: model_tree(model, config))
 
@@ -168,17 +188,23 @@ def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     from deepmd.pt.loss.ener import EnergyStdLoss
     from deepmd.pt.model.model.model import BaseModel
 
-    model = BaseModel.deserialize(load_dp_model(str(GOLDEN / f"{name}.dp"))["model"]).train()
+    tree = load_dp_model(str(GOLDEN / f"{name}.dp"))["model"]
+    # its torch backend writes a type that it does not read
+    kind = "linear_ener" if tree["type"] == "linear" else tree["type"]
+    model = BaseModel.deserialize({**tree, "type": kind}).train()
+    if HESSIAN in data:
+        model.enable_hessian()
     frames, atoms = data["coord"].shape[:2]
     more = _conditions(model.get_dim_fparam(), model.get_dim_aparam(), frames, atoms)
     given = {"coord": torch.tensor(data["coord"]), "atype": torch.tensor(np.tile(data["types"], (frames, 1))),
              "box": None if data["box"] is None else torch.tensor(data["box"].reshape(frames, 9)),
              **{key: torch.tensor(value) for key, value in more.items()}}  # fmt: skip
-    shapes = {"energy": (frames, 1), "force": (frames, atoms, 3), "virial": (frames, 9)}
+    shapes = {"energy": (frames, 1), "force": (frames, atoms, 3), "virial": (frames, 9), HESSIAN: (frames, -1)}
+    shapes = {key: shape for key, shape in shapes.items() if key in data}
     label = {key: torch.tensor(data[key].reshape(shape)) for key, shape in shapes.items()}
     label |= {f"find_{key}": 1.0 for key in shapes}
     mask = torch.ones(frames, atoms, dtype=torch.float64)  # its own: integers, without the atoms of excluded types
-    loss = EnergyStdLoss(starter_learning_rate=START_LR, **SHARED)
+    loss = EnergyStdLoss(starter_learning_rate=START_LR, **SHARED, **(SECOND if HESSIAN in data else {}))
     _, total, _ = loss(given, lambda **inputs: {**model(**inputs), "mask": mask}, label, atoms, LR)
     total.backward()
     return {LOSS: np.array(total.item())} | parameter_leaves(model, model.serialize)

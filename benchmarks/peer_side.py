@@ -7,6 +7,7 @@ JOBS.json holds a list of dictionaries with ``out``, where the answer goes, and 
 - ``input``: a section ``model``. A model is made of it, all its numbers are drawn at random, and ``out``.dp is written.
 - ``file``: a ``.dp`` file that is read.
 - ``predict``: a file of any format, which ``DeepPot`` reads.
+- ``train``: words of a training command, run in the folder ``cwd``; nothing is predicted.
 - ``convert``: a file that what ``dp convert-backend`` calls converts to ``out``.pth, which ``DeepPot`` reads.
 
 Energies, forces and virials of the frames in ``frames`` are written to ``out``.npz, or what it says instead to
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -63,6 +65,8 @@ def conditions(job: dict[str, Any], frames: int, atoms: int) -> dict[str, np.nda
 
 def _do(job: dict[str, Any], out: Path) -> dict[str, np.ndarray]:
     """Make or read the model of a job and return its predictions."""
+    if "train" in job:
+        return _trained(job)
     if "convert" in job:
         from deepmd.entrypoints.convert_backend import convert_backend
 
@@ -159,6 +163,19 @@ def _predictions(model: Any, job: dict[str, Any]) -> dict[str, np.ndarray]:
         shapes = {"energy": (count,), "atom_energy": (count, atoms), "force": coord.shape, "virial": (count, 9)}
         found |= {f"{name}_{key}": got[key].detach().numpy().reshape(shape) for key, shape in shapes.items()}
     return found
+
+
+def _trained(job: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Run a training command in its folder, in this process."""
+    from deepmd.main import main as deepmd
+
+    before = os.getcwd()
+    os.chdir(job["cwd"])
+    try:
+        deepmd(job["train"])
+    finally:
+        os.chdir(before)
+    return {}
 
 
 def _by_deep_pot(job: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -85,6 +85,7 @@ class Batch:
         type_slots: slots per type, where the layout has a ``type_sel``: what a view of the list by type needs.
         frames: for messages, where each frame comes from: (system, frame number in the system).
         inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
+        sizes: atoms of each frame, as ``num_atoms``, without asking the device: pairs of atoms are split by frames.
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
     """
 
@@ -106,6 +107,7 @@ class Batch:
     type_slots: tuple[int, ...] = ()
     frames: tuple[tuple[str, int], ...] = ()
     inner: tuple[tuple[float, int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
     padding: bool = False
 
     @property
@@ -144,10 +146,10 @@ class Batch:
         """Return the nearest ``most`` neighbors (None: all) of each atom that are nearer than ``rcut`` (None: all).
 
         One list of the largest cutoff serves all parts of a model: those that look less far take a prefix of its slots.
-        Excluded pairs are not in the list and do not count for ``most``. The batch must hold one section sorted by
-        distance (``by_type=False``); the result is differentiable by ``vector``.
+        Excluded pairs are not in the list and do not count for ``most``. For less than all of them the batch must hold
+        one section sorted by distance (``by_type=False``); the result is differentiable by ``vector``.
         """
-        assert len(self.slots) == 1, "a prefix by distance needs one section of neighbors"
+        assert len(self.slots) == 1 or rcut is most is None, "a prefix by distance needs one section of neighbors"
         num_atoms, total = self.neighbor.shape
         trimmed = [slots for cutoff, number, slots in self.inner if (cutoff, number) == (rcut, most)]
         width = trimmed[0] if trimmed else total if most is None else min(most, total)
@@ -157,8 +159,9 @@ class Batch:
         # where each slot of the list went, for `reverse`: also slot A * K, which is none
         place = torch.arange(num_atoms * width, device=near.device).view(num_atoms, width)
         place = torch.where(near, place, num_atoms * width)
-        place = torch.nn.functional.pad(place, (0, total - width), value=num_atoms * width)
-        place = torch.nn.functional.pad(place.flatten(), (0, 1), value=num_atoms * width)
+        # a filling of torch.nn.functional.pad would be a number of a compiled graph: one graph for each size of a batch
+        place = torch.constant_pad_nd(place, (0, total - width), num_atoms * width)
+        place = torch.constant_pad_nd(place.flatten(), (0, 1), num_atoms * width)
         return Neighborhood(
             neighbor=torch.where(near, self.neighbor[:, :width], num_atoms),
             vector=vector,

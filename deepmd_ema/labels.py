@@ -14,6 +14,7 @@ FORCE = "force"
 VIRIAL = "virial"
 ATOM_ENERGY = "atom_energy"
 ATOM_PREF = "atom_pref"
+HESSIAN = "hessian"
 # keys of conditions: what an energy depends on beside positions and elements
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit
@@ -66,7 +67,8 @@ class Label:
         unit: in ASCII; empty without one.
         files: names of the array in a set, without suffix; the next is looked for when one is absent.
         shape: of one row.
-        per_atom: whether an atom has a row; else a frame has one.
+        per_atom: whether an atom has a row; else a frame has one, or
+        per_pair: whether each two of the 3 N coordinates of a frame have a row, (3 N)^2 of them row by row.
         extensive: whether it grows with the number of atoms, so that it is judged per atom.
         errors: what is measured of it.
     """
@@ -77,12 +79,21 @@ class Label:
     files: tuple[str, ...]
     shape: tuple[int, ...] = ()
     per_atom: bool = False
+    per_pair: bool = False
     extensive: bool = False
     errors: tuple[Quantity, ...] = ()
 
-    def shape_of(self, num_frames: int, num_atoms: int) -> tuple[int, ...]:
-        """Return the shape of the label of ``num_frames`` frames with ``num_atoms`` atoms together."""
-        return (num_atoms if self.per_atom else num_frames, *self.shape)
+    def num_rows(self, num_atoms: int) -> int:
+        """Return how many rows a frame of ``num_atoms`` atoms has."""
+        return num_atoms if self.per_atom else (3 * num_atoms) ** 2 if self.per_pair else 1
+
+    def shape_of(self, *sizes: int) -> tuple[int, ...]:
+        """Return the shape of the label of frames with these numbers of atoms together."""
+        return (sum(map(self.num_rows, sizes)), *self.shape)
+
+    def shape_in_frame(self, num_atoms: int) -> tuple[int, ...]:
+        """Return the shape of the label of one frame, which has no first dimension where the frame is the row."""
+        return self.shape_of(num_atoms) if self.per_atom or self.per_pair else self.shape
 
 
 _ENERGY_ERRORS = Quantity("e", "Energy", "eV"), Quantity("e_peratom", "Energy", "eV/atom", per="atom", metric="E")
@@ -93,6 +104,7 @@ _VIRIAL_ERRORS = (
 )
 _FORCE_ERROR = Quantity("f", "Force", "eV/angstrom", metric="F")
 _ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
+_HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 _DECLARED = (
     Label(ENERGY, "e", "eV", ("energy",), extensive=True, errors=_ENERGY_ERRORS),
     Label(FORCE, "f", "eV/angstrom", ("force",), (3,), per_atom=True, errors=(_FORCE_ERROR,)),
@@ -100,6 +112,8 @@ _DECLARED = (
     Label(VIRIAL, "v", "eV", ("virial",), (9,), extensive=True, errors=_VIRIAL_ERRORS),
     Label(ATOM_ENERGY, "ae", "eV", ("atom_ener", "atomic_ener"), per_atom=True, errors=(_ATOM_ENERGY_ERROR,)),
     Label(ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True),  # a weight, no target
+    # second derivatives of the energy by the coordinates, x y z of the first atom, of the second, ...
+    Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
 )
 LABELS = {label.name: label for label in _DECLARED}
 QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity in label.errors}

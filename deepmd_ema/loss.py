@@ -1,4 +1,4 @@
-"""The ``ener`` loss: a weighted sum of the errors of energies, forces, virials and atomic energies."""
+"""The ``ener`` loss: a weighted sum of the errors of energies, forces, virials, atomic energies and Hessians."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import huber_loss
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.dist.world import World
-from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, LABELS, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, LABELS, VIRIAL
 
 # F frames, A atoms
 
@@ -25,7 +25,8 @@ class EnergyLoss:
     its limit prefactor is not zero, as in DeePMD-kit's ``pt_expt`` backend. (The ``pt`` backend requires both, and so
     drops a term that starts or ends at zero.)
 
-    Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms. A
+    Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms; that
+    of a Hessian is taken in its frame first, so that large frames, with the square of the numbers, do not outweigh. A
     frame without the label adds nothing to the sum and nothing to the count; a batch without it adds zero.
 
     On several ranks the means run over the frames of all of them, so that the loss is that of one process with all
@@ -53,6 +54,7 @@ class EnergyLoss:
             VIRIAL: self._virial,
             ATOM_ENERGY: self._atom_energy,
             ATOM_PREF: self._weighted_force,
+            HESSIAN: self._hessian,
         }
         terms = [_term(config, LABELS[name].symbol, function) for name, function in compute.items()]
         self.terms = tuple(term for term in terms if term.start or term.limit)
@@ -71,8 +73,8 @@ class EnergyLoss:
 
         Returns:
             The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the root of the loss,
-            the others are plain errors in eV per atom and eV/angstrom, nan where no frame has the label. They are
-            detached, equal on all ranks, and nothing here synchronises with the device.
+            the others are plain errors in eV per atom, eV/angstrom and eV/angstrom^2, nan where no frame has the label.
+            They are detached, equal on all ranks, and nothing here synchronises with the device.
         """
         total = torch.zeros((), dtype=torch.float64, device=batch.num_atoms.device)
         loss = total
@@ -87,6 +89,10 @@ class EnergyLoss:
             shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(count > 0, torch.nan)
         shown["rmse"] = loss.sqrt()
         return total, {name: shown[name] for name in self.display_names}
+
+    def needs(self, batch: Batch) -> dict[str, bool]:
+        """Return what the model has to compute for ``batch`` beside energies and forces, as its arguments."""
+        return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
 
     def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
         label, has_label = _label(batch, ENERGY)
@@ -140,6 +146,16 @@ class EnergyLoss:
         value = _sum(huber(error, self._delta[0]), weight) if self._huber else shown
         return _Error(value, shown, weight.sum())
 
+    def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
+        label, has_label = _label(batch, HESSIAN)
+        if HESSIAN not in prediction:
+            nothing = _sum(has_label.unsqueeze(1), torch.zeros_like(has_label))
+            return _Error(nothing, nothing, torch.zeros_like(has_label).sum())
+        size = self._size(prediction[HESSIAN] - label)
+        mean = torch.stack([one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])])
+        value = _sum(mean.unsqueeze(1), has_label)
+        return _Error(value, value, has_label.sum())
+
     def _size(self, error: Tensor) -> Tensor:
         return error.abs() if self._mae else error.square()
 
@@ -189,7 +205,7 @@ def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
     if name in batch.labels:
         return batch.labels[name], batch.has_label[name]
     has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
-    shape = LABELS[name].shape_of(batch.num_frames, batch.atom_type.shape[0])
+    shape = LABELS[name].shape_of(*batch.sizes)
     return torch.zeros((), dtype=torch.float64, device=has_label.device).expand(shape), has_label
 
 

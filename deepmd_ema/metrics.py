@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.texts import Metric
-from deepmd_ema.labels import FORCE, LABELS, METRICS, QUANTITIES
+from deepmd_ema.labels import FORCE, HESSIAN, LABELS, METRICS, QUANTITIES
 
 # F frames, A atoms, Q quantities
 
@@ -29,7 +29,8 @@ class FrameResult:
         source: (system, frame number in the system).
         atom_type: (N,) types in the order of the model's type map.
         volume: angstrom^3, or None for an open frame.
-        prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy (N,).
+        prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy (N,), and hessian
+            (9 N^2,) where it is asked for.
         label: the same for the labels that the frame has.
     """
 
@@ -50,11 +51,11 @@ class FrameResult:
         one = torch.ones(1, dtype=torch.float64)
         errors = {}
         for name, label in self.label.items():
-            error = torch.as_tensor(self.prediction[name] - label)
-            errors[name] = (error if LABELS[name].per_atom else error.unsqueeze(0), one)
+            error = torch.as_tensor(self.prediction[name] - label).view(LABELS[name].shape_of(self.num_atoms))
+            errors[name] = (error, one.expand(len(error)))
         volume = one if self.volume is None else one * self.volume
-        whose = torch.zeros(self.num_atoms, dtype=torch.int64)
-        return Errors(_error_sums(errors, one * self.num_atoms, whose, volume, torch.tensor([self.volume is not None])))
+        periodic = torch.tensor([self.volume is not None])
+        return Errors(_error_sums(errors, one * self.num_atoms, self.num_atoms, volume, periodic))
 
 
 @dataclass
@@ -78,11 +79,11 @@ class Errors:
     def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the errors of a prediction for ``batch``, both on one device."""
         errors = {
-            name: (prediction[name].to(torch.float64) - label, batch.has_label[name])
+            name: (prediction[name].to(torch.float64) - label, _weight(name, batch))
             for name, label in batch.labels.items()
             if name in prediction
         }
-        sums = _error_sums(errors, batch.num_atoms, batch.atom_frame, _volume(batch), batch.periodic)
+        sums = _error_sums(errors, batch.num_atoms, len(batch.atom_frame), _volume(batch), batch.periodic)
         self.sums = self.sums.to(sums.device) + sums
         if self.collect:
             self.frames.extend(_frame_results(prediction, batch))
@@ -120,6 +121,7 @@ def evaluate(
     device: torch.device,
     progress: Callable[[int], Any] | None = None,
     collect: bool = False,
+    hessian: bool = False,
 ) -> Errors:
     """Return the errors of ``model`` over all frames of ``batches``; validation and tests both use this function.
 
@@ -129,6 +131,7 @@ def evaluate(
         device: where the model is.
         progress: called after each batch with the number of its frames.
         collect: whether to keep the frames one by one.
+        hessian: whether second derivatives are computed where frames have them as a label.
     """
     errors = Errors(collect=collect)
     was_training = model.training
@@ -136,7 +139,8 @@ def evaluate(
     try:
         for batch in batches:
             moved = batch.to(device)
-            prediction = model(moved)
+            wanted = hessian and HESSIAN in batch.labels
+            prediction = model(moved, need_hessian=True) if wanted else model(moved)
             if not batch.padding:
                 errors.add({name: value.detach() for name, value in prediction.items()}, moved)
             if progress is not None:
@@ -180,14 +184,13 @@ def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[
 
 
 def _error_sums(
-    errors: Mapping[str, tuple[Tensor, Tensor]], num_atoms: Tensor, atom_frame: Tensor, volume: Tensor, periodic: Tensor
+    errors: Mapping[str, tuple[Tensor, Tensor]], num_atoms: Tensor, total_atoms: int, volume: Tensor, periodic: Tensor
 ) -> Tensor:
-    """Return the sums of errors given as (error, (F,) whether the frame has the label); volume is not 0 (F,)."""
+    """Return the sums of errors given as (error, whether the frame of each row has the label); volume is not 0 (F,)."""
     per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)
     sums: dict[str, Tensor] = {}
-    for name, (error, has_label) in errors.items():
+    for name, (error, weight) in errors.items():
         error = error.flatten(1) if error.dim() > 1 else error.unsqueeze(1)
-        weight = has_label[atom_frame] if LABELS[name].per_atom else has_label
         for quantity in LABELS[name].errors:
             if quantity.per == "atom":
                 sums[quantity.name] = _sums(error * per_atom, weight)
@@ -197,7 +200,7 @@ def _error_sums(
                 sums[quantity.name] = _sums(error, weight)
     nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
     # adding a host number to a device tensor does not synchronise; a tensor made from a list would be copied
-    size = torch.stack([nothing[0] + num_atoms.shape[0], nothing[0] + atom_frame.shape[0], nothing[0]])
+    size = torch.stack([nothing[0] + num_atoms.shape[0], nothing[0] + total_atoms, nothing[0]])
     return torch.stack([*(sums.get(name, nothing) for name in QUANTITIES), size])
 
 
@@ -206,6 +209,16 @@ def _sums(error: Tensor, weight: Tensor) -> Tensor:
     rows = weight.unsqueeze(1)
     count = weight.sum() * error.shape[1]
     return torch.stack([(rows * error.abs()).sum(), (rows * error.square()).sum(), count])
+
+
+def _weight(name: str, batch: Batch) -> Tensor:
+    """Return for each row of a label whether its frame has the label, 1 or 0."""
+    has_label = batch.has_label[name]
+    if LABELS[name].per_atom:
+        return has_label[batch.atom_frame]
+    if LABELS[name].per_pair:
+        return torch.cat([flag.expand(LABELS[name].num_rows(n)) for flag, n in zip(has_label, batch.sizes)])
+    return has_label
 
 
 def _volume(batch: Batch) -> Tensor:
@@ -239,6 +252,8 @@ def _split(values: Mapping[str, Tensor], batch: Batch, sizes: list[int]) -> dict
     for name, value in values.items():
         if LABELS[name].per_atom:
             out[name] = [part.numpy() for part in batch.in_file_order(value).cpu().split(sizes)]
+        elif LABELS[name].per_pair:
+            out[name] = [part.numpy() for part in value.cpu().split([LABELS[name].num_rows(n) for n in sizes])]
         else:
             out[name] = list(value.cpu().numpy())
     return out

@@ -110,9 +110,6 @@ class FakeDescriptor(nn.Module):
         atoms, neighbors = sums["neighbors"]
         self.share.fill_(atoms / max(1.0, neighbors))
 
-    def stat_identity(self):
-        return {"type": "fake", "rcut": self.rcut}
-
     def stat_settings(self):
         return {"most": self.most}
 

@@ -37,6 +37,7 @@ def flat_batch(frames, num_types=2, names=tuple(LABELS)):
         labels=labels,
         has_label=found,
         frames=tuple(f.get("source", ("toy", k)) for k, f in enumerate(frames)),
+        sizes=tuple(len(f["types"]) for f in frames),
     )
 
 
@@ -44,16 +45,15 @@ def join(frames, name, order):
     """Return one quantity of all frames as it stands in a batch, zeros where a frame does not have it."""
     parts = []
     for f in frames:
-        empty = np.zeros(LABELS[name].shape_of(1, len(f["types"])))
+        empty = np.zeros(LABELS[name].shape_of(len(f["types"])))
         parts.append(np.asarray(empty if f.get(name) is None else f[name], float).reshape(empty.shape))
     return np.concatenate(parts)[order] if LABELS[name].per_atom else np.concatenate(parts)
 
 
 def random_frame(rng, natoms, box=None, names=tuple(LABELS), **more):
     """Return a frame with random types and labels."""
-    shapes = {"energy": (), "force": (natoms, 3), "virial": (9,), "atom_energy": (natoms,), "atom_pref": (natoms,)}
     frame = {"types": rng.integers(0, 2, natoms), "box": box}
-    labels = {name: rng.normal(size=shapes[name]) for name in names}
+    labels = {name: rng.normal(size=LABELS[name].shape_in_frame(natoms)) for name in names}
     if "atom_pref" in labels:
         labels["atom_pref"] = np.abs(labels["atom_pref"])
     return frame | labels | more
@@ -62,4 +62,4 @@ def random_frame(rng, natoms, box=None, names=tuple(LABELS), **more):
 def predicted(frames, batch):
     """Return the numbers of ``frames`` in the order of ``batch``, as if a model had predicted them."""
     order = batch.atom_order.numpy()
-    return {n: torch.tensor(join(frames, n, order)) for n in ("energy", "force", "virial", "atom_energy")}
+    return {n: torch.tensor(join(frames, n, order)) for n in LABELS if n != "atom_pref"}

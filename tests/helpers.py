@@ -37,6 +37,17 @@ def toy_labels(coord, types, box=None):
     return atom_energy.sum(), force, virial.reshape(9), atom_energy
 
 
+def toy_hessian(coord, types, box=None, step=1e-4):
+    """Return the second derivatives (3 N, 3 N) of the energy of ``toy_labels``, by central differences of forces."""
+    rows = []
+    for place in np.ndindex(np.shape(coord)):
+        moved = np.zeros_like(coord)
+        moved[place] = step
+        up, down = (toy_labels(coord + sign * moved, types, box)[1] for sign in (1, -1))
+        rows.append((down - up).ravel() / (2 * step))
+    return (np.array(rows) + np.array(rows).T) / 2
+
+
 def toy_frame(rng, natoms=12, num_types=2, pbc=True, jitter=0.25, triclinic=True):
     """Return coord (N, 3), types (N,), box (3, 3) or None: a jittered lattice with the types in turn."""
     grid = _grid(natoms)
@@ -62,6 +73,7 @@ def write_system(
     energy=True,
     atom_ener=False,
     atom_pref=False,
+    hessian=False,
     fparam=0,
     aparam=0,
     sets=1,
@@ -95,6 +107,8 @@ def write_system(
         arrays |= {name: [np.ravel(records[k][name]) for k in chunk] for name, want in wanted.items() if want}
         if pbc:
             arrays["box"] = [records[k]["box"].ravel() for k in chunk]
+        if hessian:
+            arrays["hessian"] = [_hessian_of(records[k]).ravel() for k in chunk]
         if atom_pref:
             arrays["atom_pref"] = rng.uniform(0.5, 1.5, (len(chunk), total))
         if fparam:
@@ -192,6 +206,18 @@ def assert_same(a, b, path=""):
         assert a == b, path
 
 
+def assert_same_files(left, right):
+    """Return the names of the files of two folders: the same ones, with the same bytes or the same checkpoints."""
+    names = [{str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (left, right)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.endswith(".pt"):
+            assert_same(*(torch.load(folder / name, weights_only=True) for folder in (left, right)), name)
+        else:
+            assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    return names[0]
+
+
 def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
     coord, types, box = toy_frame(rng, natoms, num_types, pbc, jitter, triclinic)
     if mixed:
@@ -208,6 +234,15 @@ def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
         }
         record = {name: np.concatenate([value, fill[name]])[order] for name, value in record.items()}
     return record | {"energy": energy, "virial": virial, "box": box}
+
+
+def _hessian_of(record):
+    """Return the Hessian of a record, nan for virtual atoms."""
+    real = np.flatnonzero(record["types"] >= 0)
+    places = (3 * real[:, None] + np.arange(3)).ravel()
+    whole = np.full((3 * len(record["types"]),) * 2, np.nan)
+    whole[np.ix_(places, places)] = toy_hessian(record["coord"][real], record["types"][real], record["box"])
+    return whole
 
 
 def _morse(r, type_i, type_j):

@@ -39,6 +39,7 @@ PEER_DEFAULTS = {
         "pair_exclude_types": [],
         "atom_exclude_types": [],
         "preset_out_bias": None,
+        "finetune_head": "",
     },
     "model.descriptor": {
         "sel": "auto",

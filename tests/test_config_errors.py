@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
-from deepmd_ema.config import config_from_dict, launch_problems, load_config, model_config_from_dict
+from deepmd_ema.config import config_from_dict, ignored_options, launch_problems, load_config, model_config_from_dict
 from deepmd_ema.config.rules import RULES
 from deepmd_ema.config.schema.model import FITTINGS, EnerFittingConfig
 from deepmd_ema.errors import ConfigError
@@ -116,7 +116,6 @@ BAD = [
     ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode", ["slice, flat, 2d"]),
     ({"optimizer": {"type": "LKF", "kf_start_pref_f": 0}}, "optimizer.kf_start_pref_f = 0", ["> 0"]),
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
-    ({"loss.start_pref_h": 1.0}, "loss.start_pref_h = 1.0", [NOT_YET]),
     ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1", [NOT_YET]),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", [NOT_YET]),
     ({"training.enable_compile": True}, "training.enable_compile = true", [NOT_YET]),
@@ -125,7 +124,6 @@ BAD = [
     ({"training.acc_freq": True}, "training.acc_freq = true", [NOT_YET]),
     ({"training.profiling": True}, "training.profiling = true", [NOT_YET]),
     ({"training.enable_profiler": True}, "training.enable_profiler = true", [NOT_YET]),
-    ({"training.mixed_precision": {"compute_prec": "float16"}}, "training.mixed_precision", [NOT_YET, "float32"]),
     ({"model.spin": {"use_spin": [True]}}, "model.spin", [NOT_YET]),
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
     ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
@@ -255,6 +253,16 @@ BROKEN_RULES = {
         "loss.relative_f = 1",
         "not possible with use_huber",
     ),
+    "huber_has_no_hessian": (
+        {"loss.use_huber": True, "loss.start_pref_h": 5},
+        "loss.start_pref_h = 5",
+        "not possible with use_huber",
+    ),
+    "hessian_needs_whole_parameters": (
+        {"training.zero_stage": 2, "loss.start_pref_h": 5},
+        "training.zero_stage = 2",
+        "second derivatives need all parameters on every rank. Use 0 or 1, or remove loss.start_pref_h",
+    ),
     "lkf_shares_nothing_out": (
         {"optimizer": {"type": "LKF"}, "training.zero_stage": 2},
         "training.zero_stage = 2",
@@ -285,6 +293,15 @@ BROKEN_RULES = {
         {"training.validation_data": REMOVE, "validating.full_validation": True},
         "validating.full_validation = true",
         "needs training.validation_data",
+    ),
+    "mixed_precision_is_the_precision": (
+        {
+            "training.mixed_precision": {"compute_prec": "float16", "output_prec": "float32"},
+            "model.descriptor.precision": "float32",
+            "model.fitting_net.precision": "float32",
+        },
+        'training.mixed_precision.compute_prec = "float16"',
+        NOT_YET,
     ),
     "rows_have_files_of_their_own": (
         {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
@@ -317,6 +334,19 @@ def test_each_rule_between_options_has_a_message(rule):
     assert len(found) == 1, found
     assert found[0].startswith(f"input.json: {place}"), found[0]
     assert phrase in found[0]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_mixed_precision_may_say_what_precision_says(precision):
+    changes = {"training.mixed_precision": {"compute_prec": precision, "output_prec": precision}}
+    parts = {f"model.{part}.precision": precision for part in ("descriptor", "fitting_net")}
+    config = config_from_dict(spoiled(changes | parts))
+    assert [text for text in ignored_options(config) if text.startswith("training.mixed_precision = ")]
+    mixed = spoiled(changes | parts | {"model.fitting_net.precision": "default"})
+    if precision == "float64":
+        config_from_dict(mixed)
+    else:
+        assert len(problems_of(mixed)) == 2
 
 
 def test_a_run_without_a_length_is_refused():

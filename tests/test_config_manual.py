@@ -116,7 +116,7 @@ def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
 
 
 def test_a_type_that_is_read_but_not_a_choice_is_not_listed():
-    """ "Available: ener, ener_hess" was said while every option of the Hessian is refused."""
+    """ "Available: ener, ener_hess" was said, and both are one section."""
     assert "section; type is ener; default" in manual("loss")
     assert "ener_hess is read as well" in manual("loss.type")
 

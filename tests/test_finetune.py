@@ -151,15 +151,22 @@ def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(
 def test_options_that_change_what_weights_mean_are_told(option, trained, desk, capsys):
     """The user saw: a model of a shorter cutoff started from weights of another without a word."""
     write_system("data", frames=4, seed=5, elements=("O", "H"))
-    Path("table.txt").write_text("".join(f"{0.5 + 0.5 * k} 1 1 1\n" for k in range(8)))
+    Path("table.txt").write_text("".join(f"{0.5 + 0.5 * k} 1 1 1\n" for k in range(12)))
     config = input_of(["O", "H"], steps=1, descriptor={**ATTENTION, "rcut": 3.5})
     config["model"] |= {"use_srtab": "table.txt", "sw_rmin": 0.5, "sw_rmax": 0.8}
     assert train(config, option, str(trained / "model.ckpt.pt")) == 0
     said = capsys.readouterr().err
     assert "model.descriptor.rcut was 4.0 where the weights were trained, is 3.5 here" in said
     assert "model.use_srtab is not that of the file" in said
-    assert train({**config, "training": {**config["training"], "numb_steps": 2}}, "--restart", "model.ckpt-1.pt") == 0
+    used = Path("out.json").read_text()
+    assert "[0.5, 1.0, 1.0, 1.0],\n" in used  # a row of a table on one line
+    assert json.loads(used)["model"]["descriptor"]["neuron"] == [4, 8]
+    config["training"]["numb_steps"] = 2
+    assert train(config, "--restart", "model.ckpt-1.pt") == 0
     assert "where the weights were trained" not in capsys.readouterr().err
+    Path("table.txt").write_text("".join(f"{0.5 + 0.5 * k} 1 1 2\n" for k in range(12)))
+    assert train(config, "--restart", "model.ckpt-1.pt") == 2
+    assert re.search(r"model.use_srtab: \[\[0.5, .{190,}\.\.\. in the checkpoint", capsys.readouterr().err)
 
 
 def test_a_restart_takes_the_model_section_from_its_checkpoint(trained, desk):
@@ -196,9 +203,23 @@ def test_a_head_of_a_multi_task_file_is_fine_tuned(head, desk):
     write_system("data", frames=4, seed=5, elements=("H", "O"))
     for options in (["--finetune"], ["--finetune", "--use-pretrain-script"]):
         assert train(config, *options[1:], options[0], str(file), "--model-branch", head) == 0
+    of_command_line = checkpoint.load("model.ckpt-1.pt")["model"]
+    config["model"]["finetune_head"] = head
+    assert train(config, "--finetune", str(file)) == 0
+    assert content_digest(checkpoint.load("model.ckpt-1.pt")["model"]) == content_digest(of_command_line)
     begin = first_weights(file, config, head=head)
     expected = carried_over(loaded.model, build_model(config_from_dict(config).model))
     assert all(torch.equal(begin[name], value) for name, value in expected.items())
+
+
+def test_a_head_of_the_input_is_for_a_start_from_a_file(desk, capsys):
+    write_system("data", frames=4, seed=5, elements=("H", "O"))
+    config = input_of(["H", "O"], steps=1, model__finetune_head="water")
+    assert train(config) == 0
+    assert 'model.finetune_head = "water": no effect without --finetune or --init-model' in capsys.readouterr().err
+    del config["model"]["finetune_head"]
+    config["training"]["numb_steps"] = 2
+    assert train(config, "--restart", "model.ckpt.pt") == 0, "it says nothing of how a run goes on"
 
 
 def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, capsys):
@@ -232,8 +253,17 @@ BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "n
             "missing there: descriptor",
         ),
         (input_of(["H", "O", "Na"], descriptor={**BY_TYPE, "sel": [9] * 3}), ["-t", "FILE"], "not of this model: "),
-        (input_of(["H", "O", "Na"]), ["-t", "FILE", "--model-branch", "ice"], "there is no head 'ice' to choose"),
+        (
+            input_of(["H", "O", "Na"]),
+            ["-t", "FILE", "--model-branch", "ice"],
+            "so there is no head 'ice'. Leave it out",
+        ),
         (input_of(["H", "O", "Na"]), ["-t", "nothing.pt"], "no such file"),
+        (
+            input_of(["H", "O", "Na"], model__finetune_head="water"),
+            ["-t", str(PEER_FILES / "pt_heads.pt"), "--head", "ice"],
+            '--model-branch ice: input.json has model.finetune_head = "water". Expected one head',
+        ),
         (
             input_of(["H", "O", "Na"]),
             ["--use-pretrain-script"],

@@ -107,11 +107,24 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
     assert set(theirs) - {"time"} <= set(ours)
 
 
-# "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last digits, and
-# excluded types are those of the whole model there
+def test_energies_of_elements_are_not_rounded_to_the_precision_of_the_networks():
+    """DeePMD-kit keeps them in float64 beside networks in float32; they were float32 here."""
+    config, model = toy_model(fitting_changes={"precision": "float32"}, descriptor_changes={"precision": "float32"})
+    tree = model_tree(model, config)
+    energies = np.array([[-187.123456789], [-13.598443212], [-4411.987654321]])
+    tree["fitting"]["@variables"]["bias_atom_e"] = energies
+    again = model_tree(model_from_tree(config, tree), config)
+    np.testing.assert_array_equal(again["fitting"]["@variables"]["bias_atom_e"], energies)
+
+
+# "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last digits
 OTHERWISE = {
-    "zbl": ["/models/0/fitting/exclude_types", "/models/0/fitting/atom_ener", "/models/1/tab/rmax",
-            "/models/1/tab/@variables/tab_data"],
+    "zbl": ["/models/0/fitting/atom_ener", "/models/1/tab/rmax", "/models/1/tab/@variables/tab_data"],
+    # the energies of elements that its parts add on their own are in that of the whole; its torch backend does not read
+    # the type that it writes
+    "linear": ["/@variables/out_bias", "/type", "/models/0/@variables/out_bias", "/models/0/fitting/atom_ener",
+               "/models/1/@variables/out_bias", "/models/1/fitting/atom_ener", "/models/2/@variables/out_bias",
+               "/models/2/tab/rmax", "/models/2/tab/@variables/tab_data"],
     # of each pair of elements it has two networks and uses one
     "se_e3": [f"/descriptor/embeddings/networks/{k}/layers/{layer}/@variables/{name}" for k in (1, 2, 5)
               for layer in range(3) for name in ("w", "b", "idt")[: 3 if layer else 2]] + ["/fitting/atom_ener"],
@@ -172,7 +185,7 @@ def shorten_davg(tree):
          r"model.yaml: descriptor 'loc_frame' is not available here\. Known: se_e2_a, "),
         (lambda t: t["model"]["fitting"].update(type="dipole"),
          r"fitting 'dipole' is not available here\. Known: ener"),
-        (lambda t: t["model"].update(type="linear"), "a model of type 'linear'; only standard and zbl models"),
+        (lambda t: t["model"].update(type="pairwise"), "a model of type 'pairwise'; available here: standard, zbl"),
         (lambda t: t["model"]["descriptor"].update({"@version": 3}),
          r"version 3 \(compressed\), which is not available"),
         (lambda t: t["model"]["descriptor"].update(spin={"use_spin": [True]}),

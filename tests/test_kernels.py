@@ -10,7 +10,7 @@ from toy_models import TRICLINIC, toy_atoms
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import env_mat, moments  # noqa: F401  (they register their kernels)
+from deepmd_ema.model.kernels import env_mat, moments, norm  # noqa: F401  (they register their kernels)
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
@@ -46,6 +46,7 @@ def arguments(name):
         "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "tanh_moments": (rows, net),
+        "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
     }[name]
 
 
@@ -55,7 +56,7 @@ def tensors_of(found):
 
 def leaves_of(args):
     return [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else [a])
-            if leaf.requires_grad]  # fmt: skip
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad]  # fmt: skip
 
 
 def close(a, b):

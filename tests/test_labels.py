@@ -76,7 +76,7 @@ def test_every_prefactor_of_the_loss_is_named_by_a_label():
 def test_a_batch_without_a_label_adds_nothing_for_it(name):
     symbol, rng = LABELS[name].symbol, np.random.default_rng(1)
     batch = flat_batch([random_frame(rng, 4), random_frame(rng, 3)], names=())
-    prediction = {n: torch.ones(label.shape_of(2, 7), dtype=torch.float64) for n, label in LABELS.items()}
+    prediction = {n: torch.ones(label.shape_of(4, 3), dtype=torch.float64) for n, label in LABELS.items()}
     zeros = {f"start_pref_{label.symbol}": 0.0 for label in LABELS.values()}
     zeros |= {f"limit_pref_{label.symbol}": 0.0 for label in LABELS.values()}
     loss = EnergyLoss(EnerLossConfig(**(zeros | {f"start_pref_{symbol}": 1.0})), 1e-3, World())

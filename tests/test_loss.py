@@ -22,6 +22,8 @@ ALL = {
     "limit_pref_ae": 1,
     "start_pref_pf": 7,
     "limit_pref_pf": 2,
+    "start_pref_h": 4,
+    "limit_pref_h": 3,
 }
 
 
@@ -84,7 +86,7 @@ def test_a_frame_without_a_label_changes_nothing_of_that_term(options):
     assert shown == pytest.approx(expected, rel=SAME_MATH)
 
 
-@pytest.mark.parametrize("name", ["energy", "force", "virial", "atom_energy", "atom_pref"])
+@pytest.mark.parametrize("name", ["energy", "force", "virial", "atom_energy", "atom_pref", "hessian"])
 def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
     rng = np.random.default_rng(3)
     labelled = [random_frame(rng, 3)]
@@ -100,6 +102,7 @@ def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
             "virial": "rmse_v",
             "atom_energy": "rmse_ae",
             "atom_pref": "rmse_pf",
+            "hessian": "rmse_h",
         }[name]
         assert shown[column].isnan()
         assert shown["rmse"].isfinite()
@@ -133,7 +136,7 @@ def test_a_term_is_there_when_its_start_or_its_limit_is_not_zero():
     assert loss.display_names == ("rmse", "rmse_e", "rmse_f")
     assert not loss.need_virial
     everything = EnergyLoss(Config(**ALL), 1e-3, World())
-    assert everything.labels == ("energy", "force", "virial", "atom_energy", "atom_pref")
+    assert everything.labels == ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian")
     assert everything.need_virial
 
 

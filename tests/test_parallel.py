@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_input, write_system
 from parallel_runs import train
+from toy_models import SECTIONS, TABLE
 
 from deepmd_ema.train.run import run_training
 
@@ -51,6 +52,15 @@ LOSSES = {
     "mae": {"loss__loss_func": "mae", "model__fitting_net__trainable": [True, False, True]},
     "atoms": {"loss__start_pref_ae": 1, "loss__limit_pref_ae": 1, "loss__start_pref_pf": 1, "loss__limit_pref_pf": 1},
 }
+HESSIANS = {"loss__start_pref_h": 2, "loss__limit_pref_h": 1}
+# messages, and a table of pair energies, whose buffers are neither sharded nor saved
+MESSAGES = {
+    "model__descriptor": SECTIONS["dpa3"] | {"seed": 1},
+    **{f"model__{name}": value for name, value in TABLE.items()},
+    "model__use_srtab": [[row[k] for k in (0, 1, 2, 4)] for row in TABLE["use_srtab"]],  # the pairs of O and H
+    "training__enable_ema": True,
+    "training__save_freq": 3,
+}
 
 
 def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH):
@@ -66,7 +76,7 @@ def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOB
 def odd(tmp_path_factory):
     """Frames of 10 atoms: all kinds in the even ones, oxygen alone in the odd ones."""
     system = write_system(
-        tmp_path_factory.mktemp("data") / "odd", frames=10, natoms=10, seed=6, mixed=True, atom_ener=True
+        tmp_path_factory.mktemp("data") / "odd", frames=10, natoms=10, seed=6, mixed=True, atom_ener=True, hessian=True
     )
     file = system / "set.000" / "real_atom_types.npy"
     types = np.load(file)
@@ -93,7 +103,7 @@ def run(tmp_path_factory, water_like, water_like_valid, odd, lone):
         if kind == "mixed":
             systems, options = [water_like, odd, lone], MIXED
         elif kind != "bank":
-            systems, options, steps = [odd, water_like], LOSSES.get(kind, VALIDATED), 6
+            systems, options, steps = [odd, water_like], {**LOSSES, "hessian": HESSIANS}.get(kind, VALIDATED), 6
         config = config_of(systems, water_like_valid, stage, ranks, options, steps)
         if kind == "mixed":
             config["training"].pop("numb_steps")
@@ -177,6 +187,16 @@ def test_uneven_batches_missing_elements_clipping_and_bias_follow_one_process(ru
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_and_frozen_parts_follow_one_process(run, kind, stage):
     assert_same_run(run(kind, stage, 2)[0], run(kind, 0, 1)[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_hessians_of_some_frames_follow_one_process(run, stage):
+    assert_same_run(run("hessian", stage, 2)[0], run("hessian", 0, 1)[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_messages_and_a_table_of_pair_energies_follow_one_process(run, stage):
+    assert_same_run(run("messages", stage, 2)[0], run("messages", 0, 1)[0])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

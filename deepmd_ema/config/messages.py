@@ -85,6 +85,13 @@ def show(value: Any, width: int = 60) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+def as_text(section: Mapping[str, Any]) -> str:
+    """Return a section as JSON to be read: lists of numbers, such as the rows of a table, stand on one line each."""
+    text = json.dumps(section, indent=4)
+    # no text of JSON has a line break in it
+    return re.sub(r'\[\n\s+([^][{}"]*?)\n\s+\]', lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
 def close_names(key: str, known: Sequence[str]) -> list[str]:
     """Return up to two known names that look like ``key``, whatever their case."""
     by_lower = {name.lower(): name for name in reversed(known)}

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import InvalidOptionError
-from deepmd_ema.config.messages import Problem, Source, dotted, render, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import Link, MultiTaskRun
+from deepmd_ema.config.schema.shared import dtype_name
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -126,14 +127,14 @@ def model_fits_together(model: ModelConfig) -> Violations:
 
 @rule("model")
 def descriptor_fits_together(model: ModelConfig) -> Violations:
-    """The options of the descriptor fit together and to the elements."""
-    yield from ((f"descriptor.{option}", text) for option, text in model.descriptor.problems(model.type_map))
+    """The options of the descriptor, or of those of all parts, fit together and to the elements."""
+    yield from model.problems_of_descriptor()
 
 
 @rule("model")
 def fitting_net_fits_together(model: ModelConfig) -> Violations:
-    """The options of the fitting network fit together and to the elements."""
-    yield from ((f"fitting_net.{option}", text) for option, text in model.fitting_net.problems(model.type_map))
+    """The options of the fitting network, or of those of all parts, fit together and to the elements."""
+    yield from model.problems_of_fitting()
 
 
 # ---- learning_rate
@@ -199,7 +200,7 @@ def lkf_does_not_clip(run: RunConfig) -> Violations:
 def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
     """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
     for path, loss in SUBJECTS["loss"](run):
-        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf") for when in ("start", "limit")):
+        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf", "h") for when in ("start", "limit")):
             if getattr(loss, name):
                 yield f"{path}.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
         for name in ("loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial"):
@@ -229,10 +230,28 @@ def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
 
 
 @rule("loss")
+def huber_has_no_hessian(loss: EnerLossConfig) -> Violations:
+    """The Huber loss has no term of second derivatives."""
+    for name in ("start_pref_h", "limit_pref_h"):
+        if loss.error == "huber" and getattr(loss, name):
+            yield name, f" = {getattr(loss, name):g}: not possible with use_huber. Remove one of the two."
+
+
+@rule("loss")
 def something_is_minimized(loss: EnerLossConfig) -> Violations:
     """At least one weight of the loss is not zero."""
     if not loss.weights:
         yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
+
+
+@rule("run")
+def hessian_needs_whole_parameters(run: RunConfig) -> Violations:
+    """A Hessian is made by a backward pass within the forward one, after which sharded parameters are given up."""
+    stage = run.training.zero_stage
+    if stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
+        why = "second derivatives need all parameters on every rank"
+        text = f" = {stage}: {why}. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h."
+        yield "training.zero_stage", text
 
 
 # ---- training
@@ -258,6 +277,20 @@ def reading_statistics_needs_a_file(task: TaskConfig) -> Violations:
     """``stat_file_mode`` read needs a ``stat_file``."""
     if task.data.stat_file_mode == "read" and task.data.stat_file is None:
         yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
+
+
+@rule("run")
+def mixed_precision_is_the_precision(run: RunConfig) -> Violations:
+    """``mixed_precision`` says no more than ``precision`` of descriptors and fitting networks."""
+    given = run.training.mixed_precision
+    used = {name for task in run.tasks.values() for name in task.model.precisions}
+    for name in ("compute_prec", "output_prec") if given is not None else ():
+        value = getattr(given, name)
+        if {dtype_name(value)} != used:
+            trained = f'"precision" of descriptor and fitting_net is {" and ".join(sorted(used))}'
+            peer = "DeePMD-kit's torch backend ignores it. Remove it, and for a faster training"
+            text = f' = {show(value)}: {NOT_AVAILABLE}; {trained}. {peer} set "precision": "float32" in both.'
+            yield f"training.mixed_precision.{name}", text
 
 
 # ---- validating
@@ -331,6 +364,15 @@ def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
         for name in tasks if needs_all else ():
             if name not in section:
                 yield place, f": task {name} of model.model_dict is missing. Add it."
+
+
+@rule("run of several tasks")
+def no_task_has_a_head_of_its_own(run: MultiTaskRun) -> Violations:
+    """All tasks start from one model."""
+    for name, model in run.model.model_dict.items():
+        if model.finetune_head:
+            text = f" = {show(model.finetune_head)}: {NOT_AVAILABLE} for several tasks. Fine-tune one task per input."
+            yield f"model.model_dict.{name}.finetune_head", text
 
 
 @rule("run of several tasks")

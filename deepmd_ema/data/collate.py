@@ -172,7 +172,7 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     Args:
         frames: at least one; prepared by ``pair_frame`` with the same layout, or not.
         layout: how the model wants its neighbors.
-        labels: names of labels that the batch has even if no frame has them.
+        labels: names of labels that the batch has even if no frame has them, unless they are of pairs of atoms.
     """
     paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
     raw = [p.frame for p in paired]
@@ -201,6 +201,7 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
         has_label=has_label,
         conditions=_join_conditions(paired, rows),
         frames=tuple(f.source for f in raw),
+        sizes=tuple(f.num_atoms for f in raw),
     )
 
 
@@ -358,17 +359,18 @@ def _join_labels(
     names = dict.fromkeys(wanted) | dict.fromkeys(name for p in paired for name in p.frame.labels)
     labels, has_label = {}, {}
     for name in names:
+        if LABELS[name].per_pair and not any(name in p.frame.labels for p in paired):
+            continue  # so many zeros tell nothing, and without them nothing is computed to compare with
         has_label[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
-        shape = LABELS[name].shape
-        if LABELS[name].per_atom:
-            parts = [
-                p.frame.labels[name][p.order] if name in p.frame.labels else np.zeros((len(p.order), *shape))
-                for p in paired
-            ]
-            labels[name] = _tensor(_by_row(parts, rows))
-        else:
-            zero = np.zeros(shape)
-            labels[name] = _tensor(np.stack([p.frame.labels.get(name, zero) for p in paired]))
+        label = LABELS[name]
+        parts = [
+            p.frame.labels[name] if name in p.frame.labels else np.zeros(label.shape_in_frame(p.frame.num_atoms))
+            for p in paired
+        ]
+        if label.per_atom:
+            labels[name] = _tensor(_by_row([part[p.order] for p, part in zip(paired, parts)], rows))
+        else:  # pairs of atoms stay in the order of the files
+            labels[name] = _tensor(np.concatenate(parts) if label.per_pair else np.stack(parts))
     return labels, has_label
 
 

@@ -18,7 +18,7 @@ from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
 from deepmd_ema.data.formats.foreign import in_words, stored_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, labels_of, parse_choice
 from deepmd_ema.data.formats.system import TYPES
-from deepmd_ema.data.source import BOX, COORD, is_per_atom
+from deepmd_ema.data.source import BOX, COORD, of_atoms
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
 from deepmd_ema.files import writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
@@ -237,8 +237,7 @@ def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[
         part.mkdir()
         for name in frames[numbers[0]].arrays:
             rows = [frames[k].arrays[name] for k in numbers]
-            if is_per_atom(name):
-                rows = [row[order[k]] for k, row in zip(numbers, rows)]
+            rows = [of_atoms(name, row, order[k]) for k, row in zip(numbers, rows)]
             shape = (len(rows),) if rows[0].ndim == 0 else (len(rows), -1)
             file = LABELS[name].files[0] if name in LABELS else name
             np.save(part / f"{file}.npy", np.stack(rows).reshape(shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -28,7 +29,7 @@ class Frame:
         atom_type: (N,) int64, indices into the model's type map.
         box: (3, 3) float64, angstrom, rows are cell vectors; None for an open system.
         labels: label name (see ``labels``) to float64 array, only labels that this frame has; energy is (), virial
-            (9,), per atom labels (N,) or (N, 3).
+            (9,), per atom labels (N,) or (N, 3), a Hessian (9 N^2,).
         fparam: (P,) float64 or None.
         aparam: (N, Q) float64 or None.
         source: system name and frame number in the system, for messages.
@@ -90,9 +91,9 @@ class Chunk:
     Attributes:
         first: number of the first frame in its source.
         types: (C, M) model types; -1 where a frame has no atom (it is smaller, or the atom is virtual).
-        arrays: by name, float64: (C, numbers) if a frame has a row, (C, M, numbers) if an atom has one; ``coord``,
-            ``box`` (rows of 9; absent for open frames), labels, ``fparam``, ``aparam``. Rows of atoms that do not
-            exist hold anything.
+        arrays: by name, float64: (C, numbers) if a frame has a row, (C, M, numbers) if an atom has one, (C, 3 M, 3 M)
+            for Hessians; ``coord``, ``box`` (rows of 9; absent for open frames), labels, ``fparam``, ``aparam``. Rows
+            of atoms that do not exist hold anything.
     """
 
     first: int
@@ -146,9 +147,30 @@ def is_per_atom(name: str) -> bool:
     return LABELS[name].per_atom if name in LABELS else name in (COORD, APARAM)
 
 
-def frames_at_once(num_atoms: int) -> int:
-    """Return how many frames of ``num_atoms`` atoms a chunk has at most."""
-    return max(1, _NUMBERS_AT_ONCE // (3 * num_atoms))
+def is_per_pair(name: str) -> bool:
+    """Whether an array of a chunk has a number for each two coordinates of a frame."""
+    return name in LABELS and LABELS[name].per_pair
+
+
+def of_atoms(name: str, array: Array, chosen: Array) -> Array:
+    """Return what an array of a frame has of the chosen atoms, in this order; all of it if it is not of atoms.
+
+    Args:
+        name: of the array.
+        array: as in a :class:`Frame` of N atoms: (N, ...), or (9 N^2,) of pairs of coordinates.
+        chosen: numbers of atoms.
+    """
+    if is_per_pair(name):
+        coordinates = (3 * chosen[:, None] + np.arange(3)).ravel()
+        width = math.isqrt(array.size)
+        return array.reshape(width, width)[np.ix_(coordinates, coordinates)].reshape(-1)
+    return array[chosen] if is_per_atom(name) else array
+
+
+def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
+    """Return how many frames of ``num_atoms`` atoms with the arrays ``names`` a chunk has at most."""
+    numbers = (3 * num_atoms) ** 2 if any(map(is_per_pair, names)) else 3 * num_atoms
+    return max(1, _NUMBERS_AT_ONCE // numbers)
 
 
 def frame_chunks(source: FrameSource, names: Collection[str] | None = None) -> Iterator[Chunk]:
@@ -158,7 +180,7 @@ def frame_chunks(source: FrameSource, names: Collection[str] | None = None) -> I
     for index in range(source.num_frames):
         arrays = _arrays_of(source.frame(index), names)
         larger = max(most, len(arrays[""]))
-        if frames and (arrays.keys() != frames[0].keys() or len(frames) >= frames_at_once(larger)):
+        if frames and (arrays.keys() != frames[0].keys() or len(frames) >= frames_at_once(larger, arrays)):
             yield _stack(first, frames)
             first, frames, larger = index, [], len(arrays[""])
         frames.append(arrays)
@@ -168,11 +190,11 @@ def frame_chunks(source: FrameSource, names: Collection[str] | None = None) -> I
 
 
 def _arrays_of(frame: Frame, names: Collection[str] | None) -> dict[str, Array]:
-    """Return the arrays of a frame with a row per atom or one row, and its types under ``""``."""
+    """Return the arrays of a frame with a row per atom, per coordinate or one row, and its types under ``""``."""
     own = {COORD: frame.coord, BOX: frame.box, **frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
     kept = {n: a for n, a in own.items() if a is not None and (names is None or n in names)}
-    shaped = {n: a.reshape(frame.num_atoms if is_per_atom(n) else 1, -1) for n, a in kept.items()}
-    return {"": frame.atom_type, **shaped}
+    rows = {n: frame.num_atoms if is_per_atom(n) else 3 * frame.num_atoms if is_per_pair(n) else 1 for n in kept}
+    return {"": frame.atom_type, **{n: a.reshape(rows[n], -1) for n, a in kept.items()}}
 
 
 def _stack(first: int, frames: Sequence[Mapping[str, Array]]) -> Chunk:
@@ -186,6 +208,10 @@ def _stack(first: int, frames: Sequence[Mapping[str, Array]]) -> Chunk:
             stacked[name] = np.zeros((len(frames), most, frames[0][name].shape[1]))
             for block, arrays in zip(stacked[name], frames):
                 block[: len(arrays[name])] = arrays[name]
+        elif is_per_pair(name):
+            stacked[name] = np.zeros((len(frames), 3 * most, 3 * most))
+            for block, arrays in zip(stacked[name], frames):
+                block[: len(arrays[name]), : len(arrays[name])] = arrays[name]
         elif name:
             stacked[name] = np.concatenate([arrays[name] for arrays in frames]).astype(np.float64)
     return Chunk(first, types, stacked)

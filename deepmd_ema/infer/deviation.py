@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.data.source import ReadSpec
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
@@ -91,6 +91,7 @@ def measure_deviation(
     options: DeviationOptions | None = None,
     use_average: bool = False,
     averages: Sequence[str] = (),
+    head: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> DeviationReport:
@@ -102,6 +103,7 @@ def measure_deviation(
         options: what is measured.
         use_average: takes the averaged weights of training checkpoints.
         averages: which averages; each model is taken once with each of them. Implies ``use_average``.
+        head: which model of files that hold several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
 
@@ -110,14 +112,17 @@ def measure_deviation(
     """
     options = options or DeviationOptions()
     wanted: Sequence[str | None] = averages or [None]
-    loaded = [load_model(path, use_average, name) for path in models for name in wanted]
+    loaded = [load_model(path, use_average, name, head) for path in models for name in wanted]
     _check_models(loaded, options)
     widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
     cache, every = PairCache(), first_frames(opened, 0)
     reports = [predict(one, opened, every, device, _LABELS if options.real_error else (), cache) for one in loaded]
     words = [f"{one.info.path}: {one.info.in_words()}" for one in loaded]
-    return DeviationReport(words, {system.name: _rows(system, reports, options) for system in opened})
+    by_system = [_frames_by_system(report) for report in reports]
+    return DeviationReport(
+        words, {system.name: _rows([group[system.name] for group in by_system], options) for system in opened}
+    )
 
 
 def refuse_output(path: str | Path, models: Sequence[str | Path]) -> None:
@@ -161,8 +166,15 @@ def frame_deviation(
     return np.array([*of_virial, force.max(), force.min(), force.mean(), spread[ENERGY]]), force
 
 
-def _rows(system: FrameSource, reports: Sequence[ErrorReport], options: DeviationOptions) -> NDArray[np.float64]:
-    by_model: list[list[FrameResult]] = [[f for f in r.frames if f.source[0] == system.name] for r in reports]
+def _frames_by_system(report: ErrorReport) -> dict[str, list[FrameResult]]:
+    found: dict[str, list[FrameResult]] = {}
+    for frame in report.frames:
+        found.setdefault(frame.source[0], []).append(frame)
+    return found
+
+
+def _rows(by_model: Sequence[Sequence[FrameResult]], options: DeviationOptions) -> NDArray[np.float64]:
+    """Return the rows of a system from its frames, as each model predicts them."""
     width = max(frame.num_atoms for frame in by_model[0]) if options.atomic else 0
     rows = np.full((len(by_model[0]), len(COLUMNS) + width), np.nan)
     for number, frames in enumerate(zip(*by_model)):

@@ -23,7 +23,7 @@ from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.report.table import Column, Table, render
 
@@ -78,8 +78,9 @@ class ErrorReport:
         written = []
         for label in LABELS.values():
             for quantity in label.errors:
-                # an open frame has no volume
+                # an open frame has no volume, and pairs of atoms are predicted where there is something to compare with
                 frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
+                frames = [f for f in frames if not label.per_pair or label.name in f.label]
                 if any(label.name in frame.label for frame in frames):
                     written.append(_write_table(Path(f"{prefix}.{quantity.name}.out"), frames, label, quantity))
         return written
@@ -140,10 +141,11 @@ def measure(
     atomic: bool = False,
     use_average: bool = False,
     average: str | None = None,
+    head: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> ErrorReport:
-    """Return the errors of a model on systems.
+    """Return the errors of a model on systems; those of second derivatives too, where frames have them as a label.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen ``.dp`` or ``.yaml``.
@@ -152,15 +154,16 @@ def measure(
         atomic: whether atomic energies are tested as well.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
+        head: which model of a file that holds several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
 
     Raises:
         UserError: if the model or the data cannot be read, or no frame has a label.
     """
-    loaded = load_model(model, use_average=use_average, average=average)
+    loaded = load_model(model, use_average=use_average, average=average, head=head)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
-    opened = open_labelled(systems, loaded.config, labels, rglob_patterns)
+    opened = open_labelled(systems, loaded.config, (*labels, HESSIAN), rglob_patterns)
     report = predict(loaded, opened, first_frames(opened, num_frames), device, labels)
     if not any(frame.label for frame in report.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
@@ -191,7 +194,9 @@ def predict(
     network, where = loaded.on(device)
     batches = sequential_batches(systems, network.layout, cache, labels=labels, frames=frames)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
-        total = evaluate(network, batches, where, progress=bar.update, collect=True)
+        # a compiled file has no second derivatives
+        has_hessian = not loaded.is_compiled
+        total = evaluate(network, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
     _refuse_non_finite(report, loaded.config.descriptor)
     return report

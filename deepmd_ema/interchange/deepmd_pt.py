@@ -149,6 +149,8 @@ def _choose(section: Mapping[str, Any], path: Path, head: str | None) -> tuple[s
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
     if section.get("use_srtab"):
         raise CheckpointError(f"{path}: a model with a table (use_srtab). {_CONVERT.format(path=path)}")
+    if section.get("type") == "linear_ener":
+        raise CheckpointError(f"{path}: a model of parts (linear_ener). {_CONVERT.format(path=path)}")
     options = {n: value for n, value in section.items() if n not in _OF_TRAINING}
     try:
         return model_config_from_dict(options | {"descriptor": _as_built(options.get("descriptor"))}, str(path))
@@ -156,14 +158,14 @@ def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
         raise CheckpointError(error.problems) from error
 
 
-def _as_built(descriptor: Any) -> Any:
+def _as_built(section: Any) -> Any:
     """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever was asked for."""
-    if not isinstance(descriptor, Mapping):
-        return descriptor
-    if str(descriptor.get("type")).lower() in (SeE2RConfig.type, *SeE2RConfig.aliases):
-        return {**descriptor, "type_one_side": True}
-    parts = descriptor.get("list")
-    return descriptor if not isinstance(parts, list) else {**descriptor, "list": [_as_built(part) for part in parts]}
+    if not isinstance(section, Mapping):
+        return section
+    if str(section.get("type")).lower() in (SeE2RConfig.type, *SeE2RConfig.aliases):
+        return {**section, "type_one_side": True}
+    parts = section.get("list")
+    return section if not isinstance(parts, list) else {**section, "list": [_as_built(part) for part in parts]}
 
 
 def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
+from deepmd_ema.model.hessian import hessian
 from deepmd_ema.model.kernels.gather import sum_over_reverse
+from deepmd_ema.model.kernels.twin import plain_kernels
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block, Descriptor, Fitting
@@ -24,7 +27,7 @@ class EnergyModel(nn.Module):
 
     The gradient is part of the forward pass: descriptor and fitting return it as an ordinary function of the
     parameters, so a loss of forces needs one backward pass. Derivatives of the outputs with respect to positions do
-    not exist.
+    not exist, but for the second ones of the energy, which are asked for.
 
     Args:
         descriptor: features of each atom and their vector-Jacobian product.
@@ -71,7 +74,9 @@ class EnergyModel(nn.Module):
         """Precision of the parameters of the descriptor."""
         return self.descriptor.dtype
 
-    def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
+    ) -> dict[str, Tensor]:
         """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64.
 
         Args:
@@ -79,19 +84,19 @@ class EnergyModel(nn.Module):
             create_graph: whether the outputs can be differentiated with respect to the parameters; by default in
                 training mode only.
             need_virial: whether virials are computed.
+            need_hessian: whether the Hessians are computed as well, those of the frames one after the other, each
+                ((3 N)^2,) with the atoms as in the files; by a backward pass per coordinate of the largest frame.
         """
-        with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
-            atom_energy, pair = self.energy_and_gradient(batch)
-            frames_FA = _membership(batch)  # noqa: N806
-            out = {
-                ENERGY: frames_FA @ atom_energy,
-                ATOM_ENERGY: atom_energy,
-                FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
-            }
-            if need_virial:
-                per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
-                out[VIRIAL] = -(frames_FA @ per_atom)
-            return out
+        graph = self.training if create_graph is None else create_graph
+        if not need_hessian:
+            with torch.set_grad_enabled(graph):
+                return _outputs(*self.energy_and_gradient(batch), batch, need_virial)
+        with torch.enable_grad(), plain_kernels():  # those by hand are differentiable by the parameters alone
+            moved = replace(batch, vector=batch.vector.detach().requires_grad_())
+            atom_energy, pair = self.energy_and_gradient(moved)
+            out = _outputs(atom_energy, pair, moved, need_virial)
+            out[HESSIAN] = hessian(pair, moved, graph)
+        return out if graph else {name: value.detach() for name, value in out.items()}
 
     def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
@@ -126,6 +131,20 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
     and buffers are inputs of a graph. The number of graphs is that of kinds of sizes (decision 0010).
     """
     return model(batch, need_virial=need_virial)
+
+
+def _outputs(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
+    """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
+    frames_FA = _membership(batch)  # noqa: N806
+    out = {
+        ENERGY: frames_FA @ atom_energy,
+        ATOM_ENERGY: atom_energy,
+        FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
+    }
+    if need_virial:
+        per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
+        out[VIRIAL] = -(frames_FA @ per_atom)
+    return out
 
 
 def _membership(batch: Batch) -> Tensor:

@@ -62,7 +62,7 @@ class Descriptor(Protocol):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Return the names of what ``measure`` returns, which are also the entries of a stat file."""
+        """Return the names of what ``measure`` returns, which are also the entries of a stat file (``folder/name``)."""
 
     def measure(self, batch: Batch) -> Sums:
         """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers; may be empty."""
@@ -70,11 +70,8 @@ class Descriptor(Protocol):
     def apply_statistics(self, sums: Sums) -> None:
         """Set means and spreads from the sums over all data."""
 
-    def stat_identity(self) -> Mapping[str, Any]:
-        """Return what tells these sums from those of other options in a stat file, as DeePMD-kit spells it."""
-
     def stat_settings(self) -> Mapping[str, Any]:
-        """Return what else the sums depend on; a stat file of other settings is not taken."""
+        """Return what the names do not tell of the sums; a stat file of other settings is not taken."""
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own; all others are gathered at once."""

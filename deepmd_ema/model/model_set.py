@@ -38,10 +38,16 @@ class ModelSet(nn.Module):
         return dict(zip(self._tasks, self._models))  # type: ignore[arg-type]
 
     def forward(
-        self, task: str, batch: Batch, create_graph: bool | None = None, need_virial: bool = True
+        self,
+        task: str,
+        batch: Batch,
+        create_graph: bool | None = None,
+        need_virial: bool = True,
+        need_hessian: bool = False,
     ) -> dict[str, Tensor]:
         """Return what the model of ``task`` predicts, see :class:`~deepmd_ema.model.energy.EnergyModel`."""
-        prediction: dict[str, Tensor] = self._models[self._tasks.index(task)](batch, create_graph, need_virial)
+        model = self._models[self._tasks.index(task)]
+        prediction: dict[str, Tensor] = model(batch, create_graph, need_virial, need_hessian)
         return prediction
 
     def of(self, task: str) -> TaskModel:
@@ -69,8 +75,8 @@ class ModelSet(nn.Module):
         return dict(self._named({task: m.state_dict(*args, **kwargs).items() for task, m in self.by_task.items()}))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Take in the tensors of a state dict with exactly the names of this one."""
-        for task, model in self.by_task.items():
+        """Take in the tensors of a state dict with exactly these names; a shared one as the first task has it."""
+        for task, model in reversed(self.by_task.items()):  # averages hold a shared tensor under its first name only
             prefix = prefix_of(task)
             own = {n.removeprefix(prefix): tensor for n, tensor in state_dict.items() if n.startswith(prefix)}
             model.load_state_dict(own, *args, **kwargs)
@@ -99,9 +105,11 @@ class TaskModel(nn.Module):
         """(1, T, 1) eV, energy added for each atom of a type."""
         return self.models.by_task[self.task].out_bias
 
-    def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
+    ) -> dict[str, Tensor]:
         """Return what the model predicts."""
-        prediction: dict[str, Tensor] = self.models(self.task, batch, create_graph, need_virial)
+        prediction: dict[str, Tensor] = self.models(self.task, batch, create_graph, need_virial, need_hessian)
         return prediction
 
 

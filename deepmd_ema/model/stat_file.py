@@ -12,7 +12,7 @@ import numpy as np
 
 from deepmd_ema.errors import DataError
 from deepmd_ema.files import atomic_write
-from deepmd_ema.model.statistics import Statistics, folder_of
+from deepmd_ema.model.statistics import Statistics
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -35,7 +35,7 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
         BIAS_STD: statistics.bias_std[:, None],
         OBSERVED: np.array(statistics.observed, dtype=bytes),
         SETTINGS: np.array([_settings(config, descriptor).encode()]),
-        **{_entry(descriptor, name): sums for name, sums in statistics.measured.items()},
+        **statistics.measured,
         **statistics.conditions,
     }
     items = {f"{' '.join(config.type_map)}/{name}": value for name, value in items.items()}
@@ -56,9 +56,8 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
     if not path.exists():
         return None
     fitting = config.fitting_net
-    measured = {name: _entry(descriptor, name) for name in descriptor.sum_names}
     conditions = [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
-    wanted = [BIAS, BIAS_STD, OBSERVED, *measured.values(), *conditions]
+    wanted = [BIAS, BIAS_STD, OBSERVED, *descriptor.sum_names, *conditions]
     root = " ".join(config.type_map)
     try:
         found = (_read_hdf5 if _is_hdf5(path) else _read_folder)(path, root, [*wanted, SETTINGS])
@@ -71,18 +70,13 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
         return None
     return Statistics(
         type_map=tuple(config.type_map),
-        measured={name: found[entry] for name, entry in measured.items()},
+        measured={name: found[name] for name in descriptor.sum_names},
         conditions={name: found[name] for name in conditions},
         bias=found[BIAS].reshape(len(config.type_map)),
         bias_std=found[BIAS_STD].reshape(len(config.type_map)),
         observed=tuple(name.decode() for name in found[OBSERVED].ravel()),
         protect=config.data_stat_protect,
     )
-
-
-def _entry(descriptor: Descriptor, name: str) -> str:
-    """Return where sums of a descriptor stand; those of one with several parts are named with their folders."""
-    return name if "/" in name else f"{folder_of(descriptor.stat_identity())}/{name}"
 
 
 def _settings(config: ModelConfig, descriptor: Descriptor) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -138,11 +136,6 @@ def mean_and_spread(sums: Array, smallest: float) -> tuple[Array, Array]:
     mean = sums[:, 1] / count
     variance = np.maximum(sums[:, 2] / count - mean**2, 0)
     return mean, np.maximum(np.sqrt(variance), smallest)
-
-
-def folder_of(identity: Mapping[str, Any]) -> str:
-    """Return the folder of a stat file with the sums of an environment matrix, as DeePMD-kit names it."""
-    return hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
 
 
 def sum_by_type(per_atom: Tensor, batch: Batch) -> Array:

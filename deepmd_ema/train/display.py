@@ -217,7 +217,7 @@ class Reporter:
             was_training = task.models.training
             task.models.eval()
             for batch in (b.to(self.world.device) for b in batches.get(task.name, ())):
-                prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
+                prediction = task.models(task.name, batch, **task.loss.needs(batch))
                 _, values = task.loss(prediction, batch, rate)
                 own = torch.full_like(atoms, 0 if batch.padding else batch.atom_type.shape[0])
                 number = self.world.all_reduce_sum(own)

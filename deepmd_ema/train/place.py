@@ -13,6 +13,7 @@ from pathlib import Path
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
+from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
@@ -81,7 +82,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         output: where it is written.
         is_new: whether the run starts at step 0; one that goes on keeps its files.
     """
-    text = json.dumps(to_dict(config), indent=4) + "\n"
+    text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
     # a copied folder may have files in place of the links, which would be replaced
     links = [outputs.checkpoint_link(name) for name in _names(config)]

@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config
+from deepmd_ema.config.load import head_of_input
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.report.table import Table, render
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
@@ -66,6 +67,8 @@ def run_training(
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
+            if init_model is not None or finetune is not None:
+                model_branch = _one_head(model_branch, input_file)
             start = find_start(restart, init_model, finetune, model_branch)
             config = load_config(input_file, start.model_section if use_pretrain_script else None)
             if problems := launch_problems(config, world.size, launch.launched):
@@ -78,11 +81,28 @@ def run_training(
         config = replace(config, training=replace(config.training, seed=seed))
         for line in (*config.notes, *ignored_options(config)):
             logger.warning("%s", line)
+        if (restart or init_model or finetune) is None and (head := head_of_input(input_file)) is not None:
+            logger.warning('model.finetune_head = "%s": no effect without --finetune or --init-model', head)
         prepared = prepare(config, start, world, skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, output, is_new=start.step == 0))
         make = partial(assemble, prepared, start, world, should_update, input_file, callback)
         tell_end = partial(end_table, config=prepared.config, input_file=input_file)
         logger.info("%s", "\n".join(render(_train(make, world, tell_end, began), "  ")))
+
+
+def _one_head(given: str | None, input_file: str) -> str | None:
+    """Return the head that the command line or the input names.
+
+    Raises:
+        UserError: if they name two.
+    """
+    head = head_of_input(input_file)
+    if given is not None and head is not None and given != head:
+        raise UserError(
+            f'--model-branch {given}: {input_file} has model.finetune_head = "{head}". Expected one head: remove one '
+            "of the two."
+        )
+    return head if given is None else given
 
 
 def _train(make: Callable[[], Trainer], world: World, tell_end: Callable[..., Table], began: float) -> Table:

@@ -137,7 +137,7 @@ class GradientStep(Step):
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        prediction = task.parallel_module(task.name, batch, need_virial=task.loss.need_virial)
+        prediction = task.parallel_module(task.name, batch, **task.loss.needs(batch))
         total, values = task.loss(prediction, batch, rate)
         total.backward()
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)

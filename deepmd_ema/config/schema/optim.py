@@ -16,7 +16,7 @@ from deepmd_ema.config.fields import (
     redefined,
 )
 from deepmd_ema.errors import counted, every_steps
-from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, VIRIAL
+from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, VIRIAL
 
 DEFAULT_STOP_LR = 5e-8
 
@@ -245,6 +245,12 @@ class EnerLossConfig:
     limit_pref_pf: float = option(
         0.0, check=not_negative, doc="Weight of the forces weighted per atom when the learning rate is 0."
     )
+    start_pref_h: float = option(
+        0.0, check=not_negative, doc="Weight, at the start, of the second derivatives of the energy (`hessian.npy`)."
+    )
+    limit_pref_h: float = option(
+        0.0, check=not_negative, doc="Weight of the second derivatives when the learning rate is 0."
+    )
     use_default_pf: bool = option(False, doc="Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
     relative_f: float | None = option(
         None, check=positive, unit="eV/angstrom", doc="Divide force errors by the length of the force plus this number."
@@ -289,4 +295,5 @@ _TERMS = {  # term -> what it compares, and the labels that it needs
     "v": ("virial", (VIRIAL,)),
     "ae": ("atomic energy", (ATOM_ENERGY,)),
     "pf": ("weighted force", (FORCE, ATOM_PREF)),
+    "h": ("Hessian", (HESSIAN,)),
 }

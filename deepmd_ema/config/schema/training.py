@@ -122,6 +122,14 @@ class TaskDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixedPrecisionConfig:
+    """Precisions of a run of DeePMD-kit's TensorFlow backend; only what `precision` says anyway is accepted."""
+
+    compute_prec: str = option("float16", doc="Precision of products.")
+    output_prec: str = option("float32", doc="Precision of parameters.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """Length of a run, and what it writes."""
 
@@ -182,6 +190,11 @@ class TrainingOptions:
     tensorboard: bool = option(False, doc="Whether to write files for TensorBoard (extra `tensorboard`).")
     tensorboard_log_dir: str = option("log", check=file_name, doc="Folder of the TensorBoard files.")
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
+    mixed_precision: MixedPrecisionConfig | None = option(
+        None,
+        doc="Precision of numbers in training, where it is the `precision` of descriptor and fitting network; another "
+        "one is refused.",
+    )
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
     )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place
+from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, is_per_atom, is_per_pair
 from deepmd_ema.geometry import frame_faults
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 
@@ -94,11 +94,14 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
         bad = ~(np.abs(array) <= _LARGEST)
         if not bad.any():
             continue
-        if array.ndim == 3:
+        if is_per_pair(name):
+            coordinates = exists.repeat(3, axis=1)
+            bad &= coordinates & coordinates.transpose(0, 2, 1)
+        elif array.ndim == 3:
             bad &= exists
         for k in np.flatnonzero(bad.reshape(chunk.num_frames, -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
-            atom = f" at atom {first[0]}" if array.ndim == 3 else ""
+            atom = f" at atom {first[0] // 3 if is_per_pair(name) else first[0]}" if array.ndim == 3 else ""
             value = f"{array[k][first]:g}{atom}"
             add(k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again.")
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
@@ -115,7 +118,7 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
     exists = types >= 0
     num_atoms = exists.sum(axis=1)
     if not exists.all():  # rows of atoms that do not exist hold anything
-        arrays = {n: np.where(exists[:, :, None], a, 0.0) if a.ndim == 3 else a for n, a in arrays.items()}
+        arrays = {n: np.where(exists[:, :, None], a, 0.0) if is_per_atom(n) else a for n, a in arrays.items()}
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests += _digests(chunk)

@@ -13,6 +13,7 @@ from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame
 from deepmd_ema.errors import DataError, counted
+from deepmd_ema.labels import HESSIAN
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -134,7 +135,7 @@ def _dpdata_frames(path: Path, file_format: str) -> Iterator[StoredFrame]:
     with _readable(path, f"dpdata as {file_format}"):
         data = dpdata.LabeledSystem(str(path), fmt=file_format).data
     symbols = [data["atom_names"][number] for number in data["atom_types"]]
-    stored = {"energy": "energies", "virial": "virials"}
+    stored = {"energy": "energies", "virial": "virials", HESSIAN: "hessian"}
     known = {*stored.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
     more = {name: value for name, value in data.items() if name not in known}
     for k in range(len(data["coords"])):

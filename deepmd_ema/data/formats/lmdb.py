@@ -18,9 +18,9 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
-from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom
+from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom, of_atoms
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
-from deepmd_ema.labels import APARAM, FPARAM, LABELS
+from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
 
 _ATYPE, _META = "atype", "__metadata__"
 _PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}
@@ -204,6 +204,8 @@ def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source:
     if box.size != 9:
         raise DataError(f"{BOX}: has {box.size} numbers, expected 9.")
     per_frame = {name: record[name] for name in (*LABELS, FPARAM) if name in record and not is_per_atom(name)}
+    if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(len(types)):
+        per_frame[HESSIAN] = of_atoms(HESSIAN, np.asarray(per_frame[HESSIAN]), real)
     symbols = [spec.type_map[number] for number in index_of[types[real]].tolist()]
     cell = box.reshape(3, 3) if box.any() else None  # open frames have a cell of zeros, or none
     stored = StoredFrame(symbols, coord, cell, per_frame, per_atom)

@@ -13,7 +13,7 @@ import numpy as np
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import Frame, ReadSpec, is_per_atom
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
-from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, LABELS, VIRIAL
 
 STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
 # usual names in small letters, without what says where the numbers are from
@@ -24,6 +24,7 @@ _NAMES = {
     STRESS: ("stress", "stresses"),
     ATOM_ENERGY: ("atom_energy", "atomic_energy", "atom_energies", "atomic_energies", "atom_ener", "energies"),
     ATOM_PREF: ("atom_pref", "atomic_pref"),
+    HESSIAN: ("hessian",),
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
 }
@@ -183,6 +184,9 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             if values.size != 1:
                 raise DataError(f"{name}: has {values.size} numbers, expected one for the frame.")
             values = values.reshape(())
+        elif label == HESSIAN and values.shape != (shape := LABELS[HESSIAN].shape_of(len(frame.symbols))):
+            atoms = counted(len(frame.symbols), "atom")
+            raise DataError(f"{name}: has {values.size} numbers, expected {shape[0]} for {atoms}: (3 N)^2.")
         found[label] = values
     return found
 

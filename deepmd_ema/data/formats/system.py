@@ -13,7 +13,18 @@ from typing import Protocol
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frames_at_once, is_per_atom
+from deepmd_ema.data.source import (
+    BOX,
+    COORD,
+    Chunk,
+    Frame,
+    Place,
+    ReadSpec,
+    frames_at_once,
+    is_per_atom,
+    is_per_pair,
+    of_atoms,
+)
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
@@ -117,7 +128,7 @@ class DeepmdSystem:
         if types.min() < 0:
             real = np.flatnonzero(types >= 0)
             types = types[real]
-            arrays = {name: array[real] if is_per_atom(name) else array for name, array in arrays.items()}
+            arrays = {name: of_atoms(name, array, real) for name, array in arrays.items()}
         fparam = arrays.get(FPARAM)
         if fparam is None and self.spec.numb_fparam:
             fparam = np.array(self.spec.default_fparam, np.float64)
@@ -126,7 +137,7 @@ class DeepmdSystem:
             atom_type=types,
             box=arrays[BOX].reshape(3, 3) if self.periodic else None,
             labels={
-                name: arrays[name].reshape((-1, *LABELS[name].shape) if is_per_atom(name) else LABELS[name].shape)
+                name: arrays[name].reshape(LABELS[name].shape_in_frame(len(types)))
                 for name in self.labels
                 if name in arrays
             },
@@ -138,9 +149,9 @@ class DeepmdSystem:
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
-        step = frames_at_once(self.natoms)
         for part in self.sets:
             wanted = [name for name in part.arrays if name != TYPES and (names is None or name in names)]
+            step = frames_at_once(self.natoms, wanted)
             for start in range(0, part.num_frames, step):
                 stop = min(start + step, part.num_frames)
                 arrays = {name: self._read(part, name, start, stop) for name in wanted}
@@ -167,6 +178,8 @@ class DeepmdSystem:
     def _read(self, part: FrameSet, name: str, start: int, stop: int) -> Array:
         """Return an array of some frames of a set, as in a :class:`Chunk`."""
         rows = part.arrays[name].read(start, stop).astype(np.float64, copy=False)
+        if is_per_pair(name):
+            return rows.reshape(stop - start, 3 * self.natoms, 3 * self.natoms)
         return rows.reshape(stop - start, self.natoms, -1) if is_per_atom(name) else rows
 
 
@@ -272,12 +285,16 @@ def _open_set(
 
 @dataclass(frozen=True)
 class _Expected:
-    """An array to look for: names of its file, numbers per frame, and why a set must have it (empty: it need not)."""
+    """An array to look for: names of its file, numbers per frame, whether atoms have them, and why a set must have it.
+
+    Attributes:
+        required: the reason; empty if a set need not have it.
+    """
 
     name: str
     files: tuple[str, ...]
     numbers: int
-    per_atom: bool
+    of_atoms: bool
     required: str = ""
 
 
@@ -289,8 +306,8 @@ def _expected_arrays(path: str, natoms: int, is_mixed: bool, periodic: bool, spe
     if is_mixed:
         expected.append(_Expected(TYPES, (TYPES,), natoms, True))
     for label in (LABELS[name] for name in spec.labels):
-        numbers = math.prod(label.shape_of(1, natoms))
-        expected.append(_Expected(label.name, label.files, numbers, label.per_atom))
+        numbers = math.prod(label.shape_of(natoms))
+        expected.append(_Expected(label.name, label.files, numbers, label.per_atom or label.per_pair))
     if spec.numb_fparam:
         reason = f"numb_fparam = {spec.numb_fparam} needs it, unless default_fparam is given."
         required = reason if spec.default_fparam is None else ""
@@ -307,7 +324,7 @@ def _shape_problems(array: StoredArray, expected: _Expected, frames: int, natoms
     if shape and shape[0] == frames and width == expected.numbers:
         return []
     wanted = (frames, expected.numbers) if expected.numbers > 1 else (frames,)
-    unit = f" for {natoms} atoms" if expected.per_atom else ""
+    unit = f" for {natoms} atoms" if expected.of_atoms else ""
     if shape and width == expected.numbers:
         unit = f": coord.npy has {frames} frames"
     return [f"{array.name}: shape {shape}, expected {wanted}{unit}."]

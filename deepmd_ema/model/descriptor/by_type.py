@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, NeighborLayout, both_orders
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
-from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
+from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
     from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
     from deepmd_ema.config.schema.se_e3 import SeE3Config
-    from deepmd_ema.model.interface import Block
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
 
 
-class ByTypeDescriptor(nn.Module):
+class ByTypeDescriptor(EnvironmentDescriptor):
     """Networks of one input, one per neighbor type or per pair of types, on slots in one section per neighbor type.
 
     Args:
@@ -40,6 +39,8 @@ class ByTypeDescriptor(nn.Module):
     mixed_types = False
     passes_messages = False
     num_columns: ClassVar[int] = 4
+    mean: Tensor
+    stddev: Tensor
 
     def __init__(self, config: SeE2AConfig | SeE2RConfig | SeE3Config, num_types: int, seed: int) -> None:
         super().__init__()
@@ -50,37 +51,25 @@ class ByTypeDescriptor(nn.Module):
         self.one_side = config.type_one_side
         self.num_types, self.num_channels = num_types, config.neuron[-1]
         self.dtype = precision(config.precision)
-        self.excluded = both_orders(config.exclude_types)
+        self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
         self.embeddings = nn.ModuleList(
-            Network(
-                [1, *config.neuron],
-                config.activation_function,
-                timestep=config.resnet_dt,
-                dtype=self.dtype,
-                seed=seed_for("embedding", start, index),
-            )
+            embedding_network(config, 1, self.dtype, seed_for("embedding", start, index))
             for index in range(self._num_networks())
         )
         freeze(self.embeddings, config.trainable)
-        self.mean: Tensor
-        self.stddev: Tensor
-        shape = (num_types, sum(self.sel), self.num_columns)
-        self.register_buffer("mean", torch.zeros(shape, dtype=self.dtype))
-        self.register_buffer("stddev", torch.ones(shape, dtype=self.dtype))
-        self._statistics = EnvironmentStatistics(
-            num_types,
+        add_normalisation(self, (num_types, sum(self.sel), self.num_columns), self.dtype)
+        measured = EnvironmentStatistics(
+            self,
             config.rcut,
             config.rcut_smth,
             config.env_protection,
             self.sel,
             by_type=True,
             exclude_types=config.exclude_types,
-            radial_only=self.num_columns == 1,
+            zero_mean=config.set_davg_zero,
         )
-        table = torch.tensor([[(i, j) in self.excluded for j in range(num_types)] for i in range(num_types)])
-        self._excluded_table: Tensor
-        self.register_buffer("_excluded_table", table, persistent=False)
+        self.environments = [measured]
 
     @property
     def networks(self) -> list[Network]:
@@ -91,32 +80,9 @@ class ByTypeDescriptor(nn.Module):
         """Return how this descriptor wants its neighbors."""
         return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
 
-    @property
-    def sum_names(self) -> tuple[str, ...]:
-        """Sums of the environment matrix by type of centre, as DeePMD-kit names them in a stat file."""
-        return self._statistics.sum_names
-
-    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return sums over the environment matrix by type of centre."""
-        return self._statistics.measure(batch, self._dropped(batch))
-
-    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
-        mean, spread = self._statistics.mean_and_spread(sums, self.section.set_davg_zero)
-        self.mean.copy_(mean)
-        self.stddev.copy_(spread)
-
-    def stat_identity(self) -> dict[str, Any]:
-        """Return what DeePMD-kit hashes for the name of the folder."""
-        return self._statistics.identity()
-
-    def stat_settings(self) -> dict[str, Any]:
-        """Return what DeePMD-kit's hash rounds or leaves out."""
-        return self._statistics.settings()
-
-    def blocks(self) -> list[Block]:
-        """Return none: the embedding nets are small, and all of them are used in every step."""
-        return []
+    def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
+        """Return all vectors, and which pairs do not see each other, or None."""
+        return batch.vector, self._dropped(batch)
 
     def _num_networks(self) -> int:
         return self.num_types if self.one_side else self.num_types**2
@@ -148,11 +114,7 @@ class ByTypeDescriptor(nn.Module):
 
     def _dropped(self, batch: Batch) -> Tensor | None:
         """Return (A, K) bool, pairs that do not see each other, however far, or None where all do."""
-        if not self.excluded:
-            return None
-        rows = self._excluded_table[batch.atom_type]
-        of_types = torch.cat([rows[:, j : j + 1].expand(-1, n) for j, n in enumerate(batch.slots)], 1)
-        return of_types & batch.occupied
+        return self.excluded(batch, batch.within()) if self.excluded.any else None
 
     def _trimmed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield what the empty slots of each section beyond those of the batch hold, by type of centre.

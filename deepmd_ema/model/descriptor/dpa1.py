@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
-from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
+from deepmd_ema.model.descriptor.type_embedded import OneBlockDescriptor
 
 
-class DPA1Descriptor(TypeEmbeddedDescriptor):
-    """Moments of the environment with attention, and the type embedding of the atom (Zhang et al., arXiv:2208.08236).
-
-    Args:
-        config: the section ``model.descriptor``; ``sel`` must be a number.
-        num_types: number of elements.
-        seed: of the initial parameters when the section has none.
-    """
+class DPA1Descriptor(OneBlockDescriptor):
+    """Moments of the environment with attention (Zhang et al., arXiv:2208.08236)."""
 
     block: SeAttenBlock
-
-    def __init__(self, config: SeAttenConfig | SeAttenV2Config, num_types: int, seed: int) -> None:
-        super().__init__(config, num_types, seed, SeAttenBlock)
+    make_block = SeAttenBlock

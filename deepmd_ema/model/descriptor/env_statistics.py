@@ -1,75 +1,100 @@
-"""Means and spreads of the environment matrix by type of centre, which several descriptors normalise it with."""
+"""Means and spreads of the environment matrix by type of centre, which descriptors normalise it with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.kernels.switch import switch
 from deepmd_ema.model.statistics import mean_and_spread, sum_by_type
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.interface import Block
+
+# A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
 SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
 SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
 
 
 class EnvironmentStatistics:
-    """How the sums of an environment matrix are measured and what follows from them.
+    """How the sums of the environment matrix of a module are measured and what follows from them.
 
     Args:
-        num_types: T.
+        module: with the buffers of ``add_normalisation``.
         rcut: cutoff radius, angstrom.
         rcut_smth: start of the switch, angstrom.
         protection: added to distances before division, angstrom.
         sel: most neighbors, per element or one number for all.
         by_type: whether neighbors come in one section per element.
         exclude_types: pairs of types that do not see each other in this descriptor.
-        radial_only: whether the rows have no angular columns.
+        zero_mean: whether the mean is zero instead of measured.
     """
 
     def __init__(
         self,
-        num_types: int,
+        module: nn.Module,
         rcut: float,
         rcut_smth: float,
         protection: float,
         sel: tuple[int, ...],
         *,
         by_type: bool,
-        exclude_types: list[list[int]],
-        radial_only: bool = False,
+        exclude_types: Sequence[Sequence[int]],
+        zero_mean: bool,
     ) -> None:
-        self._num_types, self._rcut, self._rcut_smth, self._protection = num_types, rcut, rcut_smth, protection
-        self._sel, self._by_type, self._radial_only = sel, by_type, radial_only
-        self._exclude_types = exclude_types
+        self.rcut, self.most = rcut, sum(sel)
+        self._module, self._zero_mean, self._protection, self._rcut_smth = module, zero_mean, protection, rcut_smth
+        self._num_types, _, num_columns = module.get_buffer("mean").shape
+        self._radial_only = num_columns == 1
+        # what DeePMD-kit hashes for the name of the folder of a stat file, and what that rounds or leaves out
+        identity = {
+            "type": "se_r" if self._radial_only else "se_a",
+            "ntypes": self._num_types,
+            "rcut": round(rcut, 2),
+            "rcut_smth": round(rcut_smth, 2),
+            "nsel": sum(sel),
+            "sel": list(sel),
+            "mixed_types": not by_type,
+        }
+        self._folder = hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
+        self.settings = {
+            "rcut": rcut,
+            "rcut_smth": rcut_smth,
+            "exclude_types": sorted(sorted(pair) for pair in exclude_types),
+            "env_protection": protection,
+        }
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Radial and angular sums by type of centre, as DeePMD-kit names them in a stat file."""
+        """Radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat file."""
         kinds = "r" if self._radial_only else "ra"
-        return tuple(f"{kind}_{t}" for kind in kinds for t in range(self._num_types))
+        return tuple(f"{self._folder}/{kind}_{t}" for kind in kinds for t in range(self._num_types))
 
-    def measure(self, batch: Batch, dropped: Tensor | None = None) -> dict[str, np.ndarray]:
+    def measure(self, vector: Tensor, dropped: Tensor | None, batch: Batch) -> dict[str, np.ndarray]:
         """Return count, sum and sum of squares (3,) of the radial column of the environment matrix, ``r_<type>``, and
         of its three angular columns together, ``a_<type>``, by type of centre.
 
         All ``sel`` slots are counted; empty ones are zeros.
 
         Args:
-            batch: on the CPU.
-            dropped: (A, K) bool, pairs that do not see each other in this descriptor.
+            vector: (A, K, 3) angstrom.
+            dropped: (A, K) bool, pairs that do not see each other in this descriptor, or None.
+            batch: that the vectors are of, on the CPU.
         """  # noqa: D205
-        vector = batch.vector
         distance = torch.linalg.vector_norm(vector, dim=-1)
         inverse = (distance + self._protection).reciprocal_()
-        radial = switch(distance, self._rcut, self._rcut_smth).mul_(inverse)
+        radial = switch(distance, self.rcut, self._rcut_smth).mul_(inverse)
         if dropped is not None:
             radial[dropped] = 0
-        count = radial.new_full((len(radial),), sum(self._sel))
+        count = radial.new_full((len(radial),), self.most)
         columns = [count, radial.sum(1), (radial * radial).sum(1)]
         if not self._radial_only:
             angular = inverse.mul_(radial)
@@ -79,13 +104,8 @@ class EnvironmentStatistics:
         parts = [by_type[:, :3]] if self._radial_only else [by_type[:, :3], by_type[:, 3:]]
         return dict(zip(self.sum_names, np.concatenate(parts), strict=True))
 
-    def mean_and_spread(self, sums: Mapping[str, np.ndarray], zero_mean: bool) -> tuple[Tensor, Tensor]:
-        """Return mean and spread of the columns of the environment matrix (T, 1, 4), or (T, 1, 1) if radial only.
-
-        Args:
-            sums: of ``measure``, over all data.
-            zero_mean: whether the mean is zero instead of measured.
-        """
+    def apply(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of a type."""
         stacked = np.stack([sums[name] for name in self.sum_names])
         radial, angular = (stacked, None) if self._radial_only else np.split(stacked, 2)
         radial_mean, radial_spread = mean_and_spread(radial, SMALLEST_SPREAD)
@@ -94,28 +114,60 @@ class EnvironmentStatistics:
         if angular is not None:
             spread = np.stack([radial_spread, *3 * [mean_and_spread(angular, SMALLEST_SPREAD)[1]]], 1)
         mean = np.zeros_like(spread)
-        if not zero_mean:
+        if not self._zero_mean:
             mean[:, 0] = np.where(unseen, 0.0, radial_mean)
         spread[unseen] = SPREAD_UNSEEN
-        return torch.as_tensor(mean[:, None]), torch.as_tensor(spread[:, None])
+        self._module.get_buffer("mean").copy_(torch.as_tensor(mean[:, None]))
+        self._module.get_buffer("stddev").copy_(torch.as_tensor(spread[:, None]))
 
-    def identity(self) -> dict[str, Any]:
-        """Return what DeePMD-kit hashes for the name of the folder of a stat file."""
-        return {
-            "type": "se_r" if self._radial_only else "se_a",
-            "ntypes": self._num_types,
-            "rcut": round(self._rcut, 2),
-            "rcut_smth": round(self._rcut_smth, 2),
-            "nsel": sum(self._sel),
-            "sel": list(self._sel),
-            "mixed_types": not self._by_type,
-        }
 
-    def settings(self) -> dict[str, Any]:
-        """Return what DeePMD-kit's hash rounds or leaves out."""
-        return {
-            "rcut": self._rcut,
-            "rcut_smth": self._rcut_smth,
-            "exclude_types": sorted(sorted(pair) for pair in self._exclude_types),
-            "env_protection": self._protection,
-        }
+class EnvironmentDescriptor(nn.Module):
+    """What descriptors share that normalise environment matrices.
+
+    Attributes:
+        environments: what is measured, of each normalised matrix.
+    """
+
+    environments: list[EnvironmentStatistics]
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Sums of the environment matrices by type of centre, where DeePMD-kit keeps them in a stat file."""
+        return tuple(dict.fromkeys(name for one in self.environments for name in one.sum_names))
+
+    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return sums over the environment matrices by type of centre."""
+        found: dict[str, np.ndarray] = {}
+        for one in self.environments:
+            found |= one.measure(*self._seen(batch, one), batch)
+        return found
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Set mean and spread of the columns of the environment matrices."""
+        for one in self.environments:
+            one.apply(sums)
+
+    def stat_settings(self) -> dict[str, Any]:
+        """Return what the names of the sums do not tell of them."""
+        settings = [one.settings for one in self.environments]
+        return settings[0] if len(settings) == 1 else {str(n): one for n, one in enumerate(settings)}
+
+    def blocks(self) -> list[Block]:
+        """Return none: all networks are small, and all of them are used in every step."""
+        return []
+
+    def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors (A, K, 3) of a matrix, and which pairs (A, K) do not see each other, or None."""
+        raise NotImplementedError
+
+
+def add_normalisation(module: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0) -> None:
+    """Give a module the buffers ``mean`` and ``stddev`` (T, S, C) of the columns of its environment matrix."""
+    module.register_buffer("mean", torch.zeros(shape, dtype=dtype))
+    module.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
+
+
+def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
+    """Return rows (A, K, C) in float64 minus the mean and over the spread of their slots and types of centre (A,)."""
+    mean, stddev = (module.get_buffer(name)[:, : rows.shape[1]].double()[atom_type] for name in ("mean", "stddev"))
+    return (rows - mean) / stddev

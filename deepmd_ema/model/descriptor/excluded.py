@@ -27,7 +27,7 @@ class ExcludedPairs(nn.Module):
         self.register_buffer("_table", table, persistent=False)
 
     def forward(self, batch: Batch, hood: Neighborhood) -> Tensor | None:
-        """Return (A, K) bool, pairs of ``hood`` that do not see each other, or None where all do."""
+        """Return (A, K) bool, pairs of ``hood`` that do not see each other, however far, or None where all do."""
         if not self.any:
             return None
         neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]

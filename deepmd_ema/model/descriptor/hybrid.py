@@ -83,10 +83,6 @@ class HybridDescriptor(nn.Module):
         for k, part in enumerate(self.descriptors):
             part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
 
-    def stat_identity(self) -> dict[str, Any]:
-        """Return those of the parts."""
-        return {"type": "hybrid", "list": [part.stat_identity() for part in self.descriptors]}
-
     def stat_settings(self) -> dict[str, Any]:
         """Return those of the parts."""
         return {"list": [part.stat_settings() for part in self.descriptors]}

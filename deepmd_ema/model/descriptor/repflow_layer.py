@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.kernels.gather import gather_neighbors
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.nn.layers import Layer
+from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.dpa3 import RepflowConfig
 
-# A atoms, K edges of an atom, J edges with angles (the first ones, J <= K), N numbers of a node, E of an edge, G of an
-# angle
+# A atoms, K edges of an atom, J edges with angles (the first ones, J <= K; 0 where no layer looks at angles), N numbers
+# of a node, E of an edge, G of an angle
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,6 @@ class RepflowLayer(nn.Module):
         n, e, a = options.n_dim, options.e_dim, options.a_dim
         generator = torch.Generator().manual_seed(seed_for("layers", seed))
 
-        def linear(num_in: int, num_out: int, bias: bool = True) -> Layer:
-            return Layer(
-                num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator, bias=bias
-            )
-
         def update(of: str, width: int, num_updates: int) -> Update:
             return Update(
                 width,
@@ -98,21 +93,21 @@ class RepflowLayer(nn.Module):
             )
 
         heads = options.n_multi_edge_message
-        self.node_self = linear(n, n)
-        self.node_sym = linear((n + e) * options.axis_neuron, n)
-        self.node_edge = linear(2 * n + e, heads * n)
-        self.edge_self = linear(2 * n + e, e)
+        self.node_self = linear(n, n, dtype, generator)
+        self.node_sym = linear((n + e) * options.axis_neuron, n, dtype, generator)
+        self.node_edge = linear(2 * n + e, heads * n, dtype, generator)
+        self.edge_self = linear(2 * n + e, e, dtype, generator)
         self.node_update = update("node", n, 2 + heads)
         self.edge_update = update("edge", e, 2 if options.update_angle else 1)
         if not options.update_angle:
             return
         n_part, e_part = options.n_angle_dim, options.e_angle_dim
         compressed = options.a_compress_rate > 0 and not options.a_compress_use_split
-        self.compress_node = linear(n, n_part, bias=False) if compressed else None
-        self.compress_edge = linear(e, e_part, bias=False) if compressed else None
-        self.edge_angle = linear(a + n_part + 2 * e_part, e)
-        self.edge_angle_out = linear(e, e)
-        self.angle_self = linear(a + n_part + 2 * e_part, a)
+        self.compress_node = linear(n, n_part, dtype, generator, bias=False) if compressed else None
+        self.compress_edge = linear(e, e_part, dtype, generator, bias=False) if compressed else None
+        self.edge_angle = linear(a + n_part + 2 * e_part, e, dtype, generator)
+        self.edge_angle_out = linear(e, e, dtype, generator)
+        self.angle_self = linear(a + n_part + 2 * e_part, a, dtype, generator)
         self.angle_update = update("angle", a, 1)
 
     def idle_parameters(self) -> Iterator[nn.Parameter]:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.repformer_attention import Surroundings, linear
+from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
+from deepmd_ema.model.descriptor.repformer_attention import Surroundings
 from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ class Repformer(nn.Module):
         seed: of the initial parameters.
     """
 
+    mean: Tensor
+    stddev: Tensor
+
     def __init__(
         self,
         options: RepformerConfig,
@@ -51,15 +56,12 @@ class Repformer(nn.Module):
         self.options, self.smooth, self.protection, self.dtype = options, smooth, protection, dtype
         self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
         self.act = activation(options.activation_function).value
-        self.pair_embedding = linear(1, options.g2_dim, "pair_embedding", seed, dtype)
+        self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
         self.layers = nn.ModuleList(
             RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
             for n in range(options.nlayers)
         )
-        self.mean: Tensor
-        self.stddev: Tensor
-        self.register_buffer("mean", torch.zeros(num_types, self.sel, 4, dtype=dtype))
-        self.register_buffer("stddev", torch.ones(num_types, self.sel, 4, dtype=dtype))
+        add_normalisation(self, (num_types, self.sel, 4), dtype)
 
     @property
     def stack(self) -> list[RepformerLayer]:
@@ -82,8 +84,7 @@ class Repformer(nn.Module):
         if self.options.direct_dist:
             rows = torch.where(mask[..., None], torch.cat([distance[..., None], vector], -1), 0) / self.rcut
         else:
-            mean, stddev = (t[:, : vector.shape[1]].double()[batch.atom_type] for t in (self.mean, self.stddev))
-            rows = (torch.where(mask[..., None], raw, 0) - mean) / stddev
+            rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)
         around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
         pair, vectors = rows.to(self.dtype).split([1, 3], -1)
         node, pair = self.act(node), self.act(self.pair_embedding(pair))

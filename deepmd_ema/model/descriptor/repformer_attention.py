@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.model.kernels.gather import gather_neighbors
 from deepmd_ema.model.nn.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
-from deepmd_ema.model.nn.layers import Layer
+from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.seeds import seed_for
 
 # A atoms, K neighbor slots (J and K of two neighbors), S slots up to sel, C channels of an atom, G of a pair,
@@ -59,9 +59,9 @@ class AtomAttention(nn.Module):
     def __init__(self, width: int, hidden: int, num_heads: int, *, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.width, self.hidden, self.num_heads = width, hidden, num_heads
-        self.query = linear(width, hidden * num_heads, "query", seed, dtype, bias=False)
-        self.key_value = linear(width, (hidden + width) * num_heads, "key_value", seed, dtype, bias=False)
-        self.head_map = linear(width * num_heads, width, "head_map", seed, dtype)
+        self.query = linear(width, hidden * num_heads, dtype, seed_for("query", seed), bias=False)
+        self.key_value = linear(width, (hidden + width) * num_heads, dtype, seed_for("key_value", seed), bias=False)
+        self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
 
     def forward(self, node: Tensor, around: Surroundings) -> Tensor:
         """Return what attention adds to ``node`` (A, C)."""
@@ -111,15 +111,15 @@ class PairAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.width, self.hidden, self.num_heads, self.gated = width, hidden, num_heads, gated
-        self.query_key = linear(width, 2 * hidden * num_heads, "query_key", seed, dtype, bias=False)
+        self.query_key = linear(width, 2 * hidden * num_heads, dtype, seed_for("query_key", seed), bias=False)
         self.value: Layer | None = None
         self.head_map: Layer | None = None
         self.vector_map: Layer | None = None
         if of_channels:
-            self.value = linear(width, width * num_heads, "value", seed, dtype, bias=False)
-            self.head_map = linear(width * num_heads, width, "head_map", seed, dtype)
+            self.value = linear(width, width * num_heads, dtype, seed_for("value", seed), bias=False)
+            self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
         if of_vectors:
-            self.vector_map = linear(num_heads, 1, "vector_map", seed, dtype, bias=False)
+            self.vector_map = linear(num_heads, 1, dtype, seed_for("vector_map", seed), bias=False)
 
     def weights(self, pair: Tensor, vectors: Tensor, around: Surroundings) -> Tensor:
         """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3); 0 where either neighbor is none."""
@@ -148,9 +148,3 @@ class PairAttention(nn.Module):
         assert self.vector_map is not None
         changed: Tensor = self.vector_map(torch.einsum("ahjk,akx->ajxh", weights, vectors))
         return changed.squeeze(-1)
-
-
-def linear(num_in: int, num_out: int, name: str, seed: int, dtype: torch.dtype, *, bias: bool = True) -> Layer:
-    """Return a layer without activation function; ``name`` tells its initial parameters from those of others."""
-    generator = torch.Generator().manual_seed(seed_for(name, seed))
-    return Layer(num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator, bias=bias)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.descriptor.repformer_attention import AtomAttention, PairAttention, Surroundings, linear
+from deepmd_ema.model.descriptor.repformer_attention import AtomAttention, PairAttention, Surroundings
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
+from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.nn.layers import Layer
-from deepmd_ema.model.nn.norm import LayerNorm, eps_of
+from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.seeds import seed_for
 
@@ -142,7 +142,7 @@ class RepformerLayer(nn.Module):
         return options.g1_dim * (not options.g1_out_mlp) + options.axis_neuron * moments + options.g2_dim * conv_inside
 
     def _linear(self, num_in: int, num_out: int, name: str, bias: bool = True) -> Layer:
-        return linear(num_in, num_out, name, self._seed, self._dtype, bias=bias)
+        return linear(num_in, num_out, self._dtype, seed_for(name, self._seed), bias)
 
     def _update(self, num_changes: int, width: int, name: str = "node") -> Update:
         return Update(

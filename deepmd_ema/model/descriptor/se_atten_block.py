@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
 from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
-from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
@@ -36,6 +37,9 @@ class SeAttenBlock(nn.Module):
         dtype: precision of the parameters.
         seed: of the initial parameters.
     """
+
+    mean: Tensor
+    stddev: Tensor
 
     def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -71,10 +75,7 @@ class SeAttenBlock(nn.Module):
         )
         if not options.trainable:
             freeze(self, False)
-        self.mean: Tensor
-        self.stddev: Tensor
-        self.register_buffer("mean", torch.zeros(num_types, sel, 4, dtype=dtype))
-        self.register_buffer("stddev", torch.ones(num_types, sel, 4, dtype=dtype))
+        add_normalisation(self, (num_types, sel, 4), dtype)
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
@@ -105,8 +106,7 @@ class SeAttenBlock(nn.Module):
         width = vector.shape[1]
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
-        mean, stddev = (t[:, :width].double()[batch.atom_type] for t in (self.mean, self.stddev))
-        rows = (torch.where(hood.mask[..., None], raw, 0) - mean) / stddev
+        rows = normalised(torch.where(hood.mask[..., None], raw, 0), self, batch.atom_type)
         if dropped is not None:
             rows = rows * (~(dropped & hood.mask))[..., None]
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
@@ -37,6 +38,9 @@ class SeTTebdBlock(nn.Module):
         seed: of the initial parameters.
     """
 
+    mean: Tensor
+    stddev: Tensor
+
     def __init__(self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
@@ -50,10 +54,7 @@ class SeTTebdBlock(nn.Module):
         if self.strip:
             self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
         freeze(self, options.trainable)
-        self.mean: Tensor
-        self.stddev: Tensor
-        self.register_buffer("mean", torch.zeros(num_types, sel, 4, dtype=dtype))
-        self.register_buffer("stddev", torch.ones(num_types, sel, 4, dtype=dtype))
+        add_normalisation(self, (num_types, sel, 4), dtype)
 
     @property
     def dim_out(self) -> int:
@@ -76,8 +77,7 @@ class SeTTebdBlock(nn.Module):
         neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
-        stddev = self.stddev[:, : vector.shape[1], 1:].double()[batch.atom_type]
-        rows = (torch.where(mask[..., None], raw[..., 1:], 0) / stddev).to(self.dtype)
+        rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)[..., 1:].to(self.dtype)
         products = torch.bmm(rows, rows.transpose(1, 2))
         if self.pair_embedding is None:
             summed = self._with_elements(products, pick(table, neighbor_type))

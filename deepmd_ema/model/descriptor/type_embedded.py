@@ -1,136 +1,150 @@
-"""What descriptors of one block that serves all elements share: type embedding, statistics, excluded pairs."""
+"""What descriptors that serve all elements share: type embedding, statistics, excluded pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
+from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.kernels.vjp import with_vjp
-from deepmd_ema.model.nn.type_embedding import TypeEmbedding
+from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Block, Vjp
+    from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, S slots up to sel, T types, D features, E numbers of a type embedding
 
 
-class EmbeddedBlock(Protocol):
-    """Features of an atom from its neighbors and the type embeddings.
+class TypeEmbeddedDescriptor(EnvironmentDescriptor):
+    """Features from the neighbors and the type embeddings, and beside them, if wanted, the embedding of the atom.
+
+    Args:
+        config: the section ``model.descriptor``; numbers of neighbors must be numbers.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+        width: E.
 
     Attributes:
-        mean: (T, S, 4) subtracted from the environment matrix.
-        stddev: (T, S, 4) the environment matrix is divided by it.
+        sel: S, of the list of the largest cutoff.
+        num_features: features without the embedding of the atom.
+        start: seed of the parts.
     """
 
-    mean: Tensor
-    stddev: Tensor
+    mixed_types = True
+    passes_messages = False
+    num_features: int
+
+    def __init__(self, config: Any, num_types: int, seed: int, width: int) -> None:
+        super().__init__()
+        assert config.neighbors is not None, "numbers of neighbors must be resolved"
+        self.section, self.num_types, self.sel = config, num_types, int(config.neighbors[0])
+        self.dtype = precision(config.precision)
+        self.excluded = ExcludedPairs(config.exclude_types, num_types)
+        self.start = seed if config.seed is None else config.seed
+        self._width = width
+        self.type_embedding = TypeEmbedding(
+            num_types,
+            width,
+            bias=config.use_tebd_bias,
+            trainable=config.trainable,
+            dtype=self.dtype,
+            seed=seed_for("type_embedding", self.start),
+            electrons=config.use_econf_tebd,
+        )
 
     @property
     def dim_out(self) -> int:
-        """Return D, the number of features of an atom."""
+        """Number of features of an atom."""
+        return self.num_features + self._width * self.section.concat_output_tebd
 
-    def __call__(
-        self, vector: Tensor, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
-    ) -> Tensor:
-        """Return the features (A, D), which can be differentiated by ``vector``."""
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return how this descriptor wants its neighbors."""
+        section = self.section
+        inner = section.inner_neighbors() if isinstance(section, HasInnerNeighbors) else ()
+        return NeighborLayout(
+            section.cutoff,
+            section.neighbors,
+            self.num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
+            inner=tuple((rcut, most) for _, rcut, most in inner),
+        )
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, D) and their vector-Jacobian product."""
+        table: Tensor = self.type_embedding()
+        features, vjp = with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
+        if not self.section.concat_output_tebd:
+            return features, vjp
+        width = features.shape[1]
+        return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(grad[:, :width])
+
+    def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
+        """Return the features of the neighbors (A, num_features), which can be differentiated by ``vector``.
+
+        Args:
+            vector: (A, K, 3) those of ``batch``.
+            table: (T, E) type embeddings.
+            batch: frames with their neighbors.
+        """
+        raise NotImplementedError
+
+    def _in_part(self, part: nn.Module, hood: Neighborhood, vector: Tensor, features: Tensor, batch: Batch) -> Tensor:
+        """Return what a part makes of ``features``, with the vectors of its own neighbors."""
+        inside = vector[:, : hood.neighbor.shape[1]]
+        out: Tensor = part(inside, hood, features, batch, self.excluded(batch, hood))
+        return out
+
+    def _environment(
+        self, module: nn.Module, rcut: float, rcut_smth: float, most: int, zero_mean: bool
+    ) -> EnvironmentStatistics:
+        """Return what is measured of the environment matrix of ``module``, of the ``most`` nearest neighbors."""
+        return EnvironmentStatistics(
+            module,
+            rcut,
+            rcut_smth,
+            self.section.env_protection,
+            (most,),
+            by_type=False,
+            exclude_types=self.section.exclude_types,
+            zero_mean=zero_mean,
+        )
+
+    def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors of a matrix, and which pairs do not see each other, or None."""
+        hood = batch.within(environment.rcut, environment.most)
+        return hood.vector, self.excluded(batch, hood)
 
 
-class TypeEmbeddedDescriptor(nn.Module):
+class OneBlockDescriptor(TypeEmbeddedDescriptor):
     """The features of a block and, beside them, the type embedding of the atom.
 
     Args:
         config: the section ``model.descriptor``; ``sel`` must be a number.
         num_types: T.
         seed: of the initial parameters when the section has none.
+
+    Attributes:
         make_block: called with the section, S, T, the precision and the seed.
     """
 
-    mixed_types = True
-    passes_messages = False
+    make_block: ClassVar[Any]
 
-    def __init__(self, config: Any, num_types: int, seed: int, make_block: Callable[..., EmbeddedBlock]) -> None:
-        super().__init__()
-        assert config.neighbors is not None, "sel must be resolved to a number"
-        self.section = config
-        self.sel, self.num_types = config.neighbors[0], num_types
-        self.dtype = precision(config.precision)
-        self.excluded = ExcludedPairs(config.exclude_types, num_types)
-        start = seed if config.seed is None else config.seed
-        self.type_embedding = TypeEmbedding(
-            num_types,
-            config.tebd_dim,
-            bias=config.use_tebd_bias,
-            trainable=config.trainable,
-            dtype=self.dtype,
-            seed=seed_for("type_embedding", start),
-            electrons=config.use_econf_tebd,
-        )
-        self.block: Any = make_block(config, self.sel, num_types, self.dtype, start)
-        self._statistics = EnvironmentStatistics(
-            num_types,
-            config.rcut,
-            config.rcut_smth,
-            config.env_protection,
-            (self.sel,),
-            by_type=False,
-            exclude_types=config.exclude_types,
-        )
+    def __init__(self, config: Any, num_types: int, seed: int) -> None:
+        super().__init__(config, num_types, seed, config.tebd_dim)
+        self.block: Any = self.make_block(config, self.sel, num_types, self.dtype, self.start)
+        self.num_features = self.block.dim_out
+        self.environments = [
+            self._environment(self.block, config.rcut, config.rcut_smth, self.sel, config.set_davg_zero)
+        ]
 
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        width: int = self.block.dim_out
-        return width + (self.section.tebd_dim if self.section.concat_output_tebd else 0)
-
-    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return how this descriptor wants its neighbors."""
-        return NeighborLayout(
-            self.section.rcut, (self.sel,), self.num_types, by_type=False, excluded_pairs=excluded_pairs
-        )
-
-    @property
-    def sum_names(self) -> tuple[str, ...]:
-        """Radial and angular sums by type of centre, as DeePMD-kit names them in a stat file."""
-        return self._statistics.sum_names
-
-    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return sums over the environment matrix by type of centre."""
-        return self._statistics.measure(batch, self.excluded(batch, batch.within()))
-
-    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Set mean and spread of the columns of the environment matrix, equal for all slots of a type of centre."""
-        mean, spread = self._statistics.mean_and_spread(sums, self.section.set_davg_zero)
-        self.block.mean.copy_(mean)
-        self.block.stddev.copy_(spread)
-
-    def stat_identity(self) -> dict[str, Any]:
-        """Return what DeePMD-kit hashes for the name of the folder."""
-        return self._statistics.identity()
-
-    def stat_settings(self) -> dict[str, Any]:
-        """Return what DeePMD-kit's hash rounds or leaves out."""
-        return self._statistics.settings()
-
-    def blocks(self) -> list[Block]:
-        """Return none: all networks are small, and all of them are used in every step."""
-        return []
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features (A, D) and their vector-Jacobian product."""
-        hood = batch.within()  # as far as the list reaches: beyond the cutoff, rows are those of empty slots
-        dropped = self.excluded(batch, hood)
-        table: Tensor = self.type_embedding()
-        features, vjp = with_vjp(lambda vector: self.block(vector, hood, table, batch, dropped), batch.vector)
-        if not self.section.concat_output_tebd:
-            return features, vjp
-        width = features.shape[1]
-        return torch.cat([features, table[batch.atom_type]], 1), lambda grad: vjp(grad[:, :width])
+    def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
+        # as far as the list reaches: beyond the cutoff, rows are those of empty slots
+        return self._in_part(self.block, batch.within(), vector, table, batch)

@@ -73,7 +73,7 @@ class EnergyFitting(nn.Module):
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
         self.bias_atom_e: Tensor
-        self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=self.dtype))
+        self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=torch.float64))
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
@@ -133,7 +133,7 @@ class EnergyFitting(nn.Module):
                 energy = energy - net(vacuum)[:, 0]
             energies.append(energy)
             gradients.append(gradient)
-        energy = torch.cat(energies).double() + self.bias_atom_e.double().view(-1)[batch.atom_type]
+        energy = torch.cat(energies).double() + self.bias_atom_e.view(-1)[batch.atom_type]
         gradient = torch.cat(gradients)[:, : self.dim_in].to(features.dtype)
         if not self.excluded_types:
             return energy, gradient

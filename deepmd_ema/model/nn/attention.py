@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepmd_ema.model.nn.layers import Layer
-from deepmd_ema.model.nn.norm import LayerNorm
+from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.kernels.norm import LayerNorm
 
 LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
 
@@ -45,13 +47,8 @@ class GatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.gated, self.normalize, self.scaling, self.smooth = gated, normalize, scaling, smooth
-
-        def linear(num_in: int, num_out: int, name: str) -> Layer:
-            generator = torch.Generator().manual_seed(seed_for(name, seed))
-            return Layer(num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator)
-
-        self.in_proj = linear(width, 3 * hidden, "in_proj")
-        self.out_proj = linear(hidden, width, "out_proj")
+        self.in_proj = linear(width, 3 * hidden, dtype, seed_for("in_proj", seed))
+        self.out_proj = linear(hidden, width, dtype, seed_for("out_proj", seed))
 
     def forward(self, pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int) -> Tensor:
         """Return what attention adds to the channels of each pair (A, K, M).

@@ -126,9 +126,7 @@ class Network(nn.Module):
             for n, m in pairwise(widths)
         ]
         if num_out is not None:
-            hidden.append(
-                Layer(widths[-1], num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator)
-            )
+            hidden.append(linear(widths[-1], num_out, dtype, generator))
         self.layers = nn.ModuleList(hidden)
 
     @property
@@ -163,6 +161,12 @@ class Network(nn.Module):
             x, derivative = layer.with_derivative(x)
             dx = layer.jvp(dx, derivative)
         return x, dx
+
+
+def linear(num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generator | int, bias: bool = True) -> Layer:
+    """Return a layer without activation function; its parameters are drawn from ``source``, or with it as the seed."""
+    generator = torch.Generator().manual_seed(source) if isinstance(source, int) else source
+    return Layer(num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator, bias=bias)
 
 
 class EmbeddingOptions(Protocol):

@@ -1,0 +1,54 @@
+"""Second derivatives of the energies of a batch by the positions of the atoms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.model.kernels.gather import sum_over_reverse
+
+# A atoms, K neighbor slots, D directions: coordinates of an atom of each frame, N atoms of a frame
+
+PAIRS_AT_ONCE = 200_000  # slots times directions of one pass; with 100 channels and float64 about 160 MB per tensor
+
+
+def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
+    """Return the Hessians of the frames one after the other, each ((3 N)^2,), in eV/angstrom^2.
+
+    A column is the change of the gradient as one coordinate moves. Frames do not know of each other, so the same
+    coordinate of all of them moves at once. The second derivatives of an energy by the vectors are symmetric, so that
+    the backward pass of the gradient gives its change.
+
+    Args:
+        gradient: (A, K, 3) of the energy with respect to ``batch.vector``, eV/angstrom, differentiable by it.
+        batch: frames; ``vector`` requires a gradient.
+        create_graph: whether the result can be differentiated with respect to the parameters. The graphs of all
+            directions are then kept until the backward pass.
+    """
+    num_atoms, num_slots = batch.neighbor.shape
+    most = 3 * max(batch.sizes)
+    starts = batch.num_atoms.cumsum(0) - batch.num_atoms
+    place = batch.atom_order - starts[batch.atom_frame]  # of each atom in its frame
+    axis = torch.eye(3, dtype=torch.float64, device=place.device)
+    step = max(1, PAIRS_AT_ONCE // max(1, num_atoms * num_slots))
+    columns = []
+    for first in range(0, most, step):
+        number = torch.arange(first, min(first + step, most), device=place.device)
+        moved = one_hot(number // 3, most // 3).double()[:, place].unsqueeze(-1) * axis[number % 3].unsqueeze(1)
+        columns.append(_change(gradient, moved, batch, create_graph))
+    by_file = torch.empty_like(place).index_copy(0, batch.atom_order, torch.arange(num_atoms, device=place.device))
+    rows = torch.cat(columns, -1).index_select(0, by_file).split(batch.sizes)
+    return torch.cat([own[..., : 3 * n].reshape(-1) for own, n in zip(rows, batch.sizes)])
+
+
+def _change(gradient: Tensor, moved: Tensor, batch: Batch, create_graph: bool) -> Tensor:
+    """Return the change (A, 3, D) of the gradient with respect to positions as atoms move by ``moved`` (D, A, 3)."""
+    by_vector = moved[:, batch.neighbor] - moved.unsqueeze(2)
+    (change,) = torch.autograd.grad(
+        gradient, batch.vector, by_vector, is_grads_batched=True, create_graph=create_graph, retain_graph=True
+    )
+    change = change.permute(1, 2, 3, 0)  # (A, K, 3, D)
+    on_neighbors = sum_over_reverse(change.flatten(2), batch.neighbor, batch.reverse)
+    return on_neighbors.view(len(change), *change.shape[2:]) - change.sum(1)
