@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ import common
 if TYPE_CHECKING:
     from pathlib import Path
 
-LINES = {"energy": r"Energy RMSE/Natoms\s*:\s*(\S+)", "force": r"Force\s+RMSE\s*:\s*(\S+)"}  # eV/atom, eV/angstrom
 FILES = {"live": "model.ckpt.pt", "averaged": "model_ema.ckpt.pt"}
 
 
@@ -85,15 +83,14 @@ def _train_and_test(
         if (folder / file).exists():
             text = common.run_text(program, folder, env, "test", "-m", file, "-f", "systems.txt")
             (folder / f"test_{weights}.log").write_text(text)
-            # the last of several lines is the weighted average over systems
-            errors[weights] = {name: float(re.findall(pattern, text)[-1]) for name, pattern in LINES.items()}
+            errors[weights] = common.read_errors(text)
     done.write_text(json.dumps(errors))
     return errors
 
 
 def _cells(values: list[dict[str, float]]) -> list[str]:
     cells = []
-    for name in LINES:
+    for name in common.ERROR_LINES:
         numbers = [1000 * value[name] for value in values]
         cells += [", ".join(f"{n:.3f}" for n in numbers), f"{statistics.median(numbers):.3f}"]
     return cells
@@ -104,7 +101,7 @@ def _ratios(results: dict[tuple[str, str], list[dict[str, float]]]) -> list[str]
     for weights in FILES:
         if ("peer", weights) in results and ("ours", weights) in results:
             medians = {
-                key: [statistics.median(value[name] for value in results[key, weights]) for name in LINES]
+                key: [statistics.median(value[name] for value in results[key, weights]) for name in common.ERROR_LINES]
                 for key in ("ours", "peer")
             }
             energy, force = (ours / peer for ours, peer in zip(medians["ours"], medians["peer"]))

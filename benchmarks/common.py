@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ EXAMPLE = ROOT / "examples" / "water"
 RUNS = Path(tempfile.gettempdir()) / "dp-ema-benchmarks"
 POLL_S = 0.002  # how closely lcurve.out is watched
 SEL_RATIO = 1.1  # as DeePMD-kit's "auto"
+ERROR_LINES = {"energy": r"Energy RMSE/Natoms\s*:\s*(\S+)", "force": r"Force\s+RMSE\s*:\s*(\S+)"}
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,16 @@ def bare(config: dict) -> dict:
 def with_precision(config: dict, precision: str) -> dict:
     """Return a copy whose descriptor and fitting net have ``precision``."""
     config = copy.deepcopy(config)
-    for part in ("descriptor", "fitting_net"):
-        config["model"][part]["precision"] = precision
+    for part in _networks(config):
+        part["precision"] = precision
     return config
 
 
 def with_seed(config: dict, seed: int) -> dict:
     """Return a copy that draws its first parameters and its frames by ``seed``."""
     config = copy.deepcopy(config)
-    config["model"]["descriptor"]["seed"] = config["model"]["fitting_net"]["seed"] = seed
+    for part in _networks(config):
+        part["seed"] = seed
     config["training"]["seed"] = seed
     return config
 
@@ -162,13 +165,54 @@ def train(program: Program, folder: Path, env: dict[str, str], *options: str) ->
         )
         size = 0
         while run.poll() is None:
-            size = _note_rows(lcurve, size, rows)
+            size = note_rows(lcurve, size, rows)
             time.sleep(POLL_S)
     end = time.perf_counter()
-    _note_rows(lcurve, size, rows)
+    note_rows(lcurve, size, rows)
     if run.returncode:
         raise SystemExit(f"{program.name} failed in {folder}:\n{log.read_text()[-3000:]}")
     return Watched(start, rows, end)
+
+
+def note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
+    """Enter the time of rows of lcurve.out that were not there when it had ``size``; return its size."""
+    try:
+        now_size = lcurve.stat().st_size
+    except FileNotFoundError:
+        return size
+    if now_size == size:
+        return size
+    now = time.perf_counter()
+    for line in lcurve.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            rows.setdefault(int(line.split()[0]), now)
+    return now_size
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time, user and system, of a process and of all below it, those that have ended included."""
+    seconds, below = {}, {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # after the name, which may contain anything but ends with the last bracket
+            fields = file.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        process = int(file.parent.name)
+        below.setdefault(int(fields[1]), []).append(process)
+        seconds[process] = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    found, total = [pid], 0.0
+    while found:
+        process = found.pop()
+        total += seconds.get(process, 0.0)
+        found += below.get(process, [])
+    return total
+
+
+def read_errors(text: str) -> dict[str, float]:
+    """Return what `test` of either program printed: energy, eV/atom, and force, eV/angstrom, as RMSE."""
+    # the last of several lines is the weighted average over systems
+    return {name: float(re.findall(pattern, text)[-1]) for name, pattern in ERROR_LINES.items()}
 
 
 def run_text(program: Program, folder: Path, env: dict[str, str], *arguments: str) -> str:
@@ -212,18 +256,10 @@ def today() -> str:
     return time.strftime("%Y-%m-%d")
 
 
-def _note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
-    try:
-        now_size = lcurve.stat().st_size
-    except FileNotFoundError:
-        return size
-    if now_size == size:
-        return size
-    now = time.perf_counter()
-    for line in lcurve.read_text().splitlines():
-        if line.strip() and not line.startswith("#"):
-            rows.setdefault(int(line.split()[0]), now)
-    return now_size
+def _networks(config: dict) -> list[dict]:
+    """Return the sections that have a precision and a seed: each descriptor of a hybrid, and the fitting net."""
+    descriptor = config["model"]["descriptor"]
+    return [*descriptor.get("list", [descriptor]), config["model"]["fitting_net"]]
 
 
 def _torch_version(python: str) -> str:

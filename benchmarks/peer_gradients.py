@@ -194,7 +194,10 @@ def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     from deepmd.pt.loss.ener import EnergyStdLoss
     from deepmd.pt.model.model.model import BaseModel
 
-    model = BaseModel.deserialize(load_dp_model(str(GOLDEN / f"{name}.dp"))["model"]).train()
+    tree = load_dp_model(str(GOLDEN / f"{name}.dp"))["model"]
+    # its torch backend writes a type that it does not read
+    kind = "linear_ener" if tree["type"] == "linear" else tree["type"]
+    model = BaseModel.deserialize({**tree, "type": kind}).train()
     if HESSIAN in data:
         model.enable_hessian()
     frames, atoms = data["coord"].shape[:2]

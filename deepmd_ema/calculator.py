@@ -35,6 +35,7 @@ class DP(Calculator):
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an atom has moved more
             than half of it or the cell has changed. Results do not depend on it; 0 searches at every step.
+        head: which model of a file that holds several.
         **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
     """
 
@@ -44,20 +45,25 @@ class DP(Calculator):
     default_parameters = {"fparam": None, "aparam": None}  # noqa: RUF012
 
     def __init__(
-        self, model: str | Path | Potential, device: str | None = None, skin: float = 1.0, **parameters: Any
+        self,
+        model: str | Path | Potential,
+        device: str | None = None,
+        skin: float = 1.0,
+        head: str | None = None,
+        **parameters: Any,
     ) -> None:
         if not 0 <= skin < math.inf:
             raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
         super().__init__(**parameters)
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
-        self.potential = model if isinstance(model, Potential) else Potential(model, device=device)
+        self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
 
     def set(self, **parameters: Any) -> dict[str, Any]:
         """Change parameters; results are computed again when one differs.
 
         Raises:
-            UserError: for one that models do not have, such as ``head`` or ``type_dict`` of DeePMD-kit's ``DP``.
+            UserError: for one that models do not have, such as ``type_dict`` of DeePMD-kit's ``DP``.
         """
         # ASE takes any name and would never look at it; `parameters` is its own, a file of them
         unknown = sorted(parameters.keys() - {*self.default_parameters, "parameters"})

@@ -279,7 +279,6 @@ def test_elements_that_the_data_do_not_hold_or_tell_apart_are_named(run, data, t
         (["-b", "1", "2", "-s", "x"], "not allowed with argument"),
         (["-n", "-3"], "'-3': expected a number of frames, 0 for all."),
         (["-m", "both"], "invalid choice: 'both'"),
-        (["--model-branch", "x"], "change-bias --model-branch: a run has one task here"),
         (["-s", "nowhere"], "nowhere: no such file or folder"),
         (["-f", "nowhere"], "nowhere: cannot be read"),
         (["-b", "1", "2", "-o", "new.dp"], "-o new.dp: expected a name that ends in .pt, as "),

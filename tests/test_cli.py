@@ -101,7 +101,6 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["train", "a.json", "-m", "master"], "train -m: rank 0 speaks"),
         (["train", "a.json", "--mpi-log", "master"], "rank 0 speaks"),
         (["--pt", "train", "a.json"], "--pt: there is one backend"),
-        (["freeze", "--head", "x"], "freeze --head: a run has one task"),
         (["test", "--shuffle-test"], "frames are taken in order"),
         (["test", "-s", "x", "-f", "y"], "-f/--datafile: not allowed with argument -s/--system"),
         (["show", "x", "-v", "7"], "'7' is none of DEBUG, INFO, WARNING, ERROR"),

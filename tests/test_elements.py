@@ -77,6 +77,38 @@ def test_an_embedding_of_electronic_states_is_taken_over_as_it_is(type_map):
     assert torch.equal(state[weight], old.state_dict()[weight])
 
 
+def test_parts_of_a_hybrid_by_type_keep_the_neighbors_of_each_element():
+    """``sel`` differs between the elements and between the parts, and is too small for some of them."""
+
+    def parts(*first, second):
+        cut = {"sel": second, "rcut": 3.5}
+        return {"list": [SECTIONS["se_e2_a"] | {"sel": list(first)}, SECTIONS["se_e2_r"] | cut]}
+
+    old = toy_model("hybrid", parts(4, 20, 9, second=[12, 3, 25]))[1]
+    new = model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[25, 12, 3]))
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new)
+    cut = evaluate(old, (*toy_atoms(), TRICLINIC))["energy"]
+    roomy = toy_model("hybrid", parts(40, 40, 40, second=[40, 40, 40]))[1]
+    assert abs(cut - evaluate(roomy, (*toy_atoms(), TRICLINIC))["energy"]).max() > 1e-3
+    with pytest.raises(ElementsError, match=r"list\[1\]\.sel must be \[25, 12, 3\] for Na O H"):
+        carried_over(old, model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[12, 3, 25])))
+
+
+def test_sel_of_a_part_by_type_is_compared_where_another_part_reads_by_distance():
+    """It was taken over in silence, with the numbers of neighbors of other elements."""
+
+    def parts(*sel):
+        return {"list": [SECTIONS["se_e2_a"] | {"sel": list(sel)}, SECTIONS["se_e3_tebd"]]}
+
+    old = toy_model("hybrid", parts(4, 20, 9))[1]
+    new = model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20))
+    new.load_state_dict(carried_over(old, new))
+    assert_same_numbers(old, new)
+    with pytest.raises(ElementsError, match=r"list\[0\]\.sel must be \[9, 4, 20\] for Na O H"):
+        carried_over(old, model_of("hybrid", ["Na", "O", "H"], parts(4, 20, 9)))
+
+
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "se_e2_r"])
 def test_nets_of_pairs_find_their_pair(descriptor):
     two_sided = {"descriptor_changes": {"type_one_side": False}}

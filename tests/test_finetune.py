@@ -253,7 +253,11 @@ BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "n
             "missing there: descriptor",
         ),
         (input_of(["H", "O", "Na"], descriptor={**BY_TYPE, "sel": [9] * 3}), ["-t", "FILE"], "not of this model: "),
-        (input_of(["H", "O", "Na"]), ["-t", "FILE", "--model-branch", "ice"], "there is no head 'ice' to choose"),
+        (
+            input_of(["H", "O", "Na"]),
+            ["-t", "FILE", "--model-branch", "ice"],
+            "so there is no head 'ice'. Leave it out",
+        ),
         (input_of(["H", "O", "Na"]), ["-t", "nothing.pt"], "no such file"),
         (
             input_of(["H", "O", "Na"], model__finetune_head="water"),

@@ -175,7 +175,7 @@ def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog
 
 
 def test_a_parameter_that_ase_would_take_and_never_look_at_is_refused(potential):
-    for name in ("head", "type_dict"):
+    for name in ("heads", "type_dict"):
         with pytest.raises(UserError, match=f"{name}: models take no such parameter. Known: fparam, aparam"):
             DP(potential, **{name: "water"})
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_input, write_system
 from parallel_runs import train
+from toy_models import SECTIONS, TABLE
 
 from deepmd_ema.train.run import run_training
 
@@ -52,6 +53,14 @@ LOSSES = {
     "atoms": {"loss__start_pref_ae": 1, "loss__limit_pref_ae": 1, "loss__start_pref_pf": 1, "loss__limit_pref_pf": 1},
 }
 HESSIANS = {"loss__start_pref_h": 2, "loss__limit_pref_h": 1}
+# messages, and a table of pair energies, whose buffers are neither sharded nor saved
+MESSAGES = {
+    "model__descriptor": SECTIONS["dpa3"] | {"seed": 1},
+    **{f"model__{name}": value for name, value in TABLE.items()},
+    "model__use_srtab": [[row[k] for k in (0, 1, 2, 4)] for row in TABLE["use_srtab"]],  # the pairs of O and H
+    "training__enable_ema": True,
+    "training__save_freq": 3,
+}
 
 
 def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH):
@@ -183,6 +192,11 @@ def test_losses_and_frozen_parts_follow_one_process(run, kind, stage):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_hessians_of_some_frames_follow_one_process(run, stage):
     assert_same_run(run("hessian", stage, 2)[0], run("hessian", 0, 1)[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_messages_and_a_table_of_pair_energies_follow_one_process(run, stage):
+    assert_same_run(run("messages", stage, 2)[0], run("messages", 0, 1)[0])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

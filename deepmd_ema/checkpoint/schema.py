@@ -212,7 +212,7 @@ BIAS = _either(
 _MODEL = _parts({"type_map": TEXTS})
 _SECTIONS = _all(
     _parts({"model": _either(
-        lambda v: isinstance(v, Mapping) and "model_dict" in v, _parts({"model_dict": _each(_MODEL)}), _MODEL
+        lambda v: isinstance(v, Mapping) and "model_dict" in v, _parts({"model_dict": _each(_parts({}))}), _MODEL
     )}),
     _value(_is_plain, "the plain values of an input"),
 )  # fmt: skip

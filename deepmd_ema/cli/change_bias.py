@@ -7,6 +7,7 @@ import argparse
 from deepmd_ema.cli.options import (
     add_average,
     add_device,
+    add_head,
     add_systems,
     chosen_systems,
     file_to_write,
@@ -35,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="OUT", type=file_to_write, help="default: <stem>_updated<suffix> beside INPUT"
     )
     add_average(parser)
+    add_head(parser)
     add_device(parser)
 
 
@@ -50,4 +52,4 @@ def run(args: argparse.Namespace) -> None:
     else:
         systems, _ = chosen_systems(args, ["."])
         request = BiasRequest(args.mode or CHANGE, systems, num_frames=args.num_frames or 0, source=args.datafile or "")
-    print(write_changed(args.input, request, args.output, args.use_ema, args.average, args.device).text())
+    print(write_changed(args.input, request, args.output, args.use_ema, args.average, args.head, args.device).text())

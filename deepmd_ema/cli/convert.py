@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, path, start_logging
+from deepmd_ema.cli.options import add_average, add_head, path, start_logging
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
@@ -24,8 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a model: a .dp, a .yaml, or a .pt with weights only; of data: a new folder",
     )
     models = parser.add_argument_group("models")
-    models.add_argument("--head", "--model-branch", dest="head", metavar="NAME",
-                        help="which model of a file of DeePMD-kit that holds several")  # fmt: skip
+    add_head(models)
     add_average(parser)
     data = parser.add_argument_group("data")
     data.add_argument("--validation", metavar="SHARE", type=_share,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, file_to_write, path, start_logging
+from deepmd_ema.cli.options import add_average, add_head, file_to_write, path, start_logging
 
 SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads, or compile it to a .pt2 file"
 
@@ -17,6 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="frozen_model.dp; a name that ends in .pt2 is compiled, which takes minutes")  # fmt: skip
     parser.add_argument("--device", metavar="D", help="of a .pt2: cpu, cuda (default: CUDA when there is one)")
     add_average(parser)
+    add_head(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -25,5 +26,5 @@ def run(args: argparse.Namespace) -> None:
     from deepmd_ema.export import freeze
     from deepmd_ema.infer.load import load_model
 
-    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average)
+    loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
     print(freeze(loaded, args.output, device=args.device).text())

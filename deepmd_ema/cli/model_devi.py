@@ -8,6 +8,7 @@ import re
 from deepmd_ema.cli.options import (
     add_average,
     add_device,
+    add_head,
     add_systems,
     chosen_systems,
     file_to_write,
@@ -36,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--relative_v", "--relative-v", metavar="LEVEL", type=positive,
                         help="divide by the length of the virial per atom plus LEVEL, in eV")  # fmt: skip
     add_average(parser, several=True)
+    add_head(parser)
     add_device(parser)
 
 
@@ -48,7 +50,9 @@ def run(args: argparse.Namespace) -> None:
     options = DeviationOptions(args.real_error, args.atomic, args.relative, args.relative_v, args.frequency)
     systems, patterns = chosen_systems(args, ["."])
     averages = args.average or ()
-    report = measure_deviation(args.models, systems, options, args.use_ema, averages, args.device, patterns)
+    report = measure_deviation(
+        args.models, systems, options, args.use_ema, averages, args.head, device=args.device, rglob_patterns=patterns
+    )
     print(report.text())
     print(f"wrote {report.write(args.output)}")
 

@@ -29,6 +29,12 @@ def add_average(parser: argparse.ArgumentParser, several: bool = False) -> None:
                         help=f"{which}; implies --use-ema")  # fmt: skip
 
 
+def add_head(parser: argparse._ActionsContainer) -> None:
+    """Add ``--head``: which model of a file of several."""
+    parser.add_argument("--head", "--model-branch", dest="head", metavar="NAME",
+                        help="which model of a file that holds several, by its task")  # fmt: skip
+
+
 def add_systems(
     parser: argparse.ArgumentParser, default: str = "this folder", datafile: bool = True, valid_data: bool = True
 ) -> argparse._MutuallyExclusiveGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_NO_TASKS = "a run has one task here, and a model one head"
 # by command, and "" for those before the command
 OPTIONS = {
     "": {"-b --backend --pt --pt-expt --tf --tf2 --jax --pd --dp": "there is one backend, PyTorch: leave it out"},
@@ -12,7 +11,6 @@ OPTIONS = {
         "-m --mpi-log": "rank 0 speaks for all ranks",
     },
     "freeze": {
-        "--head --model-branch": _NO_TASKS,
         "--hessian": "the .dp file holds the whole model; what is evaluated is up to its reader",
         "--lower-kind": "the .dp file holds the model, not a graph: convert it with DeePMD-kit",
         "-n -w": "node names are of TensorFlow",
@@ -22,10 +20,8 @@ OPTIONS = {
         "-S --set-prefix": "all sets of a system are read",
         "-r --rand-seed": "frames are taken in order: there is nothing to draw",
         "--shuffle-test": "frames are taken in order, -n N takes the first N",
-        "--head --model-branch": _NO_TASKS,
     },
     "model-devi": {"-S --set-prefix": "all sets of a system are read"},
-    "change-bias": {"--model-branch": _NO_TASKS},
 }
 COMMANDS = {
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",

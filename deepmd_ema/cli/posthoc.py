@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_device, add_systems, chosen_systems, file_to_write, path, start_logging
+from deepmd_ema.cli.options import (
+    add_device,
+    add_head,
+    add_systems,
+    chosen_systems,
+    file_to_write,
+    path,
+    start_logging,
+)
 
 SUMMARY = "the average of any length, from the snapshots of a run"
 
@@ -26,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="PNG", type=file_to_write, help="errors over the length (RUN_DIR/posthoc.png)"
     )
     parser.add_argument("--table", metavar="CSV", type=file_to_write, help="all numbers (RUN_DIR/posthoc.csv)")
+    add_head(parser)
     add_device(parser)
 
 
@@ -45,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
         output=args.output,
         plot=args.plot,
         table=args.table,
+        head=args.head,
         device=args.device,
         say=print,
     )

@@ -7,6 +7,7 @@ import argparse
 from deepmd_ema.cli.options import (
     add_average,
     add_device,
+    add_head,
     add_systems,
     chosen_systems,
     file_to_write,
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", type=file_to_write,
                         help="parity plots (parity.png)")  # fmt: skip
     add_average(parser)
+    add_head(parser)
     add_device(parser)
 
 
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
         atomic=args.atomic,
         use_average=args.use_ema,
         average=args.average,
+        head=args.head,
         device=args.device,
         rglob_patterns=patterns,
     )

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from deepmd_ema.config.argcheck import run_arguments
-from deepmd_ema.config.load import config_from_dict, load_config, model_config_from_dict, model_configs
+from deepmd_ema.config.load import (
+    config_from_dict,
+    config_of_head,
+    links_in,
+    load_config,
+    model_config_from_dict,
+    model_configs,
+)
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.rules import launch_problems
 from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import RunConfig, TaskConfig, to_dict
+from deepmd_ema.config.schema.run import RunConfig, TaskConfig, choose_head, to_dict
 
 __all__ = [
     "ModelConfig",
     "RunConfig",
     "TaskConfig",
+    "choose_head",
     "config_from_dict",
+    "config_of_head",
     "config_summary",
     "config_warnings",
     "ignored_options",
     "launch_problems",
+    "links_in",
     "load_config",
     "model_config_from_dict",
     "model_configs",

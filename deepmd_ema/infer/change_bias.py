@@ -119,6 +119,7 @@ def write_changed(
     output: str | Path | None = None,
     use_average: bool = False,
     average: str | None = None,
+    head: str | None = None,
     device: str | None = None,
 ) -> ChangedBias:
     """Write a model file with another output bias; everything else in it stays.
@@ -133,13 +134,14 @@ def write_changed(
             checkpoint names weights and step.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
+        head: which model of a file that holds several; the result holds this one.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
 
     Raises:
         UserError: if the model or the data cannot be read, no frame has an energy, the values are not one per element,
             or the file cannot be written.
     """
-    loaded = load_model(model, use_average=use_average, average=average)
+    loaded = load_model(model, use_average=use_average, average=average, head=head)
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if request.values is not None:

@@ -91,6 +91,7 @@ def measure_deviation(
     options: DeviationOptions | None = None,
     use_average: bool = False,
     averages: Sequence[str] = (),
+    head: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> DeviationReport:
@@ -102,6 +103,7 @@ def measure_deviation(
         options: what is measured.
         use_average: takes the averaged weights of training checkpoints.
         averages: which averages; each model is taken once with each of them. Implies ``use_average``.
+        head: which model of files that hold several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
 
@@ -110,7 +112,7 @@ def measure_deviation(
     """
     options = options or DeviationOptions()
     wanted: Sequence[str | None] = averages or [None]
-    loaded = [load_model(path, use_average, name) for path in models for name in wanted]
+    loaded = [load_model(path, use_average, name, head) for path in models for name in wanted]
     _check_models(loaded, options)
     widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)

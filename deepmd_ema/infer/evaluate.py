@@ -141,6 +141,7 @@ def measure(
     atomic: bool = False,
     use_average: bool = False,
     average: str | None = None,
+    head: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> ErrorReport:
@@ -153,13 +154,14 @@ def measure(
         atomic: whether atomic energies are tested as well.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
+        head: which model of a file that holds several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
 
     Raises:
         UserError: if the model or the data cannot be read, or no frame has a label.
     """
-    loaded = load_model(model, use_average=use_average, average=average)
+    loaded = load_model(model, use_average=use_average, average=average, head=head)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, (*labels, HESSIAN), rglob_patterns)
     report = predict(loaded, opened, first_frames(opened, num_frames), device, labels)

@@ -12,12 +12,13 @@ import torch
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
-from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
+from deepmd_ema.config import ModelConfig, choose_head, config_of_head, links_in, model_configs, to_dict
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.model.build import build_model
+from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.model_set import nested
 from deepmd_ema.tensors import check_weights
 from deepmd_ema.weights import LIVE
 
@@ -122,22 +123,21 @@ def load_model(
             ``.yaml`` file.
         use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
         average: which average, when the checkpoint holds several; implies ``use_average``.
-        head: which model of a file of DeePMD-kit that holds several.
+        head: which model of a file that holds several.
 
     Raises:
         CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
     """
     path, use_average = Path(path), use_average or average is not None
     if path.suffix.lower() in FROZEN_SUFFIXES:
+        choose_head({"": ()}, head, str(path))
         loaded = _load_frozen(path)
     else:
         path = checkpoint.resolve(path)
         try:
-            loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average)
+            loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average, head)
         except checkpoint.DeepmdCheckpointError as error:
             return _load_deepmd(path, error.content, use_average, average, head)
-    if head is not None:
-        raise CheckpointError(f"{path}: holds one model, so there is no head {head!r} to choose. Leave it out.")
     if use_average and loaded.info.weights in (LIVE, ""):
         raise CheckpointError(
             f"{path}: holds {loaded.info.weights or 'unnamed'} weights ({loaded.info.kind}), no average. Give the "
@@ -156,10 +156,9 @@ def heads_in(path: str | Path) -> tuple[str, ...]:
     if path.suffix.lower() in FROZEN_SUFFIXES:
         return ()
     try:
-        checkpoint.load(path)
+        return tuple(filter(None, model_configs(checkpoint.load(path)["config"], str(path))))
     except checkpoint.DeepmdCheckpointError as error:
         return interchange.heads_of(error.content, path)
-    return ()
 
 
 def average_in_words(average: Mapping[str, Any]) -> str:
@@ -173,22 +172,29 @@ def average_in_words(average: Mapping[str, Any]) -> str:
     return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 
-def _load_checkpoint(path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None) -> LoadedModel:
+def _load_checkpoint(
+    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, head: str | None
+) -> LoadedModel:
     if use_average and payload["kind"] == "training":
         average = checkpoint.choose_profile(payload, path, average)
     weights, facts = checkpoint.weights_in(payload, path, average)
     name = average or payload["weights"]
-    config = model_config_from_dict(payload["config"]["model"], source=str(path))
-    if config.descriptor.neighbors is None:  # a run writes numbers
-        option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
-        raise CheckpointError(f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run.")
-    model = build_model(config)
-    check_weights({k: tuple(v.shape) for k, v in model.state_dict().items()}, weights, path)
-    model.load_state_dict(weights)
-    model.min_nbor_dist = payload.get("min_nbor_dist")
-    info = Provenance(path, payload["kind"], name, payload["step"], facts, payload.get("min_nbor_dist"),
-                      f"dp-ema {payload['version']}", payload["config"], payload.get("bias", {}))  # fmt: skip
-    return LoadedModel(model.eval(), config, info)
+    source, written = str(path), payload["config"]
+    configs, links = model_configs(written, source), links_in(written, source)
+    head = choose_head({task: config.model_branch_alias for task, config in configs.items()}, head, source)
+    for config in configs.values():
+        if config.descriptor.neighbors is None:  # a run writes numbers
+            option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
+            raise CheckpointError(f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run.")
+    models = build_models(configs, links)
+    check_weights({k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path)
+    models.load_state_dict(weights)
+    model = models.by_task[head]
+    model.min_nbor_dist = nested(payload.get("min_nbor_dist"), tuple(configs)).get(head)
+    version, own = f"dp-ema {payload['version']}", config_of_head(written, head, source)
+    info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
+                      version, own, payload.get("bias", {}))  # fmt: skip
+    return LoadedModel(model.eval(), configs[head], info)
 
 
 def _load_deepmd(

@@ -51,10 +51,11 @@ class Potential:
     Args:
         path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a model already loaded.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
+        head: which model of a file that holds several.
     """
 
-    def __init__(self, path: str | Path | LoadedModel, device: str | None = None) -> None:
-        loaded = path if isinstance(path, LoadedModel) else load_model(path)
+    def __init__(self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None) -> None:
+        loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
         self.info, self.config = loaded.info, loaded.config
         self._model, self._device = loaded.on(device)
         self._layout = self._model.layout

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict, config_summary, model_config_from_dict
+from deepmd_ema.config import config_from_dict, config_summary, model_configs
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
@@ -47,7 +47,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         path = checkpoint.resolve(path)
         kind, version = payload["kind"], f"dp-ema {payload['version']}"
         config, tensors = payload["config"], payload["model"]
-        weights, model, state = _weights(payload), _model(config["model"]), _state(payload)
+        weights, model, state = _weights(payload), _model(config), _state(payload)
     if whole_config:
         return as_text(config)
     title = f"{path}: {KINDS[kind]} of {version}, {path.stat().st_size / 1e6:.2f} MB"
@@ -78,21 +78,23 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _nearest(payload.get("min_nbor_dist"))
-    for weights, state in payload.get("best", {}).items():
-        if state.get("records"):  # of several tasks they stand one level deeper
-            metric, (value, step) = state["metric"], state["records"][0]
-            quantity = METRICS[metric[0].upper()]
-            shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"
-            yield "best", f"{weights} {metric} {shown} at step {step:,}"
+    for weights, of in payload.get("best", {}).items():
+        for task, state in ({"": of} if "records" in of else of).items():
+            if state.get("records"):
+                metric, (value, step) = state["metric"], state["records"][0]
+                quantity = METRICS[metric[0].upper()]
+                shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"
+                yield "best", f"{' '.join(filter(None, (task, weights)))} {metric} {shown} at step {step:,}"
     if payload["kind"] == "training":
         yield "restart", "possible: optimizer state and positions in the data are here"
 
 
-def _model(section: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
-        return model_config_from_dict(section).summary()
+        each = model_configs(config)
     except ConfigError:  # of another version: at least the elements
-        return [("elements", " ".join(section.get("type_map", [])))]
+        return [("elements", " ".join(config["model"].get("type_map", [])))]
+    return [(row, f"{head}: {text}" if head else text) for head, of in each.items() for row, text in of.summary()]
 
 
 def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:

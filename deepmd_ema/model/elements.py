@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import first_few
+from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 if TYPE_CHECKING:
+    from deepmd_ema.batch import NeighborLayout
     from deepmd_ema.model.energy import EnergyModel
 
 # T elements of the new model, S slots, C columns of the environment matrix
@@ -30,11 +32,13 @@ _TYPE_EMBEDDING = "type_embedding.net.layers.0.weight"
 # the dim of a tensor that counts elements
 _AXES = (
     (r"out_(bias|std)", 1),
-    (r"fitting\.bias_atom_e", 0),
+    (r"fitting\.(.*\.)?bias_atom_e", 0),
     (_STATISTICS, 0),
     (rf"descriptor\.(.*\.)?{re.escape(_TYPE_EMBEDDING)}", 0),
 )
-_OF_NETWORK = re.compile(r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.nets)\.(?P<number>\d+)\.(?P<tensor>.*)")
+_OF_NETWORK = re.compile(
+    r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.(?:.*\.)?nets)\.(?P<number>\d+)\.(?P<tensor>.*)"
+)
 _OF_FITTING = ("fitting.", "out_bias", "out_std")
 
 
@@ -66,12 +70,14 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     targets = {name: tensor for name, tensor in state.items() if not name.startswith(left)}
     _check_names(have, targets)
     problems = _of_sections(old, new, places, have)
-    slots = _slots(old, places)
+    slots = {} if None in places else _slots(old, places)
     of_states = _of_electronic_states(new)
     for name, target in targets.items() if not problems else ():
         source = _source(name, places, have, targets)
         if source is not None:
-            values = have[source][:, slots] if slots is not None and re.fullmatch(_STATISTICS, name) else have[source]
+            of_slots = re.fullmatch(_STATISTICS, name) is not None
+            order = next((found for prefix, found in slots.items() if of_slots and name.startswith(prefix)), None)
+            values = have[source] if order is None else have[source][:, order]
             axis = None if name in of_states else _axis(name)
             problems += _copy(name, values, target, places, axis)
     if problems:
@@ -89,18 +95,32 @@ def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[
             f"elements {' '.join(old.type_map)} there, {' '.join(new.type_map)} here: a descriptor without a type "
             "embedding can be taken over with the same elements only, in any order"
         ]
-    sel = [old.layout.sel[place] for place in places if place is not None] if old.layout.by_type else []
-    if sel and sel != list(new.layout.sel):
-        return [f"sel must be {sel} for {' '.join(new.type_map)}, as there"]
-    return []
+    problems = []
+    for (prefix, there), here in zip(_layouts(old).items(), _layouts(new).values(), strict=True):
+        sel = [there.sel[place] for place in places if place is not None] if there.by_type else []
+        if sel and sel != list(here.sel):
+            part = re.sub(r"parts\.(\d+)", r"list[\1]", prefix.removeprefix("descriptor."))
+            problems.append(f"{part}sel must be {sel} for {' '.join(new.type_map)}, as there")
+    return problems
 
 
-def _slots(old: EnergyModel, places: Places) -> list[int] | None:
-    """Return the old slots in the order of the new sections, or None where slots are not in sections."""
-    if not old.layout.by_type or None in places:
-        return None
-    starts = list(accumulate(old.layout.sel, initial=0))
-    return [slot for place in places if place is not None for slot in range(starts[place], starts[place + 1])]
+def _layouts(model: EnergyModel) -> dict[str, NeighborLayout]:
+    """Return how each part of the descriptor wants its neighbors, by the beginning of the names of its tensors."""
+    whole = model.descriptor
+    if isinstance(whole, HybridDescriptor):
+        return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in enumerate(whole.descriptors)}
+    return {"descriptor.": model.layout}
+
+
+def _slots(old: EnergyModel, places: Places) -> dict[str, list[int]]:
+    """Return for each part with a section of slots per element the old slots in the order of the new sections."""
+    slots = {}
+    for prefix, layout in _layouts(old).items():
+        if layout.by_type:
+            starts = list(accumulate(layout.sel, initial=0))
+            order = [range(starts[place], starts[place + 1]) for place in places if place is not None]
+            slots[prefix] = [slot for section in order for slot in section]
+    return slots
 
 
 def _of_electronic_states(model: EnergyModel) -> set[str]:

@@ -75,8 +75,8 @@ class ModelSet(nn.Module):
         return dict(self._named({task: m.state_dict(*args, **kwargs).items() for task, m in self.by_task.items()}))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Take in the tensors of a state dict with exactly the names of this one."""
-        for task, model in self.by_task.items():
+        """Take in the tensors of a state dict with exactly these names; a shared one as the first task has it."""
+        for task, model in reversed(self.by_task.items()):  # averages hold a shared tensor under its first name only
             prefix = prefix_of(task)
             own = {n.removeprefix(prefix): tensor for n, tensor in state_dict.items() if n.startswith(prefix)}
             model.load_state_dict(own, *args, **kwargs)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict
+from deepmd_ema.config import TaskConfig, config_from_dict
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
@@ -26,7 +26,8 @@ from deepmd_ema.files import CSV, PICTURE, refuse_to_lose
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import METRICS, Errors, evaluate
-from deepmd_ema.model.build import build_model
+from deepmd_ema.model.build import build_models
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.posthoc.combination import (
     LONGEST,
     Combination,
@@ -55,6 +56,7 @@ def run_posthoc(
     output: str | Path | None = None,
     plot: str | Path | None = None,
     table: str | Path | None = None,
+    head: str | None = None,
     device: str | None = None,
     say: Callable[[str], Any],
 ) -> PosthocReport:
@@ -70,6 +72,7 @@ def run_posthoc(
         output: model file; ``model_posthoc.pt`` in ``folder`` by default.
         plot: picture; ``posthoc.png`` in ``folder`` by default.
         table: ``posthoc.csv`` in ``folder`` by default.
+        head: the task whose errors are measured, of a run of several; the file holds the model of each.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         say: prints a text.
 
@@ -95,8 +98,10 @@ def run_posthoc(
         say(note)
     found, resolvable = find_asked(run, asked)
     config = config_from_dict(run.payload["config"], source=str(run.reference))
-    opened = _open(config, run, systems, rglob_patterns)
-    rows, best, weights = measure_combinations(run, found.combinations, config.model, opened, where, metric)
+    task = config.task(head)
+    opened = _open(task, run, systems, rglob_patterns)
+    models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)
+    rows, best, weights = measure_combinations(run, found.combinations, models, task.name, opened, where, metric)
     report = PosthocReport(run, found, resolvable, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
     say(report.text())
     checkpoint.save(output, _payload(run, report.chosen, found, weights))
@@ -154,13 +159,14 @@ def find_asked(run: SnapshotRun, sigma_rels: Sequence[float]) -> tuple[Combinati
 def measure_combinations(
     run: SnapshotRun,
     combinations: Sequence[Combination],
-    config: ModelConfig,
+    models: ModelSet,
+    task: str,
     systems: Sequence[FrameSource],
     device: torch.device,
     metric: str = OVERALL,
 ) -> tuple[list[Row], int, Mapping[str, Tensor]]:
     """Return the errors of live weights, tracked averages and combinations; the row of the best, and its weights."""
-    model = build_model(config).to(device)
+    model = models.to(device).by_task[task]
     cache = PairCache()
     rows: list[Row] = []
     best: tuple[float, int, Mapping[str, Tensor]] = (math.inf, -1, {})
@@ -168,7 +174,7 @@ def measure_combinations(
     made = ((Row.of(one), weights) for one, weights in zip(combinations, combine(run, combinations)))
     with tqdm(total=len(tracked) + len(combinations), unit=" models", disable=None, leave=False) as bar:
         for row, weights in chain(tracked, made):
-            model.load_state_dict(dict(weights))
+            models.load_state_dict(weights)
             errors = evaluate(model, sequential_batches(systems, model.layout, cache, labels=LABELS), device)
             rows.append(replace(row, errors=errors))
             if len(rows) == 1:
@@ -196,21 +202,21 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
 
 
 def _open(
-    config: RunConfig, run: SnapshotRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
+    task: TaskConfig, run: SnapshotRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
 ) -> list[FrameSource]:
     """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
     paths = [str(path) for path in systems or ()]
     if systems is None:
-        data = config.task(None).validation_data
+        data = task.validation_data
         if data is None:
             raise ConfigError(
-                f"{run.reference}: the run has no training.validation_data to rank averages with. Give systems with "
-                "-s, or an input that has some with --valid-data."
+                f"{run.reference}: the run has no {task.place('training')}.validation_data to rank averages with. Give "
+                "systems with -s, or an input that has some with --valid-data."
             )
         # as the run has found them: a path is looked up from the folder in which it was started
         paths, patterns = [str(run.folder / path) for path in data.systems], data.rglob_patterns
     try:
-        return open_labelled(paths, config.model, LABELS, patterns)
+        return open_labelled(paths, task.model, LABELS, patterns)
     except DataError as error:
         if systems is not None:
             raise

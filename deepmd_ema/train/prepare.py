@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 
 import torch
@@ -23,7 +23,7 @@ from deepmd_ema.errors import DataError
 from deepmd_ema.files import writing
 from deepmd_ema.geometry import NeighborStatistics
 from deepmd_ema.model.bias import change_bias, energies_of
-from deepmd_ema.model.build import build_model, share_parts
+from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
@@ -94,14 +94,12 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     config, nearest = world.broadcast_from_rank0(partial(_check_data, config, systems, start, skip_neighbor_stat))
     checked = time.perf_counter()
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
-    for name, task in config.tasks.items():
-        model = build_model(task.model, seed_for(stream_of("weights", name), seed))
+    seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
+    models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
+    for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
-        model.fitting.set_case(sorted(config.tasks).index(name))
-        tasks[name] = PreparedTask(task, *systems[name], cache, model)
-    models = {name: task.model for name, task in tasks.items()}
-    share_parts(models, config.links)
-    run = PreparedRun(config, tasks, ModelSet(models), task_shares(config, systems, world.size), seed)
+        tasks[name] = PreparedTask(config.tasks[name], *systems[name], cache, model)
+    run = PreparedRun(config, tasks, models, task_shares(config, systems, world.size), seed)
     state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
     if not world.is_main:
         run.models.load_state_dict(state)
@@ -140,7 +138,7 @@ def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) 
     for name, task in config.tasks.items():
         if task.model.descriptor.neighbors is None:
             of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
-            models[name] = replace(task.model, descriptor=task.model.descriptor.with_neighbors(of_all))
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
     return config.with_models(models) if models else config
 
 

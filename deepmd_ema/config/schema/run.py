@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.messages import Place, Source, path_of
+from deepmd_ema.config.schema.linear import MODELS
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import (
@@ -120,22 +121,27 @@ class RunConfig(_Learning):
         return ()
 
     def task(self, name: str | None) -> TaskConfig:
-        """Return the task of a name, or the only one if none is given.
+        """Return the task of a name, as :func:`choose_head` does.
 
         Raises:
             ConfigError: if there is no such task, or there are several.
         """
-        tasks = self.tasks
-        if name is None and len(tasks) == 1:
-            return next(iter(tasks.values()))
-        if name is None or name not in tasks:
-            found = "several tasks; which?" if name is None else f"no task {name!r}."
-            if not any(tasks):
-                raise ConfigError(
-                    f"{self.source.name}: one task without a name, so there is no {name!r}. Leave it out."
-                )
-            raise ConfigError(f"{self.source.name}: {found} There are {', '.join(tasks)}: choose one with --head.")
-        return tasks[name]
+        aliases = {task: of.model.model_branch_alias for task, of in self.tasks.items()}
+        return self.tasks[choose_head(aliases, name, self.source.name)]
+
+    def of_task(self, task: TaskConfig) -> SingleTaskRun:
+        """Return the input of one task that trains what the run does in that task."""
+        data = {f.name: getattr(task.data, f.name) for f in fields(TaskDataConfig)}
+        length = {f.name: getattr(self.training, f.name) for f in fields(TrainingOptions)}
+        return SingleTaskRun(
+            model=task.model,
+            loss=task.loss,
+            training=TrainingConfig(**data, **length),
+            learning_rate=self.learning_rate,
+            optimizer=self.optimizer,
+            validating=self.validating,
+            source=self.source,
+        )
 
     def sharing_with(self, task: str) -> list[str]:
         """Return ``task`` and the tasks with which it shares a part of the descriptor, directly or by others."""
@@ -183,7 +189,7 @@ class _Loss(_Learning):
 class SingleTaskRun(RunConfig, _Loss):  # its options are in this order: _Learning, _Loss, RunConfig
     """All sections of an input of one task."""
 
-    model: ModelConfig = option(default_type="standard", doc="What is trained.")
+    model: ModelConfig = option(registry=MODELS, default_type="standard", doc="What is trained.")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
     @property
@@ -214,7 +220,9 @@ class ModelsConfig:
 
     shorthand = SharedParts
 
-    model_dict: dict[str, ModelConfig] = option(default_type="standard", doc="Model of each task, by its name.")
+    model_dict: dict[str, ModelConfig] = option(
+        registry=MODELS, default_type="standard", doc="Model of each task, by its name."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,3 +283,26 @@ def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
                 section = section[key]
             shared[link.key], section[last] = section[last], link.text
     return result
+
+
+def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: str) -> str:
+    """Return which of several models is meant by a name or one of its aliases, in capitals or not.
+
+    Args:
+        names: aliases by name; the name of a model that needs none is empty.
+        head: what is asked for; None where there is one model only.
+        source: the file, for messages.
+
+    Raises:
+        ConfigError: if there is no such model, or there are several and none is asked for.
+    """
+    if head is None and len(names) == 1:
+        return next(iter(names))
+    if not any(names):
+        raise ConfigError(f"{source}: holds one model without a name, so there is no head {head!r}. Leave it out.")
+    known = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
+    known |= {name.lower(): name for name in names}
+    if head is None or head.lower() not in known:
+        wanted = "several models; which?" if head is None else f"no head {head!r}."
+        raise ConfigError(f"{source}: {wanted} It has {', '.join(names)}: choose one with --head.")
+    return known[head.lower()]

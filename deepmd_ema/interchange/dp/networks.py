@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import type_names
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.model.kernels.norm import LayerNorm
 from deepmd_ema.model.nn.layers import Layer, Network
@@ -33,7 +33,7 @@ class PartTree:
         self.names = type_names([section])
         self._options = ("type", *(field.name for field in fields(section)))
 
-    def write(self, part: Any, config: ModelConfig) -> Tree:
+    def write(self, part: Any, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor or fitting; arrays are copies on the CPU."""
         raise NotImplementedError
 

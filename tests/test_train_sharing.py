@@ -1,0 +1,165 @@
+"""Tasks that share parts of their models: what is one tensor, and what stays with each task."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from config_inputs import write
+from helpers import assert_same, write_system
+from test_train import load
+
+from deepmd_ema import cli
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
+
+pytestmark = pytest.mark.timeout(300)
+
+DPA = {"type": "se_atten", "sel": 12, "rcut": 3.5, "rcut_smth": 0.5, "neuron": [3, 6], "axis_neuron": 2,
+       "attn_layer": 0, "tebd_dim": 3}  # fmt: skip
+NET = {"neuron": [5], "dim_case_embd": 2}
+# how two tasks share -> their descriptors and fitting networks
+WAYS = {
+    "all": (["dpa", "dpa"], ["net", "net"]),
+    "the fitting network": ([DPA, DPA], ["net", "net"]),
+    "the type embedding": (["dpa", "dpa:1"], [NET, NET]),
+    "a part of a hybrid": ([{"type": "hybrid", "list": ["dpa", {**DPA, "rcut": 3.0}]}, "dpa"], [NET, NET]),
+    "nothing": ([DPA, DPA], [NET, NET]),
+}
+
+
+def input_of(way, **training):
+    descriptors, nets = WAYS[way]
+    named = {"elements": ["O", "H"], "dpa": DPA, "net": NET}
+    models = {
+        task: {"type_map": "elements", "descriptor": descriptor, "fitting_net": net}
+        for task, descriptor, net in zip(("water", "ice"), descriptors, nets)
+    }
+    text = json.dumps(models)
+    return copy.deepcopy({
+        "model": {"shared_dict": {k: v for k, v in named.items() if f'"{k}' in text}, "model_dict": models},
+        "learning_rate": {"start_lr": 0.01, "stop_lr": 0.001},
+        "loss_dict": {"ice": {"start_pref_v": 1, "limit_pref_v": 1}},
+        "training": {
+            "data_dict": {
+                task: {"training_data": {"systems": [f"{task}1"], "batch_size": 2},
+                       "validation_data": {"systems": [f"{task}2"]}}
+                for task in models
+            },
+            "model_prob": {"water": 0.6, "ice": 0.4}, "numb_steps": 8, "disp_freq": 2, "save_freq": 4, "seed": 3,
+            "enable_ema": True, "ema_decay": 0.5, **training,
+        },
+    })  # fmt: skip
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    for k, task in enumerate(("water", "ice")):
+        for n in (1, 2):
+            write_system(tmp_path / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shared_names(weights):
+    """Return the names, without the task, of tensors that both tasks have with equal values."""
+    own = {task: {n.removeprefix(f"{task}."): t for n, t in weights.items() if n.startswith(f"{task}.")}
+           for task in ("water", "ice")}  # fmt: skip
+    both = own["water"].keys() & own["ice"].keys()
+    return {n for n in both if own["water"][n].is_floating_point() and torch.equal(own["water"][n], own["ice"][n])}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_is_shared_stays_equal_and_what_is_not_goes_apart(way, desk):
+    write(desk, input_of(way))
+    assert cli.main(["train", "input.json"]) == 0
+    for file in ("model.ckpt.pt", "model_ema.ckpt.pt"):
+        shared = shared_names(load(desk / file)["model"])
+        nets = {n for n in shared if n.startswith("fitting.nets")}
+        embedding = {n for n in shared if "type_embedding" in n}
+        rest = {n for n in shared if n.startswith("descriptor") and n.endswith("weight")} - embedding
+        assert bool(nets) == (way in ("all", "the fitting network"))
+        assert bool(embedding) == (way in ("all", "the type embedding"))
+        assert bool(rest) == (way == "all")
+        if way == "a part of a hybrid":
+            weights = load(desk / file)["model"]
+            first, second = "water.descriptor.parts.0.", "ice.descriptor."
+            same = {n.removeprefix(first): t for n, t in weights.items() if n.startswith(first)}
+            assert_same(same, {n.removeprefix(second): t for n, t in weights.items() if n.startswith(second)})
+        assert "out_bias" not in shared
+        assert "fitting.case_embd" not in shared
+
+
+@pytest.mark.parametrize("way", ["all", "the type embedding"])
+def test_a_restart_is_bitwise_the_unbroken_run(way, desk, monkeypatch):
+    write(desk, input_of(way))
+    for name in ("whole", "parts"):
+        (desk / name).mkdir()
+    monkeypatch.chdir(desk / "whole")
+    values = input_of(way)
+    for task in values["training"]["data_dict"].values():
+        for section in task.values():
+            section["systems"] = [str(desk / section["systems"][0])]
+    write(desk / "whole", values)
+    write(desk / "parts", values)
+    assert cli.main(["train", "input.json"]) == 0
+    monkeypatch.chdir(desk / "parts")
+    assert cli.main(["train", "--restart", str(desk / "whole" / "model.ckpt-4.pt"), "input.json"]) == 0
+    for file in ("model.ckpt-8.pt", "model_ema.ckpt-8.pt"):
+        assert_same(load(desk / "whole" / file), load(desk / "parts" / file), file)
+
+
+def test_sums_of_shared_statistics_are_weighted_by_the_shares_of_the_tasks(desk):
+    found = {}
+    for prob in (0.0, 0.6, 1.0):
+        write(desk, input_of("all", model_prob={"water": prob, "ice": 1 - prob}, numb_steps=1))
+        assert cli.main(["train", "input.json"]) == 0
+        weights = load(desk / "model.ckpt.pt")["model"]
+        found[prob] = weights["water.descriptor.block.stddev"]
+        assert torch.equal(found[prob], weights["ice.descriptor.block.stddev"])
+        for file in desk.glob("*ckpt*"):
+            file.unlink()
+    low, high = torch.minimum(found[0.0], found[1.0]), torch.maximum(found[0.0], found[1.0])
+    assert not torch.equal(found[0.0], found[1.0])
+    inside = (found[0.6] >= low * (1 - 1e-12)) & (found[0.6] <= high * 1.05)
+    assert inside.all()
+
+
+def test_each_head_is_a_model_of_its_own_live_and_averaged(desk):
+    write(desk, input_of("all"))
+    assert cli.main(["train", "input.json"]) == 0
+    rng = np.random.default_rng(0)
+    coord, types = rng.uniform(0, 4, (6, 3)), ["O", "H"] * 3
+    energies = {}
+    for options in ({}, {"use_average": True}):
+        for head in ("water", "ice"):
+            loaded = load_model("model.ckpt.pt", head=head, **options)
+            energies[head, bool(options)] = Potential(loaded, device="cpu").evaluate(coord, types).energy
+            words = ["--use-ema"] if options else []
+            assert cli.main(["freeze", "--head", head.upper(), "-o", f"{head}{len(words)}.dp", *words]) == 0
+            frozen = Potential(f"{head}{len(words)}.dp", device="cpu").evaluate(coord, types).energy
+            np.testing.assert_allclose(frozen, energies[head, bool(options)], rtol=1e-12)
+            average = load_model("model_ema.ckpt.pt", head=head)
+            if options:
+                assert_same(dict(average.model.state_dict()), dict(loaded.model.state_dict()))
+    assert len({float(np.ravel(e)[0]) for e in energies.values()}) == 4
+
+
+def test_without_a_head_the_message_names_them(desk, capsys):
+    write(desk, input_of("all"))
+    assert cli.main(["train", "input.json"]) == 0
+    capsys.readouterr()
+    for command in (["freeze"], ["test", "-m", "model.ckpt.pt", "-s", "ice2"], ["change-bias", "model.ckpt.pt"]):
+        assert cli.main(command) == 2
+        assert "several models; which? It has water, ice: choose one with --head." in capsys.readouterr().err
+    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "--valid-data", "input.json"]) == 0
+    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "-s", "ice2"]) == 0
+
+
+def test_epochs_of_each_task_give_the_length_and_the_shares(desk, capsys):
+    values = input_of("nothing", num_epoch_dict={"water": 3, "ice": 1}, model_prob={})
+    del values["training"]["numb_steps"]
+    write(desk, values)
+    assert cli.main(["train", "input.json"]) == 0
+    assert load(desk / "model.ckpt.pt")["step"] == 8  # 2 batches of each: 3 x 2 + 1 x 2
