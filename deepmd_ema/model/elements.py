@@ -32,11 +32,13 @@ _TYPE_EMBEDDING = "type_embedding.net.layers.0.weight"
 # the dim of a tensor that counts elements
 _AXES = (
     (r"out_(bias|std)", 1),
-    (r"fitting\.bias_atom_e", 0),
+    (r"fitting\.(.*\.)?bias_atom_e", 0),
     (_STATISTICS, 0),
     (rf"descriptor\.(.*\.)?{re.escape(_TYPE_EMBEDDING)}", 0),
 )
-_OF_NETWORK = re.compile(r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.nets)\.(?P<number>\d+)\.(?P<tensor>.*)")
+_OF_NETWORK = re.compile(
+    r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.(?:.*\.)?nets)\.(?P<number>\d+)\.(?P<tensor>.*)"
+)
 _OF_FITTING = ("fitting.", "out_bias", "out_std")
 
 
@@ -104,9 +106,9 @@ def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[
 
 def _layouts(model: EnergyModel) -> dict[str, NeighborLayout]:
     """Return how each part of the descriptor wants its neighbors, by the beginning of the names of its tensors."""
-    if isinstance(model.descriptor, HybridDescriptor):
-        parts = enumerate(model.descriptor.descriptors)
-        return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in parts}
+    whole = model.descriptor
+    if isinstance(whole, HybridDescriptor):
+        return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in enumerate(whole.descriptors)}
     return {"descriptor.": model.layout}
 
 

@@ -11,6 +11,7 @@ from deepmd_ema.config.fields import not_negative, option, options, positive_int
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.se_atten import SeAttenConfig
 from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+from deepmd_ema.config.schema.sections import TypeEmbeddedOptions
 from deepmd_ema.config.schema.texts import ActivationName
 
 if TYPE_CHECKING:
@@ -199,34 +200,25 @@ class RepformerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPA2Config:
+class DPA2Config(TypeEmbeddedOptions):
     """Descriptor with messages between atoms and attention among pairs, for models of many systems (DPA-2)."""
 
     type: ClassVar[str] = "dpa2"
     aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "repinit.nsel"
-    has_type_embedding: ClassVar[bool] = True
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
     repformer: RepformerConfig = option(doc="The layers in which atoms and pairs exchange their features.")
-    concat_output_tebd: bool = redefined(SeAttenConfig, "concat_output_tebd")
-    precision: str = shared.precision_option()
     smooth: bool = option(
         True,
         doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the potential energy jump "
         "where a neighbor enters.",
     )
-    exclude_types: list[list[int]] = redefined(SeAttenConfig, "exclude_types")
-    env_protection: float = redefined(SeAttenConfig, "env_protection")
-    trainable: bool = redefined(SeAttenConfig, "trainable")
-    seed: int | None = shared.seed_option()
     add_tebd_to_repinit_out: bool = option(
         False,
         alias=("repformer_add_type_ebd_to_seq",),
         doc="Whether the embedding of its element is added to the first features of an atom, through a matrix.",
     )
-    use_econf_tebd: bool = redefined(SeAttenConfig, "use_econf_tebd")
-    use_tebd_bias: bool = redefined(SeAttenConfig, "use_tebd_bias")
 
     @property
     def cutoff(self) -> float:
@@ -293,8 +285,7 @@ class DPA2Config:
         yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
         yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
         yield from self._cutoffs_out_of_order()
-        yield from shared.excluded_types_exist(self.exclude_types, type_map)
-        yield from shared.elements_known(self.use_econf_tebd, type_map)
+        yield from self.element_problems(type_map)
 
     def summary(self) -> str:
         """Return the main options in words."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.se_atten import SeAttenConfig
+from deepmd_ema.config.schema.sections import TypeEmbeddedOptions
 from deepmd_ema.config.schema.texts import ActivationName
 
 if TYPE_CHECKING:
@@ -183,18 +183,15 @@ class RepflowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPA3Config:
+class DPA3Config(TypeEmbeddedOptions):
     """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
 
     type: ClassVar[str] = "dpa3"
     aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "repflow.e_sel"
-    has_type_embedding: ClassVar[bool] = True
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
-    concat_output_tebd: bool = option(
-        False, doc="Whether the embedding of its element is among the features of an atom."
-    )
+    concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
     add_chg_spin_ebd: bool = option(
         False,
         check=Check(lambda v: not v, f"false: charge and spin as an input are {NOT_AVAILABLE}"),
@@ -206,19 +203,6 @@ class DPA3Config:
         doc="Charge and spin of frames that do not give them. Only null here.",
     )
     activation_function: ActivationName = shared.activation_option("Activation function of all layers.", "silu")
-    precision: str = shared.precision_option()
-    exclude_types: list[list[int]] = option(
-        [],
-        check=shared.type_pairs,
-        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
-    )
-    env_protection: float = option(
-        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
-    )
-    trainable: bool = option(True, doc="Whether the parameters are trained.")
-    seed: int | None = shared.seed_option()
-    use_econf_tebd: bool = redefined(SeAttenConfig, "use_econf_tebd")
-    use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
     use_loc_mapping: bool = option(
         True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."
     )
@@ -260,8 +244,7 @@ class DPA3Config:
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
-        yield from shared.excluded_types_exist(self.exclude_types, type_map)
-        yield from shared.elements_known(self.use_econf_tebd, type_map)
+        yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield the options without effect, and why."""

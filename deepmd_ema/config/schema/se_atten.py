@@ -10,37 +10,25 @@ from deepmd_ema.config.fields import Check, not_negative_int, option, positive, 
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeAttenV2Config(shared.OneListSection):
+class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
     """Descriptor with attention among neighbors for any number of elements, smooth, elements in a network apart."""
 
     type: ClassVar[str] = "se_atten_v2"
     aliases: ClassVar[tuple[str, ...]] = ()
-    neighbors_option: ClassVar[str] = "sel"
 
-    sel: int | list[int] | str = shared.sel_option()
-    rcut: float = redefined(SeE2AConfig, "rcut")
-    rcut_smth: float = redefined(SeE2AConfig, "rcut_smth")
-    neuron: list[int] = redefined(SeE2AConfig, "neuron")
     axis_neuron: int = redefined(SeE2AConfig, "axis_neuron")
     lmax: int = option(
         1,
         check=Check(lambda v: v == 1, f"1: higher angular degrees are {NOT_AVAILABLE}"),
         doc="Largest angular degree of the moments; 1 here.",
     )
-    activation_function: ActivationName = shared.activation_option("Activation function of the embedding network.")
-    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
     type_one_side: bool = option(
         False, doc="Whether the embedding depends on the element of the neighbor only, not on that of the centre."
     )
-    precision: str = shared.precision_option()
-    trainable: bool = option(True, doc="Whether the parameters are trained.")
-    seed: int | None = shared.seed_option()
-    exclude_types: list[list[int]] = redefined(SeE2AConfig, "exclude_types")
-    env_protection: float = redefined(SeE2AConfig, "env_protection")
     attn: int = option(128, check=positive_int, doc="Width of queries, keys and values of the attention.")
     attn_layer: int = option(2, check=not_negative_int, doc="Number of attention layers.")
     attn_dotr: bool = option(
@@ -60,13 +48,6 @@ class SeAttenV2Config(shared.OneListSection):
     ln_eps: float | None = option(
         None, check=positive, doc="Added to the variance in the layer normalisation; null is 1e-5."
     )
-    tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
-    use_econf_tebd: bool = option(
-        False,
-        doc="Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
-        "symbols of elements.",
-    )
-    use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
     scaling_factor: float = option(
         1.0,
         check=positive,
@@ -76,9 +57,6 @@ class SeAttenV2Config(shared.OneListSection):
     temperature: float | None = option(
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
-    concat_output_tebd: bool = option(
-        True, doc="Whether the embedding of its element is among the features of an atom."
-    )
 
     tebd_input_mode: ClassVar[str] = "strip"
     smooth: ClassVar[bool] = True
@@ -87,17 +65,12 @@ class SeAttenV2Config(shared.OneListSection):
         """Yield what does not fit together."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
-        yield from shared.excluded_types_exist(self.exclude_types, type_map)
-        yield from shared.elements_known(self.use_econf_tebd, type_map)
+        yield from self.element_problems(type_map)
 
-    def summary(self) -> str:
-        """Return the main options in words."""
-        attention = f"{self.attn_layer} attention layers of {self.attn}" if self.attn_layer else "no attention"
-        return (
-            f"{self.type} (DPA-1), rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), "
-            f"sel {shared.sel_text(self.sel)}, neuron {shared.dashes(self.neuron)}, axis_neuron {self.axis_neuron}, "
-            f"{attention}, {shared.dtype_name(self.precision)}"
-        )
+    def words(self) -> Iterator[str]:
+        """Yield further options for the summary."""
+        yield f"axis_neuron {self.axis_neuron}"
+        yield f"{self.attn_layer} attention layers of {self.attn}" if self.attn_layer else "no attention"
 
     @property
     def numbers_per_pair(self) -> int:

@@ -8,23 +8,16 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
 from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.se_atten import SeAttenConfig
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE3TebdConfig(shared.OneListSection):
+class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
     """Descriptor of three-body angular information for any number of elements."""
 
     type: ClassVar[str] = "se_e3_tebd"
     aliases: ClassVar[tuple[str, ...]] = ()
-    neighbors_option: ClassVar[str] = "sel"
 
-    sel: int | list[int] | str = shared.sel_option()
-    rcut: float = redefined(SeAttenConfig, "rcut")
-    rcut_smth: float = redefined(SeAttenConfig, "rcut_smth")
-    neuron: list[int] = redefined(SeAttenConfig, "neuron")
-    tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
     tebd_input_mode: str = option(
         "concat",
         choices=("concat", "strip"),
@@ -32,30 +25,20 @@ class SeE3TebdConfig(shared.OneListSection):
         "`strip` into a network apart, whose output is computed once per pair of elements: faster, about equally "
         "accurate.",
     )
-    resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
     set_davg_zero: bool = option(
         True,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. Without effect "
         "on energies: the mean of angular columns is zero.",
     )
-    activation_function: ActivationName = redefined(SeAttenConfig, "activation_function")
-    env_protection: float = redefined(SeAttenConfig, "env_protection")
     smooth: bool = option(
         True, doc="Whether the gate of `strip` vanishes smoothly at the cutoff. Without effect on `concat`."
     )
-    exclude_types: list[list[int]] = redefined(SeAttenConfig, "exclude_types")
-    precision: str = shared.precision_option()
-    trainable: bool = redefined(SeAttenConfig, "trainable")
-    seed: int | None = shared.seed_option()
-    concat_output_tebd: bool = redefined(SeAttenConfig, "concat_output_tebd")
-    use_econf_tebd: bool = redefined(SeAttenConfig, "use_econf_tebd")
-    use_tebd_bias: bool = redefined(SeAttenConfig, "use_tebd_bias", True)
+    use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
-        yield from shared.excluded_types_exist(self.exclude_types, type_map)
-        yield from shared.elements_known(self.use_econf_tebd, type_map)
+        yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield the options without effect, and why."""
@@ -63,13 +46,9 @@ class SeE3TebdConfig(shared.OneListSection):
         if self.tebd_input_mode == "concat":
             yield "smooth", "only the gate of strip is switched off"
 
-    def summary(self) -> str:
-        """Return the main options in words."""
-        return (
-            f"{self.type}, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g}), "
-            f"sel {shared.sel_text(self.sel)}, neuron {shared.dashes(self.neuron)}, {self.tebd_input_mode}, "
-            f"{shared.dtype_name(self.precision)}"
-        )
+    def words(self) -> Iterator[str]:
+        """Yield further options for the summary."""
+        yield self.tebd_input_mode
 
     @property
     def numbers_per_pair(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import MISSING
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
@@ -14,11 +14,8 @@ from deepmd_ema.config.schema.texts import ActivationName, is_readable
 from deepmd_ema.elements import SYMBOLS
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-Section = TypeVar("Section", bound="OneListSection")
-PerElement = TypeVar("PerElement", bound="ListPerElementSection")
 LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
 layer_widths = Check(
     lambda v: len(v) > 0 and all(0 < n <= LARGEST_SIZE for n in v),
@@ -110,81 +107,6 @@ def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> i
     if not isinstance(sel, str):
         return sel
     return max(SEL_MULTIPLE, auto_sel([found.max_within(rcut)], ratio_of(sel))[0])  # sums are divided by it
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneListSection:
-    """What sections of descriptors tell that keep the nearest ``sel`` neighbors inside ``rcut`` in one list."""
-
-    has_type_embedding: ClassVar[bool] = True  # as one network serves all elements
-
-    if TYPE_CHECKING:
-        sel: int | list[int] | str
-        rcut: float
-
-    @property
-    def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        return total_sel(self.sel)
-
-    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with ``sel: auto`` as a number."""
-        return replace(self, sel=auto_total_sel(self.sel, found))
-
-    def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, type(self)) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListPerElementSection:
-    """What sections of descriptors tell that keep the nearest ``sel`` neighbors of each element inside ``rcut``."""
-
-    has_type_embedding: ClassVar[bool] = False
-
-    if TYPE_CHECKING:
-        sel: list[int] | str
-        rcut: float
-        set_davg_zero: bool
-
-    @property
-    def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as numbers, or None while it is ``auto``."""
-        return None if isinstance(self.sel, str) else tuple(self.sel)
-
-    def with_neighbors(self: PerElement, found: NeighborStatistics) -> PerElement:
-        """Return the section with ``sel: auto`` as numbers."""
-        if not isinstance(self.sel, str):
-            return self
-        return replace(self, sel=auto_sel(found.max_neighbors, ratio_of(self.sel)))
-
-    def with_neighbors_of(self: PerElement, saved: DescriptorConfig) -> PerElement:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, type(self)) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
-
-    def sel_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield an option and the rest of a message if ``sel`` has not one number for each element."""
-        if not isinstance(self.sel, str):
-            yield from (("sel", text) for text in not_one_per_element(self.sel, type_map))
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
-        return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
 def sel_text(sel: int | list[int] | str) -> str:

@@ -1,0 +1,187 @@
+"""What sections of descriptors share: options, neighbors, rules and words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from deepmd_ema.config.fields import Check, not_negative, option, positive_int
+from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.texts import ActivationName
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
+    from deepmd_ema.geometry import NeighborStatistics
+
+Section = TypeVar("Section", bound="ListSection")
+
+
+def _is_list_sel(value: Any) -> bool:
+    if isinstance(value, str):
+        return shared.is_auto_sel(value)
+    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.LARGEST_SIZE
+
+
+_list_sel = Check(
+    _is_list_sel,
+    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.LARGEST_SIZE:,} together, "
+    f'or "auto" or "auto:1.2", the number from 1 to {shared.LARGEST_RATIO}',
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescriptorOptions:
+    """Options that every descriptor has."""
+
+    precision: str = shared.precision_option()
+    trainable: bool = option(True, doc="Whether the parameters are trained.")
+    seed: int | None = shared.seed_option()
+    exclude_types: list[list[int]] = option(
+        [],
+        check=shared.type_pairs,
+        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
+    )
+    env_protection: float = option(
+        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeEmbeddedOptions(DescriptorOptions):
+    """Options of descriptors with a type embedding, in which one network serves all elements."""
+
+    has_type_embedding: ClassVar[bool] = True
+
+    concat_output_tebd: bool = option(
+        True, doc="Whether the embedding of its element is among the features of an atom."
+    )
+    use_econf_tebd: bool = option(
+        False,
+        doc="Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
+        "symbols of elements.",
+    )
+    use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
+
+    def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit to the elements."""
+        yield from shared.excluded_types_exist(self.exclude_types, type_map)
+        yield from shared.elements_known(self.use_econf_tebd, type_map)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListSection:
+    """Options of descriptors with one cutoff, one list of neighbors and an embedding network."""
+
+    if TYPE_CHECKING:
+        sel: Any
+        precision: str
+
+    type: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    neighbors_option: ClassVar[str] = "sel"
+
+    rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
+    rcut_smth: float = option(
+        0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
+    )
+    neuron: list[int] = option(
+        [10, 20, 40],
+        check=shared.layer_widths,
+        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
+        "wide, has a skip connection.",
+    )
+    activation_function: ActivationName = shared.activation_option(
+        "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
+        "bends into a tanh above; T of `silut` is 3."
+    )
+    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``rcut``."""
+        return self.rcut
+
+    def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
+        """Return the section with ``sel: auto`` as in ``saved``."""
+        if isinstance(saved, type(self)) and isinstance(self.sel, str):
+            return replace(self, sel=saved.sel)
+        return self
+
+    def summary(self) -> str:
+        """Return the main options in words."""
+        words = (
+            f"{self.type}, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g})",
+            f"sel {shared.sel_text(self.sel)}",
+            f"neuron {shared.dashes(self.neuron)}",
+            *self.words(),
+            shared.dtype_name(self.precision),
+        )
+        return ", ".join(words)
+
+    def words(self) -> Iterator[str]:
+        """Yield further options for the summary."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerElementSection(ListSection):
+    """What sections tell that keep the nearest ``sel`` neighbors of each element, with a network for each."""
+
+    has_type_embedding: ClassVar[bool] = False
+
+    if TYPE_CHECKING:
+        exclude_types: list[list[int]]
+        set_davg_zero: bool
+
+    sel: list[int] | str = option(
+        "auto",
+        check=_list_sel,
+        doc="Most neighbors kept of each element, the nearest first. `auto` counts the neighbors in the training data "
+        "and takes 1.1 times the largest number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
+    )
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as numbers, or None while it is ``auto``."""
+        return None if isinstance(self.sel, str) else tuple(self.sel)
+
+    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
+        """Return the section with ``sel: auto`` as numbers."""
+        if not isinstance(self.sel, str):
+            return self
+        return replace(self, sel=shared.auto_sel(found.max_neighbors, shared.ratio_of(self.sel)))
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together."""
+        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        if not isinstance(self.sel, str):
+            yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
+        yield from shared.excluded_types_exist(self.exclude_types, type_map)
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of the embedding's layers, forward and backward, and of a few vectors."""
+        return 3 * sum(self.neuron) + 30
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
+        return "" if self.set_davg_zero else "set_davg_zero = true"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneListSection(ListSection):
+    """What sections tell that keep the nearest ``sel`` neighbors in one list for all elements."""
+
+    sel: int | list[int] | str = shared.sel_option()
+    tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
+        return shared.total_sel(self.sel)
+
+    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
+        """Return the section with ``sel: auto`` as a number."""
+        return replace(self, sel=shared.auto_total_sel(self.sel, found))
