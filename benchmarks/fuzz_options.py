@@ -83,6 +83,16 @@ MODEL: Space = {
     "data_stat_protect": [0.01, 0.1],
 }
 TABLE: Space = {"smin_alpha": [0.1], "sw_rmin": [0.6, 0.9], "sw_rmax": [1.8, 2.6]}
+# other names of options and of values of ``type``
+ALIASES = {
+    "se_e2_a": {"axis_neuron": "n_axis_neuron"},
+    "se_atten": {"axis_neuron": "n_axis_neuron", "smooth_type_embedding": "smooth_type_embdding"},
+    "se_atten_v2": {"axis_neuron": "n_axis_neuron"},
+    "dpa2": {"add_tebd_to_repinit_out": "repformer_add_type_ebd_to_seq"},
+    "repflow": {"edge_init_use_dist": "edge_use_dist", "use_exp_switch": "use_env_envelope"},
+    "fitting_net": {"neuron": "n_neuron"},
+}
+NAMES = {"se_e2_a": ["se_a"], "se_e2_r": ["se_r"], "se_e3": ["se_at", "se_a_3be", "se_t"], "se_atten": ["dpa1"]}
 KINDS = (*SPACES, "hybrid", "zbl")
 BY_TYPE = ("se_e2_a", "se_e2_r", "se_e3")
 MIXED = ("se_atten", "se_atten_v2", "se_e3_tebd", "dpa2", "dpa3")
@@ -109,7 +119,26 @@ def draw_set(kind: str, rng: np.random.Generator, table: str) -> tuple[dict[str,
         model["descriptor"] = _descriptor(kind, rng, cut)
     model["fitting_net"] = _fitting(rng)
     _lengthen(model, len(more))
-    return model, cut
+    return _with_aliases(model, rng), cut
+
+
+def _with_aliases(model: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return a section ``model`` in which some options have their other names."""
+
+    def renamed(section: dict[str, Any], kind: str) -> dict[str, Any]:
+        names = {name: other for name, other in ALIASES.get(kind, {}).items() if rng.random() < 0.3}
+        section = {names.get(name, name): value for name, value in section.items()}
+        if kind in NAMES and rng.random() < 0.3:
+            section["type"] = str(rng.choice(NAMES[kind]))
+        if "repflow" in section:
+            section["repflow"] = renamed(section["repflow"], "repflow")
+        if "list" in section:
+            section["list"] = [renamed(part, part["type"]) for part in section["list"]]
+        return section
+
+    descriptor = model["descriptor"]
+    fitting = renamed(model["fitting_net"], "fitting_net")
+    return {**model, "descriptor": renamed(descriptor, descriptor["type"]), "fitting_net": fitting}
 
 
 def _lengthen(model: dict[str, Any], more: int) -> None:

@@ -61,19 +61,25 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=20, help="option sets of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the choices")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors")
+    parser.add_argument("--keep", action="store_true", help="compare what DeePMD-kit has left in --work once more")
     parser.add_argument("--float32", action="store_true", help="also compare the rounding of networks in float32")
     parser.add_argument("--work", type=Path, default=common.RUNS / "peer_fuzz", help="folder of the models")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    for path in args.work.iterdir():
-        path.unlink()
-    jobs = list(_jobs(args.work, args.kinds, args.sets, args.seed))
-    (args.work / "jobs0.json").write_text(json.dumps(jobs))
-    run_peer(args.peer, args.work, jobs)
+    known = args.work / "sets.json"
+    if args.keep:
+        jobs = [job for job in json.loads(known.read_text()) if job["kind"] in args.kinds]
+    else:
+        for path in args.work.iterdir():
+            path.unlink()
+        jobs = list(_jobs(args.work, args.kinds, args.sets, args.seed))
+        known.write_text(json.dumps(jobs))
+        run_peer(args.peer, args.work, jobs)
     outcomes = [_outcome(job) for job in jobs]
     read = [one for one in outcomes if not (one.theirs or one.unread)]
-    run_peer(args.peer, args.work, [_read_again(one.job) for one in read])
+    if not args.keep:
+        run_peer(args.peer, args.work, [_read_again(one.job) for one in read])
     for one in read:
         _compare_read_again(one)
     more = _in_float32(read, args) if args.float32 else []

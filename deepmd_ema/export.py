@@ -20,6 +20,7 @@ from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.linear import LinearDescriptor
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
@@ -121,9 +122,13 @@ def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o", device: 
 
 def _only_here(model: EnergyModel) -> str:
     """Return why DeePMD-kit's torch backend does not read a model, or an empty string."""
-    if model.short_range is None or model.descriptor.mixed_types:
+    feature, whole = "use_srtab" if model.short_range is not None else "", model.descriptor
+    descriptors = [whole]
+    if isinstance(whole, LinearDescriptor):
+        feature, descriptors = "linear_ener", whole.descriptors
+    if not feature or all(one.mixed_types for one in descriptors):
         return ""
-    return "DeePMD-kit's torch backend does not read it: it has use_srtab for descriptors of mixed types only"
+    return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"
 
 
 def compare(

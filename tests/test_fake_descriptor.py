@@ -124,7 +124,7 @@ def test_the_manual_the_schema_and_dargs_know_its_options():
     from dargs import Argument
 
     assert "model.descriptor[fake].width" in manual("model.descriptor")
-    schema = json_schema()["anyOf"][0]["properties"]["model"]["properties"]["descriptor"]
+    schema = json_schema()["anyOf"][0]["properties"]["model"]["oneOf"][0]["properties"]["descriptor"]
     assert [s["properties"]["type"]["enum"] for s in schema["oneOf"]][-1] == ["fake", "make_believe"]
     values = tiny_input(["train"], model__descriptor={"type": "make_believe", "width": 3})
     whole = Argument("input", dict, arguments(SingleTaskRun))

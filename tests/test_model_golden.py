@@ -20,6 +20,7 @@ SAME_MATH = 1e-10
 MODELS = (
     "se_e2_a", "se_e2_a_two_side", "se_e2_a_excluded", "se_e2_r", "dpa1", "dpa1_strip", "dpa1_v2", "se_e3_tebd", "dpa3",
     "dpa3_dynamic", "dpa2", "hybrid", "hybrid_cutoffs", "se_e3_tebd_strip", "dpa1_electrons", "zbl", "se_e3",
+    "linear",
 )  # fmt: skip
 SYSTEMS = ("triclinic", "molecule", "grid")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from deepmd_ema.config.argcheck import refusal, run_arguments
 from deepmd_ema.config.explain import explain
-from deepmd_ema.config.fields import build
+from deepmd_ema.config.fields import build, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, to_dict
+from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
@@ -63,8 +63,10 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
         ConfigError: with every mistake of the section.
     """
     upgraded = upgrade({"model": values}, {})
-    found, problems = _checked(ModelConfig, upgraded, ("model",))
-    model: ModelConfig = build(ModelConfig, found)
+    declared = next(o for o in options(SingleTaskRun) if o.name == "model")
+    section = declared.section_of(values) or declared.sections[0]
+    found, problems = _checked(section, upgraded, ("model",))
+    model: ModelConfig = build(section, found)
     problems += [*upgraded.problems, *model_problems(model)]
     if problems:
         raise ConfigError(render(problems, Source(source)))

@@ -121,20 +121,21 @@ def _entries_of_tasks() -> Iterator[Entry]:
 
 
 def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield an option and those of its sections, unless the sections are among those ``told`` beside it."""
+    """Yield an option and those of its sections, unless it or the sections are among what is ``told`` already."""
     yield Entry(here, option, option.doc)
     if option.by_type:
         yield Entry(f"{here}.type", None, _type_words(option))
-    if set(option.sections) <= set(told):
+    if option in told or all(section in told for section in option.sections):
         return
     if len(option.sections) == 1:
         yield from _entries(option.sections[0], here)
     elif option.sections:
-        yield from _choice_entries(option.sections, here)
+        yield from _choice_entries(option.sections, here, told)
 
 
-def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
-    """Yield the options that sections declare alike, then each type with its own."""
+def _choice_entries(sections: tuple[Any, ...], path: str, told: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield the options that sections declare alike, then each type with its own; the usual one has plain paths."""
+    told = (*told, *sections)
     declared: dict[str, list[Option]] = {}
     for o in (o for s in sections for o in options(s)):
         declared.setdefault(o.name, []).append(o)
@@ -143,11 +144,14 @@ def _choice_entries(sections: tuple[Any, ...], path: str) -> Iterator[Entry]:
         having = tuple(s.type for s in sections if o in options(s))
         yield Entry(f"{path}.{o.name}", o, o.doc, having if len(having) < len(sections) else ())
     for s in sections:
-        there = f"{path}[{s.type}]"
-        yield Entry(there, None, _class_doc(s))
+        is_usual = getattr(s, "is_usual", False)
+        there = path if is_usual else f"{path}[{s.type}]"
+        if not is_usual:
+            yield Entry(there, None, _class_doc(s))
         for o in options(s):
             if o not in shared:
-                yield from _option_entries(o, f"{there}.{o.name}", sections)
+                yield from _option_entries(o, f"{there}.{o.name}", told)
+        told = (*told, *options(s))
 
 
 def _type_words(option: Option) -> str:
@@ -226,11 +230,15 @@ def _schema_of_tasks() -> dict[str, Any]:
     """Return the schema of an input of several tasks: parts of models may be names, and keys may hold for all."""
     schema = _section_schema(MultiTaskRun, top=True)
     models: dict[str, Any] = schema["properties"]["model"]
-    model = models["properties"]["model_dict"]["additionalProperties"]
-    for part in PARTS:
-        model["properties"][part] = {"anyOf": [{"type": "string"}, model["properties"][part]]}
-    del model["allOf"]  # what all models need may stand beside model_dict
-    models["properties"] = {**model["properties"], **models["properties"]}
+    kinds: list[dict[str, Any]] = models["properties"]["model_dict"]["additionalProperties"]["oneOf"]
+    of_all: dict[str, Any] = {}
+    for kind in kinds:
+        own = kind["properties"]
+        own |= {part: {"anyOf": [{"type": "string"}, own[part]]} for part in PARTS if part in own}
+        del kind["allOf"]  # what all models need may stand beside model_dict
+        of_all = {**own, **of_all}
+    of_all["type"] = {"enum": [name for kind in kinds for name in kind["properties"]["type"]["enum"]]}
+    models["properties"] = {**of_all, **models["properties"]}
     return schema
 
 

@@ -10,7 +10,6 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
-from deepmd_ema.config.schema.descriptor import HasIdleOptions
 from deepmd_ema.config.schema.optim import ExpScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
@@ -108,8 +107,7 @@ def _unused(config: RunConfig) -> Unused:
                 if is_unused(subject):
                     yield ".".join(filter(None, (path, name))), why.format(subject)
     for path, model in SUBJECTS["model"](config):
-        if isinstance(model.descriptor, HasIdleOptions):
-            yield from ((f"{path}.descriptor.{name}", why) for name, why in model.descriptor.idle_options())
+        yield from ((f"{path}.{name}", why) for name, why in model.idle_options())
     yield from _of_validating(config)
 
 
@@ -119,7 +117,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "model": (
         ("data_bias_nsample", lambda _: True, "the bias is fitted on data_stat_nbatch batches"),
         *((name, lambda model: model.use_srtab is None, "use_srtab is not given") for name in _OF_TABLE),
-        ("fitting_net.layer_name", lambda _: True, "layers are not shared by name"),
     ),
     "loss": (
         ("use_huber", lambda loss: loss.loss_func == "mae", "loss_func is mae"),

@@ -37,6 +37,7 @@ _GENERALIZED = "Generalized forces are not trained on. Remove it to train on ene
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "": {"nvnmd": Unavailable((None, {}))},
     "model": {
+        "shared_dict": Unavailable((None, {}), "Parts of one model do not share weights here; give each its sections."),
         "srtab_add_bias": Unavailable((None, True)),
         **dict.fromkeys(("compress", "spin"), _EMPTY),
         "modifier": Unavailable((None, {}), _DPLR),
@@ -67,7 +68,8 @@ _DESCRIPTORS = (
     "SeZM", "sezm", "dpa4c", "DPA4C",
 )  # fmt: skip
 UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
-    "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
+    "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc"),
+    "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
     "model.descriptor": _DESCRIPTORS,
     "model.fitting_net": ("dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
@@ -79,10 +81,11 @@ _EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 tells elements apart by an embedding as
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
-    **dict.fromkeys(
-        ("linear_ener", "pairtab"), "Energies that repel at short distances: use_srtab of a standard model."
-    ),
-    "frozen": "Give the whole model, and its weights by --init-model.",
+    "pairtab": "A table alone has nothing to train, and DeePMD-kit's torch backend does not take it either. Use it as "
+    "a part of a linear_ener model, or as use_srtab of a standard one for short distances.",
+    "frozen": "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be one. Give the "
+    'whole model, and its weights by --init-model; "trainable": false keeps a part as it is.',
+    "linear_ener": "DeePMD-kit's torch backend refuses it too. Put its parts here, with weights.",
 }
 
 _ACTIVATIONS = tuple(
@@ -100,7 +103,7 @@ _UNAVAILABLE_TEXTS: dict[str, str] = {
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
     """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
-    return UNAVAILABLE.get(of_one_task(dotted(section)), {}).get(key)
+    return UNAVAILABLE.get(_of_standard(section), {}).get(key)
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:
@@ -117,12 +120,19 @@ def unavailable_type(section: Place, name: Any) -> str | None:
         section: path of the section; a part of a hybrid descriptor is a descriptor.
         name: its ``type``.
     """
-    if name not in UNAVAILABLE_TYPES.get(re.sub(r"\.list\[\d+\]\Z", "", of_one_task(dotted(section))), ()):
+    is_part = re.fullmatch(r"model\.models\[\d+\]", of_one_task(dotted(section))) is not None
+    path = "model.models" if is_part else re.sub(r"\.list\[\d+\]\Z", "", _of_standard(section))
+    if name not in UNAVAILABLE_TYPES.get(path, ()):
         return None
     return INSTEAD_OF_TYPES.get(name, "")
 
 
 def is_unavailable_text(path: Place, value: Any) -> bool:
     """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
-    pattern = _UNAVAILABLE_TEXTS.get(of_one_task(dotted(path)))
+    pattern = _UNAVAILABLE_TEXTS.get(_of_standard(path))
     return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None
+
+
+def _of_standard(path: Place) -> str:
+    """Return a path in dots as it is in a standard model of one task; a part of a model has the same sections."""
+    return re.sub(r"\Amodel\.models\[\d+\]", "model", of_one_task(dotted(path)))

@@ -127,14 +127,14 @@ def model_fits_together(model: ModelConfig) -> Violations:
 
 @rule("model")
 def descriptor_fits_together(model: ModelConfig) -> Violations:
-    """The options of the descriptor fit together and to the elements."""
-    yield from ((f"descriptor.{option}", text) for option, text in model.descriptor.problems(model.type_map))
+    """The options of the descriptor, or of those of all parts, fit together and to the elements."""
+    yield from model.problems_of_descriptor()
 
 
 @rule("model")
 def fitting_net_fits_together(model: ModelConfig) -> Violations:
-    """The options of the fitting network fit together and to the elements."""
-    yield from ((f"fitting_net.{option}", text) for option, text in model.fitting_net.problems(model.type_map))
+    """The options of the fitting network, or of those of all parts, fit together and to the elements."""
+    yield from model.problems_of_fitting()
 
 
 # ---- learning_rate

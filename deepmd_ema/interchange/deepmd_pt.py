@@ -149,6 +149,8 @@ def _choose(section: Mapping[str, Any], path: Path, head: str | None) -> tuple[s
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
     if section.get("use_srtab"):
         raise CheckpointError(f"{path}: a model with a table (use_srtab). {_CONVERT.format(path=path)}")
+    if section.get("type") == "linear_ener":
+        raise CheckpointError(f"{path}: a model of parts (linear_ener). {_CONVERT.format(path=path)}")
     options = {n: value for n, value in section.items() if n not in _OF_TRAINING}
     try:
         return model_config_from_dict(options | {"descriptor": _as_built(options.get("descriptor"))}, str(path))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from deepmd_ema.batch import both_orders
+from deepmd_ema.config.schema.linear import LinearConfig, PairTableConfig
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
@@ -18,15 +20,17 @@ from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.fitting.ener import EnergyFitting
+from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
+from deepmd_ema.model.pair_energy import PairTableDescriptor, PairTableFitting
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.short_range import ShortRange, Switch
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import HybridConfig
-    from deepmd_ema.config.schema.model import ModelConfig
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig, HybridConfig
+    from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig
     from deepmd_ema.config.schema.run import Link
     from deepmd_ema.model.interface import Descriptor, Fitting
 
@@ -65,18 +69,22 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         config: ``model`` with the numbers of neighbors resolved.
         seed: for parts without a seed of their own (``training.seed``); None counts as 0.
     """
-    num_types = len(config.type_map)
     excluded_types = tuple(config.atom_exclude_types)
     pairs = both_orders(config.pair_exclude_types)
     start = seed_for("model", seed or 0)
-    descriptor = DESCRIPTORS[config.descriptor.type](config.descriptor, num_types, start)
+    short_range = None
+    descriptor: Descriptor
+    fitting: Fitting
+    if isinstance(config, LinearConfig):
+        descriptor, fitting = _linear(config, start)
+    else:
+        assert isinstance(config, StandardConfig), type(config)
+        descriptor, fitting = _networks(config, config.descriptor, config.fitting_net, start)
+        short_range = _short_range(config)
     for module in cast("nn.Module", descriptor).modules():
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
-    fitting = FITTINGS[config.fitting_net.type](
-        config.fitting_net, descriptor.dim_out, num_types, excluded_types, start, descriptor.mixed_types
-    )
-    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, _short_range(config))
+    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, short_range)
 
 
 def build_models(
@@ -124,7 +132,35 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
             setattr(model.get_submodule(owner), name, shared)
 
 
-def _short_range(config: ModelConfig) -> ShortRange | None:
+def _networks(
+    config: ModelConfig, descriptor: DescriptorConfig, fitting: EnerFittingConfig, seed: int
+) -> tuple[Descriptor, Fitting]:
+    """Return a descriptor and the fitting network behind it, for the elements of ``config``."""
+    num_types, excluded_types = len(config.type_map), tuple(config.atom_exclude_types)
+    made = DESCRIPTORS[descriptor.type](descriptor, num_types, seed)
+    return made, FITTINGS[fitting.type](fitting, made.dim_out, num_types, excluded_types, seed, made.mixed_types)
+
+
+def _linear(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting]:
+    """Return all parts side by side; each starts from random numbers of its own."""
+    descriptors: list[Descriptor] = []
+    fittings: list[Fitting] = []
+    for index, part in enumerate(config.models):
+        if isinstance(part, PairTableConfig):
+            assert part.neighbors is not None, "sel is resolved"
+            table = PairTable.of_rows(part.rows_for(config.type_map), part.rcut)
+            descriptors.append(PairTableDescriptor(table, sum(part.neighbors)))
+            fittings.append(PairTableFitting(len(config.type_map), tuple(config.atom_exclude_types)))
+        else:
+            made = _networks(config, part.descriptor, part.fitting_net, seed_for("part", seed, index))
+            descriptors.append(made[0])
+            fittings.append(made[1])
+    widths = [one.dim_out for one in descriptors]
+    section = cast("HybridConfig", config.descriptor)
+    return LinearDescriptor(section, descriptors), LinearFitting(config.fitting_net, fittings, widths)
+
+
+def _short_range(config: StandardConfig) -> ShortRange | None:
     """Return the pair energies that take over at short distances, or None."""
     if config.use_srtab is None:
         return None

@@ -32,11 +32,13 @@ _TYPE_EMBEDDING = "type_embedding.net.layers.0.weight"
 # the dim of a tensor that counts elements
 _AXES = (
     (r"out_(bias|std)", 1),
-    (r"fitting\.bias_atom_e", 0),
+    (r"fitting\.(.*\.)?bias_atom_e", 0),
     (_STATISTICS, 0),
     (rf"descriptor\.(.*\.)?{re.escape(_TYPE_EMBEDDING)}", 0),
 )
-_OF_NETWORK = re.compile(r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.nets)\.(?P<number>\d+)\.(?P<tensor>.*)")
+_OF_NETWORK = re.compile(
+    r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.(?:.*\.)?nets)\.(?P<number>\d+)\.(?P<tensor>.*)"
+)
 _OF_FITTING = ("fitting.", "out_bias", "out_std")
 
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.kernels.switch import switch_and_derivative
+from deepmd_ema.model.pair_energy import PairEnergies
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp
     from deepmd_ema.model.pair_table import PairTable
 
-# A atoms, K neighbor slots, D features, T types, R rows
+# A atoms, K neighbor slots, D features, T types
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,8 @@ class ShortRange(nn.Module):
 
     def __init__(self, table: PairTable, switch: Switch, num_types: int, excluded_types: tuple[int, ...]) -> None:
         super().__init__()
-        self.table, self.switch, self.num_types = table, switch, num_types
-        # plain numbers: torch.compile does not look into arrays of numpy
-        self._first, self._step, self._rcut = table.first, table.step, table.rcut
-        coefficients = torch.from_numpy(table.coefficients())
-        self._num_rows = coefficients.shape[2]
-        self._coefficients: Tensor
-        self.register_buffer("_coefficients", coefficients.view(-1, 4), persistent=False)
+        self.table, self.switch = table, switch
+        self._pairs, self._rcut = PairEnergies(table), table.rcut
         counted = torch.tensor([t not in excluded_types for t in range(num_types)], dtype=torch.float64)
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
@@ -84,20 +80,6 @@ class ShortRange(nn.Module):
         unit = batch.vector / distance.unsqueeze(-1)
         blended = vjp(keep[:, None].to(grad_features) * grad_features)
         return keep * energy + weight * tabulated, blended + slope.unsqueeze(-1) * unit
-
-    def _pairs(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the energy (A, K) of each pair, eV, and its derivative, nan nearer than the first row."""
-        place = (distance - self._first) / self._step
-        interval = place.floor().clamp(0, self._num_rows - 1)
-        u = place - interval
-        kinds = batch.atom_type[:, None] * self.num_types + batch.neighbor_type
-        row = (kinds * self._num_rows + interval.long()).flatten()
-        c0, c1, c2, c3 = self._coefficients.index_select(0, row).view(*distance.shape, 4).unbind(-1)
-        counts = near & (place < self._num_rows)
-        bad = torch.where(place < 0, torch.nan, 0.0).to(distance)
-        energy = torch.where(counts, ((c0 * u + c1) * u + c2) * u + c3 + bad, 0.0)
-        slope = torch.where(counts, ((3 * c0 * u + 2 * c1) * u + c2) / self._step + bad, 0.0)
-        return energy, slope
 
     def _weight(self, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""

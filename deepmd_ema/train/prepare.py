@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 
 import torch
@@ -138,7 +138,7 @@ def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) 
     for name, task in config.tasks.items():
         if task.model.descriptor.neighbors is None:
             of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
-            models[name] = replace(task.model, descriptor=task.model.descriptor.with_neighbors(of_all))
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
     return config.with_models(models) if models else config
 
 

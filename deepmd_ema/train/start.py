@@ -16,7 +16,9 @@ from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
+from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
+from deepmd_ema.config.schema.linear import LinearConfig
 from deepmd_ema.errors import CheckpointError, ConfigError, UserError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
 from deepmd_ema.model.elements import ElementsError, carried_over
@@ -155,7 +157,7 @@ class FromWeights(Start):
                     "Use the type_map of the file, or --finetune, which takes over the elements that both have."
                 )
             if model.descriptor.neighbors is None:
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(saved[name].descriptor))
+                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved[name].descriptor))
             self.tell_differences(saved[name], model)
         return config.with_models(models) if models else config
 
@@ -310,6 +312,8 @@ class FineTune(Start):
         if not isinstance(given, Mapping):
             return section
         type_map = given.get("type_map", section["type_map"])
+        if isinstance(self.loaded.config, LinearConfig):
+            return self._linear_section(given, type_map, section)
         taken = ("descriptor",) if self.fresh_fitting else ("descriptor", "fitting_net")
         by_number = [path for n in taken for path in _given(section[n], ("exclude_types", "atom_ener"), n)]
         if by_number and type_map != section["type_map"]:
@@ -321,6 +325,19 @@ class FineTune(Start):
         trained = {name: {"trainable": own[name]["trainable"]} if "trainable" in own[name] else {} for name in taken}
         return {**given, "type_map": type_map, **{name: {**section[name], **trained[name]} for name in taken}}
 
+    def _linear_section(self, given: Mapping[str, Any], type_map: Any, section: Mapping[str, Any]) -> Any:
+        """Return the section of the input with the parts of the file and their weights.
+
+        Raises:
+            ConfigError: if the elements are others: tables and options of parts count them by number.
+        """
+        if type_map != section["type_map"]:
+            raise ConfigError(
+                f"--use-pretrain-script: the parts of {self.path} are for type_map = {section['type_map']}, and it is "
+                "another here. Write the section model into the input (`dp-ema show --config` prints it)."
+            )
+        return {**given, **{name: section[name] for name in ("type", "type_map", "models", "weights")}}
+
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits."""
         models, saved = {}, self.loaded.config
@@ -329,7 +346,7 @@ class FineTune(Start):
             _tell_differences(saved, model)
             fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
             if model.descriptor.neighbors is None and fits and model.descriptor.type == saved.descriptor.type:
-                models[name] = replace(model, descriptor=model.descriptor.with_neighbors_of(saved.descriptor))
+                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
         return config.with_models(models) if models else config
 
     def needs_statistics(self, config: RunConfig) -> bool:
@@ -440,7 +457,7 @@ def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
     """Warn of options of a model that are not those of its file: weights may fit and mean another thing."""
     same_elements = model.type_map == saved.type_map
     before, now = to_dict(saved), to_dict(model)
-    for path, old, new in _differences(before["descriptor"], now["descriptor"], "model.descriptor"):
+    for path, old, new in _differences(plain(saved.descriptor), plain(model.descriptor), "model.descriptor"):
         name = path.rpartition(".")[2]
         # two spellings of one value; None is the default
         is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
@@ -449,7 +466,8 @@ def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
             logger.warning("%s was %s where the weights were trained, is %s here", path, _shown(old), _shown(new))
     for name in _SHORT_RANGE:
         # a table of other elements has other columns
-        if before[name] != now[name] and (same_elements or None in (before[name], now[name])):
+        one, other = before.get(name), now.get(name)
+        if one != other and (same_elements or None in (one, other)):
             logger.warning("model.%s is not that of the file, which acts where atoms come close", name)
 
 

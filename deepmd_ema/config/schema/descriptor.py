@@ -121,6 +121,10 @@ class HybridConfig:
         "that counts by element and has a shorter cutoff than another part is an upper bound.",
     )
 
+    def part(self, number: int) -> str:
+        """Return the place of a part in the section."""
+        return f"list[{number}]"
+
     @property
     def precision(self) -> str:
         """Return the higher precision of the parts."""
@@ -163,9 +167,9 @@ class HybridConfig:
         """Yield the lists of parts that keep one for all elements, and the shorter lists of parts."""
         for k, part in enumerate(self.list):
             if part.neighbors is not None and len(part.neighbors) == 1:
-                yield f"list[{k}].{part.neighbors_option}", part.cutoff, part.neighbors[0]
+                yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]
             if isinstance(part, HasInnerNeighbors):
-                yield from ((f"list[{k}].{name}", rcut, most) for name, rcut, most in part.inner_neighbors())
+                yield from ((f"{self.part(k)}.{name}", rcut, most) for name, rcut, most in part.inner_neighbors())
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield those of the parts."""
@@ -175,7 +179,7 @@ class HybridConfig:
 
     def summary(self) -> str:
         """Return the main options of the parts in words."""
-        return "hybrid of " + "; ".join(part.summary() for part in self.list)
+        return f"{self.type} of " + "; ".join(part.summary() for part in self.list)
 
     @property
     def numbers_per_pair(self) -> int:

@@ -1,16 +1,16 @@
-"""The section ``model``: elements, descriptor and fitting network."""
+"""The section ``model``: what every type of it tells, and the standard one, of a descriptor and a fitting network."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
 from deepmd_ema.config.schema.texts import ActivationName
 
@@ -18,6 +18,46 @@ _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [
 _type_map = Check(
     lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v), 'a list of element names, e.g. ["O", "H"]'
 )
+
+
+class FittingConfig(Protocol):
+    """What the rest of the program asks of a fitting network, or of those of all parts of a model together.
+
+    Attributes:
+        type: its name.
+        numb_fparam: P, frame parameters that it reads.
+        numb_aparam: Q, atom parameters that it reads.
+        default_fparam: frame parameters where the data have none.
+        atom_ener: energies of isolated atoms, eV; null is fitted.
+        rcond: of the fit of the energies of the elements.
+        dim_case_embd: numbers that tell the tasks of a run apart.
+    """
+
+    type: ClassVar[str]
+
+    @property
+    def dim_case_embd(self) -> int:
+        """Return the length of the input that tells tasks apart."""
+
+    @property
+    def numb_fparam(self) -> int:
+        """Return P."""
+
+    @property
+    def numb_aparam(self) -> int:
+        """Return Q."""
+
+    @property
+    def default_fparam(self) -> list[float] | None:
+        """Return P numbers, or None."""
+
+    @property
+    def atom_ener(self) -> list[float | None]:
+        """Return the energies of isolated atoms, eV; may be empty."""
+
+    @property
+    def rcond(self) -> float | None:
+        """Return the relative size below which singular values are zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +134,86 @@ FITTINGS: dict[str, type[EnerFittingConfig]] = {EnerFittingConfig.type: EnerFitt
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """A section ``model`` of any type."""
+
+    if TYPE_CHECKING:
+        type: ClassVar[str]
+        type_map: list[str]
+        data_stat_nbatch: int
+        data_stat_protect: float
+        pair_exclude_types: list[list[int]]
+        atom_exclude_types: list[int]
+        preset_out_bias: dict[str, list[Any]] | None
+        finetune_head: str
+        model_branch_alias: list[str]
+
+        @property
+        def use_srtab(self) -> list[list[float]] | None:
+            """Return the rows of a table that takes over at short distances, or None."""
+
+        @property
+        def descriptor(self) -> DescriptorConfig:
+            """Return the section of the descriptor, or one that stands for those of all parts."""
+
+        @property
+        def fitting_net(self) -> FittingConfig:
+            """Return the section of the fitting network, or one that stands for those of all parts."""
+
+    @property
+    def precisions(self) -> set[str]:
+        """Names of the numbers in which its parts are computed."""
+        return {shared.dtype_name(name) for name in _values_of("precision", plain(self))}
+
+    def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
+        """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
+        raise NotImplementedError
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return names and texts of what the model is, rows of a table."""
+        return [("elements", " ".join(self.type_map))]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the option and the rest of the message of what does not fit together in the section itself."""
+        names = self.type_map
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            yield "type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+        for values in (self.preset_out_bias or {}).values():
+            wrong = [v for v in values if not _is_bias(v)]
+            if wrong:
+                expected = "a number, or null for a bias that is fitted"
+                yield "preset_out_bias", f": energy has {show(wrong[0])}: expected {expected}."
+            yield from (("preset_out_bias", text) for text in shared.not_one_per_element(values, names))
+        paired = [t for pair in self.pair_exclude_types for t in pair]
+        yield from (("pair_exclude_types", text) for text in shared.unknown_types(paired, names))
+        excluded = self.atom_exclude_types
+        yield from (("atom_exclude_types", text) for text in shared.unknown_types(excluded, names))
+        if set(excluded) >= set(range(len(names))):
+            yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield the same of what describes the surroundings of an atom."""
+        raise NotImplementedError
+
+    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
+        """Yield the same of what gives energies."""
+        raise NotImplementedError
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield options of the sections in it that have no effect beside others, and why: the end of a sentence."""
+        raise NotImplementedError
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is allowed but likely not meant."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardConfig(ModelConfig):
     """What is trained: elements, descriptor and fitting network."""
 
     type: ClassVar[str] = "standard"
+    is_usual: ClassVar[bool] = True  # the manual names its options without the type
 
     type_map: list[str] = option(
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
@@ -162,15 +279,14 @@ class ModelConfig:
         doc="An atom whose nearest neighbor is farther than this has the energy of the network only.",
     )
 
-    @property
-    def precisions(self) -> set[str]:
-        """Names of the numbers in which its parts are computed."""
-        return {shared.dtype_name(name) for name in _values_of("precision", plain(self))}
+    def with_descriptor(self, descriptor: DescriptorConfig) -> StandardConfig:
+        """Return the section with another descriptor."""
+        return replace(self, descriptor=descriptor)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return names and texts of what the model is, rows of a table."""
+        """Return names and texts of what the model is."""
         return [
-            ("elements", " ".join(self.type_map)),
+            *super().summary(),
             ("descriptor", self.descriptor.summary()),
             ("fitting", self.fitting_net.summary()),
             *self._short_range_words(),
@@ -182,30 +298,29 @@ class ModelConfig:
             yield "short range", f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together in the section itself."""
-        names = self.type_map
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            yield "type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
-        for values in (self.preset_out_bias or {}).values():
-            wrong = [v for v in values if not _is_bias(v)]
-            if wrong:
-                expected = "a number, or null for a bias that is fitted"
-                yield "preset_out_bias", f": energy has {show(wrong[0])}: expected {expected}."
-            yield from (("preset_out_bias", text) for text in shared.not_one_per_element(values, names))
-        paired = [t for pair in self.pair_exclude_types for t in pair]
-        yield from (("pair_exclude_types", text) for text in shared.unknown_types(paired, names))
-        excluded = self.atom_exclude_types
-        yield from (("atom_exclude_types", text) for text in shared.unknown_types(excluded, names))
+        """Yield what does not fit together, of the table as well."""
+        yield from super().problems()
         if self.use_srtab is not None:
-            texts = table_problems(self.use_srtab, len(names), self.descriptor.cutoff)
+            texts = table_problems(self.use_srtab, len(self.type_map), self.descriptor.cutoff)
             yield from (("use_srtab", text) for text in texts)
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
-        if set(excluded) >= set(range(len(names))):
-            yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together in the descriptor."""
+        yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
+
+    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not fit together in the fitting network."""
+        yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield those of the descriptor, and names of layers."""
+        if isinstance(self.descriptor, HasIdleOptions):
+            yield from ((f"descriptor.{name}", why) for name, why in self.descriptor.idle_options())
+        yield "fitting_net.layer_name", "layers are not shared by name"
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is allowed but likely not meant."""
+        """Yield energies of isolated atoms that an isolated atom will not have."""
         if self.descriptor.vacuum_needs:
             given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
             needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.messages import Place, Source, path_of
+from deepmd_ema.config.schema.linear import MODELS
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import (
@@ -188,7 +189,7 @@ class _Loss(_Learning):
 class SingleTaskRun(RunConfig, _Loss):  # its options are in this order: _Learning, _Loss, RunConfig
     """All sections of an input of one task."""
 
-    model: ModelConfig = option(default_type="standard", doc="What is trained.")
+    model: ModelConfig = option(registry=MODELS, default_type="standard", doc="What is trained.")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
     @property
@@ -219,7 +220,9 @@ class ModelsConfig:
 
     shorthand = SharedParts
 
-    model_dict: dict[str, ModelConfig] = option(default_type="standard", doc="Model of each task, by its name.")
+    model_dict: dict[str, ModelConfig] = option(
+        registry=MODELS, default_type="standard", doc="Model of each task, by its name."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
 from deepmd_ema.model.fitting.ener import EnergyFitting
@@ -17,7 +17,7 @@ STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 class EnerTree(PartTree):
     """Tree of ener."""
 
-    def write(self, part: EnergyFitting, config: ModelConfig) -> Tree:
+    def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
         section, ntypes = config.fitting_net, len(config.type_map)
         options = plain(section) | {"precision": precision_of(part.dtype)}

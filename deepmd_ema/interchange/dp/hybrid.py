@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interchange.dp.files import Tree
 from deepmd_ema.interchange.dp.networks import PartTree, tree_of
 from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
@@ -24,7 +24,7 @@ class HybridTree(PartTree):
         super().__init__(section)
         self._parts = parts
 
-    def write(self, part: HybridDescriptor, config: ModelConfig) -> Tree:
+    def write(self, part: HybridDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
         both = zip(part.descriptors, part.section.list, strict=True)
         trees = [self._parts[s.type].write(one, replace(config, descriptor=s)) for one, s in both]

@@ -15,7 +15,8 @@ from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.descriptor import HybridConfig
 from deepmd_ema.config.schema.dpa2 import DPA2Config
 from deepmd_ema.config.schema.dpa3 import DPA3Config
-from deepmd_ema.config.schema.model import EnerFittingConfig
+from deepmd_ema.config.schema.linear import LinearConfig, PairTableConfig, Part
+from deepmd_ema.config.schema.model import EnerFittingConfig, StandardConfig
 from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
@@ -27,13 +28,18 @@ from deepmd_ema.interchange.dp.dpa3 import DPA3Tree
 from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.hybrid import HybridTree
+from deepmd_ema.interchange.dp.linear import KINDS, linear_tree, table_section, weights_of, with_own_biases_of_parts
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tree_of
+from deepmd_ema.interchange.dp.parts import part_tree, table_entries
 from deepmd_ema.interchange.dp.se_atten import SeAttenTree
 from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree, SeE3Tree
 from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
 from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interface import Descriptor, Fitting
+from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
+from deepmd_ema.model.pair_energy import PairTableDescriptor
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
@@ -137,8 +143,11 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
     with faults_in_words(path):
-        tree["model"] = {**without_table(tree["model"]), **table_options(tree["model"])}
         _check_available(path, tree["model"])
+        if tree["model"].get("type") in KINDS:
+            tree["model"] = with_own_biases_of_parts(tree["model"])
+        else:
+            tree["model"] = {**without_table(tree["model"]), **table_options(tree["model"])}
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
         distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
@@ -193,13 +202,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
     Raises:
         CheckpointError: if the format does not have this descriptor.
     """
-    name = config.descriptor.type
-    if name not in DESCRIPTOR_TREES:
-        raise CheckpointError(
-            f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
-            f"cannot be frozen. Known: {', '.join(DESCRIPTOR_TREES)}."
-        )
-    tree = {
+    whole = {
         "type_map": list(config.type_map),
         "atom_exclude_types": list(config.atom_exclude_types),
         "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
@@ -208,28 +211,79 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
         VARIABLES: {"out_bias": array(model.out_bias), "out_std": array(model.out_std)},
         "@class": "Model",
         "@version": 2,
-        "type": "standard",
-        "descriptor": DESCRIPTOR_TREES[name].write(model.descriptor, config),
-        "fitting": FITTING_TREES[config.fitting_net.type].write(model.fitting, config),
     }
-    return tree if model.short_range is None else with_table(tree, model, config)
+    if isinstance(config, LinearConfig):
+        return linear_tree(whole, list(_part_trees(whole, model, config)), config.weights)
+    assert isinstance(config, StandardConfig), type(config)
+    tree = {**whole, "type": "standard", **_network_trees(model.descriptor, model.fitting, config)}
+    return tree if model.short_range is None else with_table(tree, model)
+
+
+def _network_trees(descriptor: Descriptor, fitting: Fitting, config: StandardConfig) -> Tree:
+    """Return the trees of a descriptor and its fitting network.
+
+    Raises:
+        CheckpointError: if the format does not have this descriptor.
+    """
+    name = config.descriptor.type
+    if name not in DESCRIPTOR_TREES:
+        raise CheckpointError(
+            f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
+            f"cannot be frozen. Known: {', '.join(DESCRIPTOR_TREES)}."
+        )
+    return {
+        "descriptor": DESCRIPTOR_TREES[name].write(descriptor, config),
+        "fitting": FITTING_TREES[config.fitting_net.type].write(fitting, config),
+    }
+
+
+def _part_trees(whole: Tree, model: EnergyModel, config: LinearConfig) -> Iterator[Tree]:
+    """Yield the trees of the parts of a model."""
+    for section, descriptor, fitting in _parts(model, config):
+        if isinstance(section, PairTableConfig):
+            assert isinstance(descriptor, PairTableDescriptor)
+            yield part_tree(whole, "pairtab", table_entries(descriptor.pairs.table, descriptor.sel))
+        else:
+            yield part_tree(whole, "standard", _network_trees(descriptor, fitting, config.standard(section)))
+
+
+def _parts(model: EnergyModel, config: LinearConfig) -> Iterator[tuple[Part, Descriptor, Fitting]]:
+    """Yield the section of each part, and what the model has for it."""
+    assert isinstance(model.descriptor, LinearDescriptor)
+    assert isinstance(model.fitting, LinearFitting)
+    yield from zip(config.models, model.descriptor.descriptors, model.fitting.fittings, strict=True)
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     """Return the section ``model``: the shape from the model itself, the rest from the input that is kept with it."""
     model, script = tree["model"], tree.get("model_def_script") or {}
-    descriptor, fitting = model["descriptor"], model["fitting"]
     section = {
         **chosen(script, ("data_stat_nbatch", "data_stat_protect")),
         "type_map": model["type_map"],
-        "descriptor": {**_seed(script.get("descriptor")), **_section(DESCRIPTOR_TREES, descriptor)},
-        "fitting_net": {**_seed(script.get("fitting_net")), **_section(FITTING_TREES, fitting)},
         "pair_exclude_types": model.get("pair_exclude_types") or [],
         "atom_exclude_types": model.get("atom_exclude_types") or [],
         "preset_out_bias": model.get("preset_out_bias"),
-        **chosen(model, ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")),
     }
-    return model_config_from_dict(section, "model")
+    if model.get("type") in KINDS:
+        scripts = script.get("models") or []
+        scripts = [*scripts, *[{}] * (len(model["models"]) - len(scripts))]
+        parts = [
+            table_section(part) if part["type"] == "pairtab" else _network_sections(part, one)
+            for part, one in zip(model["models"], scripts, strict=True)
+        ]
+        more = {"type": "linear_ener", "models": parts, "weights": weights_of(model)}
+    else:
+        table = chosen(model, ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"))
+        more = {**_network_sections(model, script), **table}
+    return model_config_from_dict({**section, **more}, "model")
+
+
+def _network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
+    """Return the sections of a descriptor and its fitting network."""
+    return {
+        "descriptor": {**_seed(script.get("descriptor")), **_section(DESCRIPTOR_TREES, tree["descriptor"])},
+        "fitting_net": {**_seed(script.get("fitting_net")), **_section(FITTING_TREES, tree["fitting"])},
+    }
 
 
 def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel:
@@ -242,9 +296,19 @@ def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel
     fill("out_bias", model.out_bias, tree[VARIABLES]["out_bias"])
     if tree[VARIABLES].get("out_std") is not None:
         fill("out_std", model.out_std, tree[VARIABLES]["out_std"])
-    DESCRIPTOR_TREES[config.descriptor.type].fill(model.descriptor, tree["descriptor"])
-    FITTING_TREES[config.fitting_net.type].fill(model.fitting, tree["fitting"])
+    if isinstance(config, LinearConfig):
+        for (section, descriptor, fitting), part in zip(_parts(model, config), tree["models"], strict=True):
+            if not isinstance(section, PairTableConfig):
+                _fill_networks(config.standard(section), descriptor, fitting, part)
+    else:
+        assert isinstance(config, StandardConfig), type(config)
+        _fill_networks(config, model.descriptor, model.fitting, tree)
     return model
+
+
+def _fill_networks(config: StandardConfig, descriptor: Descriptor, fitting: Fitting, tree: Mapping[str, Any]) -> None:
+    DESCRIPTOR_TREES[config.descriptor.type].fill(descriptor, tree["descriptor"])
+    FITTING_TREES[config.fitting_net.type].fill(fitting, tree["fitting"])
 
 
 def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
@@ -254,21 +318,41 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
         CheckpointError: naming the descriptor, the fitting or the feature.
     """
     kind = tree.get("type", "standard")
-    if kind != "standard":
-        raise CheckpointError(f"{path}: a model of type {kind!r}; only standard and zbl models are available here.")
+    known = ("standard", "zbl", *KINDS)
+    if kind not in known:
+        raise CheckpointError(f"{path}: a model of type {kind!r}; available here: {', '.join(known)}.")
+    parts = tree["models"] if kind in ("zbl", *KINDS) else [tree]
+    kinds = [part.get("type", "standard") for part in parts]
+    for found in kinds if kind != "standard" else ():
+        if found not in ("standard", "pairtab"):
+            raise CheckpointError(f"{path}: a part of type {found!r}; available here: standard, pairtab.")
     problems: list[str] = []
+    used: dict[str, bool] = {}
+    for part, found in zip(parts, kinds):
+        if found == "standard":
+            problems += _unknown_networks(path, part)
+            used |= _unavailable(part)
+    problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in used]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def _unknown_networks(path: Path, tree: Mapping[str, Any]) -> Iterator[str]:
+    for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
+        found = tree.get(part) or {}
+        if tree_of(known, found) is None:
+            yield f"{path}: {part} {found.get('type')!r} is not available here. Known: {', '.join(known)}."
+
+
+def _unavailable(tree: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the features that a tree uses and that are not available here."""
     used: dict[str, bool] = {}
     for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
         found = tree.get(part) or {}
         reader = tree_of(known, found)
         if reader is not None:
             used |= {name: True for name, is_used in reader.unavailable(found).items() if is_used}
-        else:
-            names = ", ".join(known)
-            problems.append(f"{path}: {part} {found.get('type')!r} is not available here. Known: {names}.")
-    problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in used]
-    if problems:
-        raise CheckpointError(problems)
+    return used
 
 
 def _section(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> Tree:

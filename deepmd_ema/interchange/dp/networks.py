@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import type_names
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.model.kernels.norm import LayerNorm
 from deepmd_ema.model.nn.layers import Layer, Network
@@ -33,7 +33,7 @@ class PartTree:
         self.names = type_names([section])
         self._options = ("type", *(field.name for field in fields(section)))
 
-    def write(self, part: Any, config: ModelConfig) -> Tree:
+    def write(self, part: Any, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor or fitting; arrays are copies on the CPU."""
         raise NotImplementedError
 
@@ -216,6 +216,21 @@ def fill(name: str, target: torch.Tensor | None, value: Any) -> None:
         raise ValueError(f"{name}: shape {found.shape}, expected {tuple(target.shape)}")
     with torch.no_grad():
         target.copy_(torch.from_numpy(np.ascontiguousarray(found)))
+
+
+def statistics_tree(module: Any) -> Tree:
+    """Return the arrays of the means and spreads by which a module normalises its environment matrix."""
+    return {"davg": array(module.mean), "dstd": array(module.stddev)}
+
+
+def fill_statistics(module: Any, tree: Mapping[str, Any], name: str = "") -> None:
+    """Write the means and spreads of a tree into a module; ``name`` is for messages.
+
+    Raises:
+        ValueError: if a shape differs.
+    """
+    fill(f"{name}davg", module.mean, tree[VARIABLES]["davg"])
+    fill(f"{name}dstd", module.stddev, tree[VARIABLES]["dstd"])
 
 
 def array(tensor: torch.Tensor | None) -> np.ndarray | None:

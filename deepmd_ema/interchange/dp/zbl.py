@@ -7,34 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.files import Tree
+from deepmd_ema.interchange.dp.parts import (
+    NETWORKS,
+    part_bias,
+    part_tree,
+    refuse_own_exclusions,
+    table_entries,
+    table_rows,
+)
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import ModelConfig
     from deepmd_ema.model.energy import EnergyModel
-    from deepmd_ema.model.pair_table import PairTable
 
-_PARTS = ("descriptor", "fitting")
-_OF_PARTS = ("type_map", "rcond", "preset_out_bias", "@class", "@version")
 _NETWORK, _TABLE = 0, 1
 
 
-def with_table(tree: Tree, model: EnergyModel, config: ModelConfig) -> Tree:
+def with_table(tree: Tree, model: EnergyModel) -> Tree:
     """Return the tree of ``model`` with its table around the standard ``tree`` of its network."""
     assert model.short_range is not None
-    none: Tree = {"atom_exclude_types": [], "pair_exclude_types": []}
-    num_types = len(config.type_map)
-    no_bias = {"out_bias": np.zeros((1, num_types, 1)), "out_std": np.ones((1, num_types, 1))}
-    part = {**{name: tree[name] for name in _OF_PARTS}, **none, VARIABLES: no_bias, "preset_out_bias": None}
-    table = model.short_range.table
-    pairs = {"type": "pairtab", "tab": _table_tree(table), "rcut": table.rcut, "sel": sum(model.layout.sel)}
-    network: Tree = {"type": "standard", **{name: tree[name] for name in _PARTS}}
-    network["fitting"] = {**tree["fitting"], "exclude_types": []}  # the model excludes them, not its network
     switch = model.short_range.switch
+    network = part_tree(tree, "standard", {name: tree[name] for name in NETWORKS})
+    network["fitting"] = {**tree["fitting"], "exclude_types": []}  # the model excludes them, not its network
+    pairs = part_tree(tree, "pairtab", table_entries(model.short_range.table, sum(model.layout.sel)))
     return {
-        **{name: value for name, value in tree.items() if name not in _PARTS},
+        **{name: value for name, value in tree.items() if name not in NETWORKS},
         "type": "zbl",
-        "models": [{**part, **network}, {**part, **pairs}],
+        "models": [network, pairs],
         "weights": "mean",
         "sw_rmin": switch.inner,
         "sw_rmax": switch.outer,
@@ -46,8 +45,8 @@ def table_options(tree: Mapping[str, Any]) -> Tree:
     """Return the options of the section ``model`` that the tree of a model with a table gives; none of another one."""
     if tree.get("type") != "zbl":
         return {}
-    rows = np.asarray(tree["models"][_TABLE]["tab"][VARIABLES]["vdata"]).tolist()
-    return {"use_srtab": rows, **{name: float(tree[name]) for name in ("sw_rmin", "sw_rmax", "smin_alpha")}}
+    switch = {name: float(tree[name]) for name in ("sw_rmin", "sw_rmax", "smin_alpha")}
+    return {"use_srtab": table_rows(tree["models"][_TABLE]), **switch}
 
 
 def without_table(tree: Tree) -> Tree:
@@ -59,31 +58,9 @@ def without_table(tree: Tree) -> Tree:
     if tree.get("type") != "zbl":
         return tree
     network, table = tree["models"]
-    if any(np.any(np.asarray(part[VARIABLES]["out_bias"])) for part in (network, table)):
-        raise ValueError("a part of the model has an out_bias of its own, which is not available here")
-    if any(part.get(name) for part in (network, table) for name in ("atom_exclude_types", "pair_exclude_types")):
-        raise ValueError("a part of the model excludes types on its own, which is not available here")
-    rows = np.asarray(table["tab"][VARIABLES]["vdata"])
-    if rows[-1, 0] + 1e-6 < float(table["rcut"]):
-        raise ValueError("its table was extrapolated to 0, which is not available here")
-    return {**tree, "type": "standard", **{name: network[name] for name in _PARTS}}
-
-
-def _table_tree(table: PairTable) -> Tree:
-    rows, num_types = table.rows, table.num_types
-    num_intervals = len(rows) - 1
-    return {
-        "@class": "PairTab",
-        "@version": 1,
-        "rmin": table.first,
-        "rmax": float(rows[-1, 0]),
-        "hh": table.step,
-        "ntypes": num_types,
-        "rcut": table.rcut,
-        "nspline": num_intervals,
-        VARIABLES: {
-            "vdata": rows,
-            "tab_info": np.array([table.first, table.step, num_intervals, num_types], dtype=np.float64),
-            "tab_data": table.coefficients().ravel(),
-        },
-    }
+    for part in (network, table):
+        refuse_own_exclusions(part)
+        if np.any(part_bias(part)):
+            raise ValueError("a part of the model has an out_bias of its own, which is not available here")
+    table_rows(table)
+    return {**tree, "type": "standard", **{name: network[name] for name in NETWORKS}}

@@ -40,7 +40,7 @@ class View:
         return sum_over_reverse(grad_vector, self.slot, self.place).view(grad_vector.shape[0], -1, 3)
 
 
-def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout) -> View:
+def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: bool = False) -> View:
     """Return a batch in ``layout`` as a part sees it.
 
     Args:
@@ -48,12 +48,17 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout) -> View:
         layout: of the whole model: no shorter cutoff and no fewer slots than any part wants, by type only if every part
             wants its neighbors by type.
         part: of the part.
+        inside: whether a part with a shorter cutoff sees only the neighbors inside of it.
     """
     num_atoms, total = batch.neighbor.shape
+    inside = inside and part.rcut < layout.rcut
     wanted = batch.type_slots if part.by_type and not layout.by_type else batch.slots
     slots = tuple(min(used, sel) for used, sel in zip(wanted, part.sel, strict=True))
+    if inside and not part.by_type:
+        asked = (part.rcut, sum(part.sel))
+        slots = tuple(min([slots[0], *(used for *one, used in batch.inner if tuple(one) == asked)]) for _ in slots)
     if part.by_type == layout.by_type:
-        if slots == batch.slots:
+        if slots == batch.slots and not inside:
             return View(batch)
         starts = [end - used for end, used in zip(accumulate(batch.slots), batch.slots)]
         device = batch.neighbor.device
@@ -61,6 +66,10 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout) -> View:
         slot = torch.arange(num_atoms, device=device)[:, None] * total + columns
     else:
         slot = _slots_by_type(batch, slots)
+    if inside:
+        distance = torch.linalg.vector_norm(batch.vector.detach(), dim=-1).flatten()
+        far = torch.nn.functional.pad(distance >= part.rcut, (0, 1))
+        slot = torch.where(far[slot], num_atoms * total, slot)
     return _view(batch, slot, slots, layout.rcut)
 
 
