@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.config import RunConfig, load_config, to_dict
+from deepmd_ema.config import RunConfig, load_config
+from deepmd_ema.config.fields import plain
 from deepmd_ema.errors import ConfigError
 
 # runs with the Python of the peer: one line of JSON per input, its options with defaults or why it is refused
@@ -37,7 +38,7 @@ for name in sys.argv[1:]:
         print("READ " + json.dumps([name, None, f"{type(error).__name__}: {error}"]), flush=True)
 """
 # null draws a seed for each run in both; the rows of a table stand for the name of its file
-OTHERWISE = frozenset({"training.seed", "model.use_srtab"})
+OTHERWISE = re.compile(r"training\.seed|model\.(models\[\d+\]\.)?(use_srtab|tab_file)")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Row:
 
 
 def main() -> None:
-    """Print the table of all ``*.json`` below a folder that have a section ``training``."""
+    """Print the table of all ``*.json`` below a folder that have a section ``training``; run where their tables lie."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--peer", type=Path, help="environment with DeePMD-kit: its bin/python is run")
@@ -116,9 +117,9 @@ def asked_for(values: Mapping[str, Any]) -> str:
 
 def differences(config: RunConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options that both know and that have another value there."""
-    ours = dict(_leaves(to_dict(config)))
+    ours = dict(_leaves(plain(config)))  # with shared parts where they are used
     for path, value in _leaves(_as_built(theirs)):
-        if path in ours and path not in OTHERWISE and not _same(ours[path], value):
+        if path in ours and not OTHERWISE.fullmatch(path) and not _same(ours[path], value):
             yield f"{path}: {ours[path]!r} here, {value!r} there"
 
 
@@ -144,6 +145,9 @@ def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list) and values and all(isinstance(value, Mapping) for value in values):
+        for number, value in enumerate(values):
+            yield from _leaves(value, f"{path}[{number}]")
     else:
         yield path, values
 

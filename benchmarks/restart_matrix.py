@@ -114,7 +114,9 @@ def main() -> None:
         failed += [str(kind)] * any(not_as_promised(a == b, pair) for (a, b), pair in pairs.items())
         lines += ["", f"## {kind}", "", *matrix_page(places, pairs), "", *stages, "",
                   f"{time.perf_counter() - began:.0f} s on {machine(programs(None), 1, 'cpu')}."]  # fmt: skip
-        publish("\n".join(lines), args.output)
+        if args.output is not None:  # what is done is kept, should a later kind end the run
+            args.output.write_text("\n".join(lines) + "\n")
+    publish("\n".join(lines), args.output)
     if failed:
         raise SystemExit("not as promised: " + "; ".join(failed))
 

@@ -126,16 +126,20 @@ class KeptPairs:
 
     def find(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
         """Return what ``find_pairs`` returns; arguments and errors are the same."""
+        kept = self.reaching(coord, box, rcut)
+        vector = coord[kept.j] - coord[kept.i] + self._offset
+        distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
+        near = np.flatnonzero(distance < rcut)
+        return _sorted_pairs(kept.i[near], kept.j[near], kept.shift[near], distance[near], len(coord))
+
+    def reaching(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
+        """Return those pairs and more, up to the skin farther, as they were found: the same object until a search."""
         if self._pairs is None or not self._hold(coord, box, rcut):
             self._pairs = None  # of the frame before, should this one be refused
             self._pairs = find_pairs(coord, box, rcut + self.skin)
             self._offset = 0.0 if box is None else self._pairs.shift @ box
             self._searched = coord.copy(), None if box is None else box.copy(), rcut
-        kept = self._pairs
-        vector = coord[kept.j] - coord[kept.i] + self._offset
-        distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
-        near = np.flatnonzero(distance < rcut)
-        return _sorted_pairs(kept.i[near], kept.j[near], kept.shift[near], distance[near], len(coord))
+        return self._pairs
 
     def _hold(self, coord: Array, box: Array | None, rcut: float) -> bool:
         """Whether the pairs of the last search contain all pairs of this frame."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from helpers import toy_frame
 from infer_models import write_run
 from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
-from deepmd_ema import cli, export
+from deepmd_ema import cli, export, interchange
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.geometry import find_pairs
+from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer import load
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
@@ -61,6 +62,62 @@ def test_energies_with_images_are_those_of_the_batch(descriptor):
     for one, two in pairs:
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
     assert on_images[len(TYPES) :].abs().max() > 1e-6
+
+
+@pytest.fixture
+def as_if_compiled(monkeypatch):
+    """Return a function that loads a checkpoint as a compiled model whose code is that of Python."""
+
+    def compiled_of(path):
+        loaded = replace(load_model(path), is_compiled=True)
+        function = interchange.pt2._with_conditions(loaded.model, loaded.config)
+        monkeypatch.setattr(interchange, "load_compiled", lambda path: (function, "cpu"))
+        return loaded
+
+    return compiled_of
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model__pair_exclude_types": [[0, 1]]},
+        {"model__fitting_net__numb_fparam": 2, "model__fitting_net__numb_aparam": 1},
+    ],
+)
+@pytest.mark.parametrize("skin", [0.0, 0.6])
+def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compiled, changes, skin):
+    path = write_run(tmp_path, **changes)[0]
+    plain, other = Potential(path, device="cpu"), Potential(as_if_compiled(path))
+    rng = np.random.default_rng(0)
+    coord, types, box = toy_frame(rng, 12)
+    given = {"fparam": [0.3, 0.4], "aparam": rng.normal(size=(12, 1))} if len(changes) == 2 else {}
+    kept, lists = KeptPairs(skin) if skin else None, set()
+    for step in range(12):
+        cell = None if step in (5, 6) else 1.01 * box if step > 8 else box
+        known = plain.evaluate(coord, types, cell, **given)
+        found = other.evaluate(coord, types, cell, **given, kept=kept)
+        for name, value in vars(known).items():
+            np.testing.assert_allclose(getattr(found, name), value, rtol=1e-12, atol=1e-12)
+        lists.add(id(other._images.pairs))
+        coord = coord + rng.uniform(-0.05, 0.05, coord.shape)
+    assert 3 <= len(lists) <= 11 or not skin  # kept for some steps, and found again as the cell changes
+
+
+def test_it_warns_of_the_same_frames_as_the_checkpoint(tmp_path, as_if_compiled, caplog):
+    path = write_run(tmp_path, model__descriptor__sel=[4, 4])[0]
+    coord, types, box = toy_frame(np.random.default_rng(0), 12)
+    near = coord.copy()
+    near[1] = near[0] + [0.5, 0.0, 0.0]  # the data have 0.9 angstrom
+    said = []
+    for potential in (Potential(path, device="cpu"), Potential(as_if_compiled(path))):
+        caplog.clear()
+        kept = KeptPairs(0.4)
+        for frame in (coord, near):
+            potential.evaluate(frame, types, box, kept=kept)
+        said.append(caplog.messages)
+    assert said[0] == said[1]
+    assert len(said[0]) == 2
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
+from deepmd_ema.infer.compiled import CompiledModel
+from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 
@@ -60,6 +62,7 @@ class Potential:
         self._model, self._device = loaded.on(device)
         self._layout = self._model.layout
         self._warned: set[str] = set()
+        self._images: Images | None = None  # of the last frame
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -106,9 +109,12 @@ class Potential:
         frames = self._frames(coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
         size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
-        find = find_pairs if kept is None else kept.find
-        paired = (pair_frame(frame, self._layout, find) for frame in frames)
-        parts = [self._predict(group) for group in iter(lambda: list(islice(paired, size)), [])]
+        if isinstance(self._model, CompiledModel):
+            parts = [self._run(self._model, frame, kept) for frame in frames]
+        else:
+            find = find_pairs if kept is None else kept.find
+            paired = (pair_frame(frame, self._layout, find) for frame in frames)
+            parts = [self._predict(group) for group in iter(lambda: list(islice(paired, size)), [])]
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
         return Prediction(
             *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
@@ -116,24 +122,38 @@ class Potential:
         )  # fmt: skip
 
     def _predict(self, paired: Sequence[PairedFrame]) -> dict[str, NDArray[np.float64]]:
-        self._warn_once(paired)
+        most = np.max([frame.most for frame in paired], axis=0).tolist()
+        self._warn_once(most, min(frame.nearest for frame in paired))
         batch = collate(paired, self._layout).to(self._device)
         found = self._model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
 
-    def _warn_once(self, frames: Sequence[PairedFrame]) -> None:
+    def _run(self, model: CompiledModel, frame: Frame, kept: KeptPairs | None) -> dict[str, NDArray[np.float64]]:
+        where = frame.coord, frame.box, self.rcut
+        pairs = find_pairs(*where) if kept is None else kept.reaching(*where)
+        images = self._images
+        if images is None or not images.hold(frame, pairs):
+            close = (self.info.min_nbor_dist or 0.0) + (0.0 if kept is None else kept.skin)
+            images = self._images = Images(frame, pairs, self._layout, close, self._device)
+        self._warn_once(list(images.most(frame.coord)), images.nearest(frame.coord))
+        given = {FPARAM: None if frame.fparam is None else frame.fparam[None], APARAM: frame.aparam}
+        conditions = {name: torch.as_tensor(v).to(self._device) for name, v in given.items() if v is not None}
+        atype, nlist, mapping = images.tensors
+        found = model.frame(images.coord(frame.coord), atype, nlist, mapping, conditions)
+        return {name: value.to("cpu").numpy() for name, value in found.items()}
+
+    def _warn_once(self, most: list[int], nearest: float) -> None:
         """Log what the model was not made for: neighbors that it drops, and atoms nearer than it was trained on."""
-        most, kept = np.max([frame.most for frame in frames], axis=0).tolist(), list(self._layout.sel)
+        kept = list(self._layout.sel)
         if any(map(gt, most, kept)):
             self._warn(
                 "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): the farthest are "
                 "dropped, which makes the energy jump. Train with a larger sel. This is said once.",
                 most, self.rcut, kept,
             )  # fmt: skip
-        # the neighbor search has measured it already
-        nearest, trained = min(frame.nearest for frame in frames), self.info.min_nbor_dist or 0.0
+        trained = self.info.min_nbor_dist or 0.0
         if trained < self.rcut and nearest < trained * (1 - _ROUNDING):
             self._warn(
                 "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: what the model "

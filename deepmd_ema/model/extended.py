@@ -7,6 +7,7 @@ gives to a file of kind ``nlist`` and takes from it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.kernels.twin import exported_kernels
 
@@ -91,7 +93,8 @@ class ExtendedModel(nn.Module):
 
         Returns:
             ``energy`` (F, N, 1) of each atom and ``energy_redu`` (F, 1), eV; ``energy_derv_r`` (F, E, 1, 3) forces on
-            atoms and images, eV/angstrom; ``energy_derv_c_redu`` (F, 1, 9) virials, eV; ``mask`` (F, N) int32.
+            atoms and images, eV/angstrom; ``energy_derv_c_redu`` (F, 1, 9) virials, eV; ``mask`` (F, N) int32, ones;
+            ``energy_derv_c`` (F, E, 1, 9) of pairs at their neighbors, which add up to the virials.
         """
         frames, extended = atype.shape
         num_atoms = nlist.shape[1]
@@ -111,14 +114,17 @@ class ExtendedModel(nn.Module):
         force = coord.new_zeros(frames * extended, 3)
         force = force.index_add(0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1))
         force = force.index_add(0, place.flatten(), -pair.flatten(0, 1))
-        virial = coord.new_zeros(frames, 9)
-        virial = virial.index_add(0, batch.atom_frame, -torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1))
+        # of a pair, at its neighbor
+        of_pairs = -(pair.unsqueeze(-1) * batch.vector.unsqueeze(-2)).view(-1, 9)
+        virial = coord.new_zeros(frames * extended, 9).index_add(0, place.flatten(), of_pairs)
+        virial = virial.view(frames, extended, 1, 9)
         return {
             "energy": energy[..., None],
             "mask": torch.ones_like(energy, dtype=torch.int32),
             "energy_redu": energy.sum(1, keepdim=True),
             "energy_derv_r": force.view(frames, extended, 1, 3),
-            "energy_derv_c_redu": virial[:, None],
+            "energy_derv_c": virial,
+            "energy_derv_c_redu": virial.sum(1),
         }
 
 
@@ -150,7 +156,9 @@ def extended_batch(
     frame = torch.arange(frames, device=atype.device)
     given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[order]
     flat_coord, flat_type = coord.flatten(0, 1), atype.flatten()
-    place, filled, slots = _sorted_slots(given, own, flat_coord, flat_type, layout)
+    place, filled, slots = _sorted_slots(
+        given, own, flat_coord, flat_type, layout, isinstance(model.descriptor, ByTypeDescriptor)
+    )
     vector = flat_coord[place] - flat_coord[own][:, None]
     far = torch.tensor([2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device)
     row = torch.arange(order.shape[0], device=atype.device)
@@ -199,7 +207,7 @@ def _by_type(atype: Tensor, model: EnergyModel) -> tuple[Tensor, tuple[int, ...]
 
 
 def _sorted_slots(
-    given: Tensor, own: Tensor, coord: Tensor, atype: Tensor, layout: NeighborLayout
+    given: Tensor, own: Tensor, coord: Tensor, atype: Tensor, layout: NeighborLayout, trims: bool
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Return the neighbors inside the cutoff, nearest first and by type where the layout wants it so.
 
@@ -209,6 +217,7 @@ def _sorted_slots(
         coord: (F E, 3), angstrom.
         atype: (F E,).
         layout: how the model wants its neighbors.
+        trims: whether there are only as many slots as an atom needs, not ``sel``.
 
     Returns:
         places (A, K), that of the atom itself where there is none; whether there is one (A, K); slots per section.
@@ -221,15 +230,26 @@ def _sorted_slots(
     place = place.gather(1, by_distance)
     rank = torch.arange(place.shape[1], device=place.device)
     there = (key < layout.rcut) & (rank < sum(layout.sel))
-    total = sum(layout.sel)
-    slot, start = torch.full_like(place, total), 0
-    for t, width in enumerate(layout.sel):
-        mine = there & (atype[place] == t) if layout.by_type else there
-        inside = torch.cumsum(mine, 1) - 1
-        slot = torch.where(mine & (inside < width), inside + start, slot)
-        start += width
-    # the last column takes what is not kept, and is thrown away
+    sections = [there & (atype[place] == t) for t in range(len(layout.sel))] if layout.by_type else [there]
+    inside = [torch.cumsum(mine, 1) for mine in sections]
+    slots = layout.sel
+    if trims:
+        slots = tuple(_most(found[:, -1], sel) for found, sel in zip(inside, layout.sel))
+    total = sum(slots)
+    slot = torch.full_like(place, total)
+    for start, width, mine, found in zip(accumulate(slots, initial=0), slots, sections, inside):
+        slot = torch.where(mine & (found <= width), found - 1 + start, slot)
+    # the last column takes what is not kept, and is thrown away; split, not sliced: the graph knows its size then
     empty = own[:, None].expand(-1, total + 1)
-    placed = empty.scatter(1, slot, place)[:, :total]
-    filled = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there))[:, :total]
-    return placed, filled, tuple(layout.sel)
+    placed, _ = empty.scatter(1, slot, place).split([total, 1], 1)
+    filled, _ = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there)).split([total, 1], 1)
+    return placed, filled, slots
+
+
+def _most(found: Tensor, sel: int) -> int:
+    """Return the largest number in ``found``, at most ``sel`` and at least 2 if that is not more."""
+    fewest = min(2, sel)  # a graph may take sizes that it does not know for more than 1
+    most = cast("int", found.amax().clamp(fewest, sel).item())
+    # an operation of its own, which a graph keeps when it is traced again
+    torch.sym_constrain_range(most, min=fewest, max=sel)
+    return most

@@ -12,6 +12,7 @@ from deepmd_ema.model.kernels.gather import sum_over_reverse
 # A atoms, K neighbor slots, D directions: coordinates of an atom of each frame, N atoms of a frame
 
 PAIRS_AT_ONCE = 200_000  # slots times directions of one pass; with 100 channels and float64 about 160 MB per tensor
+PAIRS_IN_CACHE = 3_000  # the same on a CPU: of 240 to 200,000 the fastest, for 15 atoms and dpa2
 
 
 def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
@@ -32,7 +33,8 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     starts = batch.num_atoms.cumsum(0) - batch.num_atoms
     place = batch.atom_order - starts[batch.atom_frame]  # of each atom in its frame
     axis = torch.eye(3, dtype=torch.float64, device=place.device)
-    step = max(1, PAIRS_AT_ONCE // max(1, num_atoms * num_slots))
+    at_once = PAIRS_IN_CACHE if place.device.type == "cpu" else PAIRS_AT_ONCE
+    step = max(1, at_once // max(1, num_atoms * num_slots))
     columns = []
     for first in range(0, most, step):
         number = torch.arange(first, min(first + step, most), device=place.device)

@@ -15,13 +15,15 @@ from deepmd_ema.interchange.dp.networks import (
     fill,
     fill_layer,
     fill_norm,
+    fill_statistics,
     fill_type_embedding,
     layer_tree,
     norm_tree,
     precision_of,
+    statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.interchange.dp.se_atten import block_networks, env_mat_tree, fill_block_networks, has_exp_switch
+from deepmd_ema.interchange.dp.se_atten import block_tree, env_mat_tree, fill_block, has_exp_switch
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.kernels.norm import eps_of
@@ -61,12 +63,12 @@ class DPA2Tree(PartTree):
             "type_map": list(types),
             "type_embedding": type_embedding_tree(part.type_embedding, types, options["trainable"]),
             "g1_shape_tranform": {"@class": "Identity", "@version": 1},
-            "repinit_variable": _block_tree(part.repinit, options["repinit"], len(types)),
+            "repinit_variable": block_tree(part.repinit, options["repinit"], len(types)),
             "repformers_variable": {
                 "g2_embd": layer_tree(part.repformer.pair_embedding, resnet=False),
                 "repformer_layers": [_layer_tree(layer, part, repformer_args) for layer in part.repformer.stack],
                 "env_mat": env_mat_tree(part.repformer),
-                VARIABLES: {"davg": array(part.repformer.mean), "dstd": array(part.repformer.stddev)},
+                VARIABLES: statistics_tree(part.repformer),
             },
         }
         if part.to_repformer is not None:
@@ -74,7 +76,7 @@ class DPA2Tree(PartTree):
         if part.add_element is not None:
             tree["tebd_transform"] = layer_tree(part.add_element, resnet=False)
         if part.angles is not None:
-            tree["repinit_three_body_variable"] = _block_tree(part.angles, options["repinit"], len(types))
+            tree["repinit_three_body_variable"] = block_tree(part.angles, options["repinit"], len(types))
         return tree
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
@@ -97,40 +99,21 @@ class DPA2Tree(PartTree):
     def fill(self, part: DPA2Descriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
         fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        _fill_block("repinit", part.repinit, tree["repinit_variable"])
+        fill_block(part.repinit, tree["repinit_variable"], "repinit: ")
         if part.angles is not None:
-            _fill_block("repinit_three_body", part.angles, tree["repinit_three_body_variable"])
+            fill_block(part.angles, tree["repinit_three_body_variable"], "repinit_three_body: ")
         if part.to_repformer is not None:
             fill_layer("g1_shape_tranform", part.to_repformer, tree["g1_shape_tranform"])
         if part.add_element is not None:
             fill_layer("tebd_transform", part.add_element, tree["tebd_transform"])
         values = tree["repformers_variable"]
         fill_layer("g2_embd", part.repformer.pair_embedding, values["g2_embd"])
-        _fill_statistics("repformers", part.repformer, values)
+        fill_statistics(part.repformer, values, "repformers: ")
         layers = values["repformer_layers"]
         if len(layers) != len(part.repformer.stack):
             raise ValueError(f"repformer_layers: {len(layers)} layers, expected {len(part.repformer.stack)}")
         for index, (layer, one) in enumerate(zip(part.repformer.stack, layers)):
             _fill_layer(f"repformer_layers[{index}]", layer, one)
-
-
-def _block_tree(block: Any, options: Mapping[str, Any], ntypes: int) -> Tree:
-    """Return the tree of ``repinit`` or of its angles."""
-    return {
-        **block_networks(block, options, ntypes),
-        "env_mat": env_mat_tree(block),
-        VARIABLES: {"davg": array(block.mean), "dstd": array(block.stddev)},
-    }
-
-
-def _fill_block(name: str, block: Any, tree: Mapping[str, Any]) -> None:
-    fill_block_networks(block, tree)
-    _fill_statistics(name, block, tree)
-
-
-def _fill_statistics(name: str, block: Any, tree: Mapping[str, Any]) -> None:
-    fill(f"{name}: davg", block.mean, tree[VARIABLES]["davg"])
-    fill(f"{name}: dstd", block.stddev, tree[VARIABLES]["dstd"])
 
 
 def _dense_layers(layer: RepformerLayer) -> Iterator[tuple[tuple[str, ...], Layer]]:

@@ -16,9 +16,11 @@ from deepmd_ema.interchange.dp.networks import (
     chosen,
     fill,
     fill_layer,
+    fill_statistics,
     fill_type_embedding,
     layer_tree,
     precision_of,
+    statistics_tree,
     type_embedding_tree,
 )
 from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
@@ -77,7 +79,7 @@ class DPA3Tree(PartTree):
                     "protection": 0.0,
                     "use_exp_switch": False,
                 },
-                VARIABLES: {"davg": array(part.mean), "dstd": array(part.stddev)},
+                VARIABLES: statistics_tree(part),
             },
         }
 
@@ -98,8 +100,7 @@ class DPA3Tree(PartTree):
     def fill(self, part: DPA3Descriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
         values = tree["repflow_variable"]
-        fill("davg", part.mean, values[VARIABLES]["davg"])
-        fill("dstd", part.stddev, values[VARIABLES]["dstd"])
+        fill_statistics(part, values)
         fill_type_embedding(part.type_embedding, tree["type_embedding"])
         fill_layer("edge_embd", part.edge_embedding, values["edge_embd"])
         fill_layer("angle_embd", part.angle_embedding, values["angle_embd"])

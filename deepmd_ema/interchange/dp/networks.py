@@ -218,6 +218,21 @@ def fill(name: str, target: torch.Tensor | None, value: Any) -> None:
         target.copy_(torch.from_numpy(np.ascontiguousarray(found)))
 
 
+def statistics_tree(module: Any) -> Tree:
+    """Return the arrays of the means and spreads by which a module normalises its environment matrix."""
+    return {"davg": array(module.mean), "dstd": array(module.stddev)}
+
+
+def fill_statistics(module: Any, tree: Mapping[str, Any], name: str = "") -> None:
+    """Write the means and spreads of a tree into a module; ``name`` is for messages.
+
+    Raises:
+        ValueError: if a shape differs.
+    """
+    fill(f"{name}davg", module.mean, tree[VARIABLES]["davg"])
+    fill(f"{name}dstd", module.stddev, tree[VARIABLES]["dstd"])
+
+
 def array(tensor: torch.Tensor | None) -> np.ndarray | None:
     """Return a copy on the CPU, or None."""
     return None if tensor is None else tensor.detach().cpu().numpy()

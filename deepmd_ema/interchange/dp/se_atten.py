@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
-    array,
     chosen,
     embedding_tree,
-    fill,
     fill_layer,
     fill_networks,
     fill_norm,
+    fill_statistics,
     fill_type_embedding,
     layer_tree,
     network_trees,
     norm_tree,
     precision_of,
+    statistics_tree,
     type_embedding_tree,
 )
 from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
@@ -60,11 +62,9 @@ class SeAttenTree(PartTree):
             "ln_eps": eps_of(options["ln_eps"]),
             "type_map": list(config.type_map),
             "precision": precision_of(part.dtype),
-            **block_networks(block, options, ntypes),
+            **block_tree(block, options, ntypes),
             "attention_layers": attention_tree(block, options),
-            "env_mat": env_mat_tree(block),
             "type_embedding": type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
-            VARIABLES: {"davg": array(block.mean), "dstd": array(block.stddev)},
             "spin": None,
         }
 
@@ -85,10 +85,8 @@ class SeAttenTree(PartTree):
     def fill(self, part: DPA1Descriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
         block = part.block
-        fill("davg", block.mean, tree[VARIABLES]["davg"])
-        fill("dstd", block.stddev, tree[VARIABLES]["dstd"])
         fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        fill_block_networks(block, tree)
+        fill_block(block, tree)
         layers = tree["attention_layers"]["attention_layers"]
         if len(layers) != len(block.layers):
             raise ValueError(f"attention_layers: {len(layers)} layers, expected {len(block.layers)}")
@@ -114,8 +112,8 @@ def has_exp_switch(tree: Mapping[str, Any]) -> bool:
     return bool((tree.get("env_mat") or {}).get("use_exp_switch"))
 
 
-def block_networks(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
-    """Return the entries of the embedding networks of a block."""
+def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
+    """Return the entries of a block: embedding networks, environment matrix, means and spreads."""
 
     def tree(net: Network) -> Tree:
         common = embedding_tree(net, options["activation_function"], options["resnet_dt"])
@@ -124,11 +122,16 @@ def block_networks(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any
     out = {"embeddings": tree(block.embedding)}
     if block.pair_embedding is not None:
         out["embeddings_strip"] = tree(block.pair_embedding)
-    return out
+    return {**out, "env_mat": env_mat_tree(block), VARIABLES: statistics_tree(block)}
 
 
-def fill_block_networks(block: SeAttenBlock | SeTTebdBlock, tree: Mapping[str, Any]) -> None:
-    """Write the embedding networks of a tree into a block."""
+def fill_block(block: SeAttenBlock | SeTTebdBlock, tree: Mapping[str, Any], name: str = "") -> None:
+    """Write embedding networks, means and spreads of a tree into a block; ``name`` is for messages."""
+    if isinstance(block, SeTTebdBlock) and np.any(np.asarray(tree[VARIABLES]["davg"])[..., 1:]):
+        raise ValueError(
+            f"{name}davg: means of angular columns other than 0, which make energies depend on orientation"
+        )
+    fill_statistics(block, tree, name)
     fill_networks("embeddings", [block.embedding], tree["embeddings"]["networks"])
     if block.pair_embedding is not None:
         fill_networks("embeddings_strip", [block.pair_embedding], tree["embeddings_strip"]["networks"])

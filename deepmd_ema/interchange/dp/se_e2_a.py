@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
+from deepmd_ema.interchange.dp.networks import (
+    PartTree,
+    chosen,
+    fill_networks,
+    fill_statistics,
+    network_trees,
+    precision_of,
+    statistics_tree,
+)
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.nn.layers import Network
@@ -59,7 +67,7 @@ class SeE2ATree(PartTree):
                 "use_exp_switch": False,
             },
             **chosen(options, ("exclude_types", "env_protection")),
-            VARIABLES: {"davg": array(part.mean), "dstd": array(part.stddev)},
+            VARIABLES: statistics_tree(part),
             "type_map": list(config.type_map),
             **chosen(options, ("trainable", "type_one_side")),
             "spin": None,
@@ -86,8 +94,7 @@ class SeE2ATree(PartTree):
 
     def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
-        fill("davg", part.mean, tree[VARIABLES]["davg"])
-        fill("dstd", part.stddev, tree[VARIABLES]["dstd"])
+        fill_statistics(part, tree)
         fill_networks("embeddings", part.networks, tree["embeddings"]["networks"])
 
 

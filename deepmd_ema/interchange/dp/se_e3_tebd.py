@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.files import Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
-    array,
     chosen,
-    fill,
     fill_type_embedding,
     precision_of,
     type_embedding_tree,
 )
-from deepmd_ema.interchange.dp.se_atten import block_networks, env_mat_tree, fill_block_networks, has_exp_switch
+from deepmd_ema.interchange.dp.se_atten import block_tree, fill_block, has_exp_switch
 from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 
 OPTIONS = (
@@ -43,10 +39,8 @@ class SeE3TebdTree(PartTree):
             "ntypes": ntypes,
             "type_map": list(config.type_map),
             "precision": precision_of(part.dtype),
-            **block_networks(block, options, ntypes),
-            "env_mat": env_mat_tree(block),
+            **block_tree(block, options, ntypes),
             "type_embedding": type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
-            VARIABLES: {"davg": array(block.mean), "dstd": array(block.stddev)},
         }
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
@@ -63,10 +57,5 @@ class SeE3TebdTree(PartTree):
 
     def fill(self, part: SeE3TebdDescriptor, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
-        mean = np.asarray(tree[VARIABLES]["davg"])
-        if np.any(mean[..., 1:]):
-            raise ValueError("davg: means of angular columns other than 0, which make energies depend on orientation")
-        fill("davg", part.block.mean, mean)
-        fill("dstd", part.block.stddev, tree[VARIABLES]["dstd"])
         fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        fill_block_networks(part.block, tree)
+        fill_block(part.block, tree)

@@ -106,11 +106,10 @@ class ByTypeDescriptor(EnvironmentDescriptor):
     def _normalisation(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return mean and spread of each slot (A, K, C) in float64."""
         assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
-        sections = list(zip(accumulate(self.sel, initial=0), batch.slots))
-        mean, spread = (
-            torch.cat([table[:, start : start + n] for start, n in sections], 1).double()[batch.atom_type]
-            for table in (self.mean, self.stddev)
-        )
+        # picked, not sliced: a graph asks whether a slice is shorter than its table
+        starts = accumulate(self.sel, initial=0)
+        columns = torch.cat([torch.arange(n, device=self.mean.device) + start for start, n in zip(starts, batch.slots)])
+        mean, spread = (table[:, columns].double()[batch.atom_type] for table in (self.mean, self.stddev))
         return mean, spread
 
     def _dropped(self, batch: Batch) -> Tensor | None:

@@ -1,0 +1,83 @@
+"""Images of the atoms of a frame and the list of its neighbors, kept while the pairs are: what compiled models take."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepmd_ema.arrays import rank_in_group
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.data.source import Frame
+from deepmd_ema.geometry import Pairs
+
+# N atoms, E atoms and images, P pairs, L slots
+
+
+class Images:
+    """Images and neighbors of a frame, and of those after it for which its pairs hold.
+
+    Args:
+        frame: its elements and its cell.
+        pairs: also those beyond the cutoff, which a compiled model leaves out.
+        layout: how the model wants its neighbors.
+        close: angstrom, pairs that may come nearer than any in the training data are not farther apart now.
+        device: where the model computes.
+
+    Attributes:
+        pairs: those that were given.
+        tensors: types (E,), neighbors (N, L) and mapping (E,).
+    """
+
+    def __init__(self, frame: Frame, pairs: Pairs, layout: NeighborLayout, close: float, device: torch.device) -> None:
+        self.pairs, self._types, self._layout, self._box = pairs, frame.atom_type, layout, frame.box
+        natoms = frame.num_atoms
+        distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
+        self._close = np.flatnonzero(distance < close)
+        self._most = self._count(np.ones(len(distance), bool))
+        seen = np.ones(len(distance), bool)
+        for a, b in layout.excluded_pairs:
+            seen &= (frame.atom_type[pairs.i] != a) | (frame.atom_type[pairs.j] != b)
+        i, j, shift = pairs.i[seen], pairs.j[seen], pairs.shift[seen]
+        moved = shift.any(axis=1)
+        images, place = np.unique(np.column_stack([j, shift])[moved], axis=0, return_inverse=True)
+        target = j.copy()
+        target[moved] = natoms + place.ravel()
+        rank, counts = rank_in_group(i, natoms)
+        nlist = np.full((natoms, max(1, counts.max(initial=0))), -1, np.int64)
+        nlist[i, rank] = target
+        mapping = np.concatenate([np.arange(natoms), images[:, 0]])
+        offset = np.zeros((len(mapping), 3))
+        if frame.box is not None:
+            offset[natoms:] = images[:, 1:] @ frame.box
+        self._mapping, self._offset, self._device = mapping, offset, device
+        self.tensors = tuple(
+            torch.from_numpy(array).to(device) for array in (frame.atom_type[mapping].astype(np.int64), nlist, mapping)
+        )
+
+    def hold(self, frame: Frame, pairs: Pairs) -> bool:
+        """Whether these are the images of ``frame``, whose pairs are ``pairs``."""
+        return pairs is self.pairs and np.array_equal(frame.atom_type, self._types)
+
+    def coord(self, coord: NDArray[np.float64]) -> Tensor:
+        """Return the positions (E, 3) from those of the atoms (N, 3)."""
+        return torch.from_numpy(coord[self._mapping] + self._offset).to(self._device)
+
+    def most(self, coord: NDArray[np.float64]) -> tuple[int, ...]:
+        """Return per section the most neighbors of an atom inside the cutoff, or a bound that ``sel`` has room for."""
+        if all(most <= sel for most, sel in zip(self._most, self._layout.sel)):
+            return self._most
+        return self._count(np.linalg.norm(self.pairs.vector(coord, self._box), axis=1) < self._layout.rcut)
+
+    def nearest(self, coord: NDArray[np.float64]) -> float:
+        """Return the shortest distance of two atoms, angstrom, or infinity where it is not short."""
+        near = self._close
+        some = Pairs(self.pairs.i[near], self.pairs.j[near], self.pairs.shift[near], self.pairs.nearest)
+        return float(np.linalg.norm(some.vector(coord, self._box), axis=1).min(initial=np.inf))
+
+    def _count(self, there: NDArray[np.bool_]) -> tuple[int, ...]:
+        sections = len(self._layout.sel)
+        section = self._types[self.pairs.j] if self._layout.by_type else np.zeros(len(self.pairs.j), np.int64)
+        counts = np.bincount((self.pairs.i * sections + section)[there], minlength=len(self._types) * sections)
+        return tuple(counts.reshape(-1, sections).max(axis=0).tolist())
