@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,6 @@ from deepmd_ema.config import links_in, model_configs
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.tensors import check_weights, prefix_of
-
-# sections of an input by task; the shares of the others change when one comes or goes
-_BY_TASK = re.compile(r"(?:model\.model_dict|loss_dict|training\.data_dict)\.([^.]+)")
-_SHARES = ("training.model_prob", "training.num_epoch_dict")
-Difference = tuple[str, Any, Any]
-
-
-def without_tasks(differences: Iterable[Difference], tasks: Collection[str]) -> Iterator[Difference]:
-    """Yield the differences of two configs that do not follow from ``tasks`` being in one of them only."""
-    for path, old, new in differences:
-        found = _BY_TASK.match(path)
-        follows = path.startswith(_SHARES) or (path.startswith("model.shared_dict.") and None in (old, new))
-        if not (found and found[1] in tasks) and not (tasks and follows):
-            yield path, old, new
 
 
 def load_weights(models: ModelSet, weights: Mapping[str, Tensor], tasks: Sequence[str], path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
+from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.linear import LinearConfig
@@ -47,7 +48,6 @@ CONTINUITY = (
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
-_MOST_SHOWN = 200  # characters of a value
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
 _ADVICE = (
@@ -214,7 +214,7 @@ class Restart(FromWeights):
             # both in today's form: the checkpoint may be of an older version, with options under other names
             before = to_dict(config_from_dict(before, str(self.path)))
         came, went = sorted(config.tasks.keys() - self._tasks), sorted(self._tasks - config.tasks.keys())
-        found = changed_tasks.without_tasks(_differences(before, now), [*came, *went])
+        found = without_tasks(differences_of(before, now), [*came, *went])
         differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
         for path, old, new in differences:
             if path in LENGTH:
@@ -222,7 +222,9 @@ class Restart(FromWeights):
                     "%s was %s, is now %s: a decaying learning rate goes on along its new curve", path, old, new
                 )
         changed = [d for d in differences if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))]
-        lines = [f"{path}: {_shown(old)} in the checkpoint, {_shown(new)} in the input" for path, old, new in changed]
+        lines = [
+            f"{path}: {shortened(old)} in the checkpoint, {shortened(new)} in the input" for path, old, new in changed
+        ]
         lines += [f"task {name}: new, it starts from the seed and the statistics of its data" for name in came]
         lines += [f"task {name}: in the checkpoint only, and left behind" for name in went]
         if not lines:
@@ -457,13 +459,13 @@ def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
     """Warn of options of a model that are not those of its file: weights may fit and mean another thing."""
     same_elements = model.type_map == saved.type_map
     before, now = to_dict(saved), to_dict(model)
-    for path, old, new in _differences(plain(saved.descriptor), plain(model.descriptor), "model.descriptor"):
+    for path, old, new in differences_of(plain(saved.descriptor), plain(model.descriptor), "model.descriptor"):
         name = path.rpartition(".")[2]
         # two spellings of one value; None is the default
         is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
         is_of_elements = name in ("sel", "exclude_types") and not same_elements
         if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
-            logger.warning("%s was %s where the weights were trained, is %s here", path, _shown(old), _shown(new))
+            logger.warning("%s was %s where the weights were trained, is %s here", path, shortened(old), shortened(new))
     for name in _SHORT_RANGE:
         # a table of other elements has other columns
         one, other = before.get(name), now.get(name)
@@ -480,24 +482,3 @@ def _given(value: Any, names: tuple[str, ...], path: str) -> Iterator[str]:
             yield place
         else:
             yield from _given(part, names, place)
-
-
-def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(set(old) | set(new)):
-            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif _are_sections(old) and _are_sections(new) and len(old) == len(new):
-        for k, (one, other) in enumerate(zip(old, new)):
-            yield from _differences(one, other, f"{path}[{k}]")
-    elif old != new:
-        yield path, old, new
-
-
-def _shown(value: Any) -> str:
-    """Return a value as text, shortened: a table of pair energies has thousands of numbers."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _are_sections(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
