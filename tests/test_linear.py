@@ -339,14 +339,3 @@ def test_a_run_restarts_exactly_and_goes_through_all_commands(desk, capsys):
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_it_compiles_without_a_break():
-    torch._dynamo.reset()
-    counters.clear()
-    part = {"descriptor": SECTIONS["se_e2_a"] | {"neuron": [2], "axis_neuron": 2}, "fitting_net": {"neuron": [2]}}
-    _, model = linear([part, {**TABLE, "rcut": 3.0}], "mean")
-    batch = batch_of(model.train(), FRAMES[0])
-    compiled = torch.compile(run, dynamic=True, backend="aot_eager")(model, batch)
-    for name, value in run(model, batch).items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-12, atol=1e-12)
-    assert sum(counters["graph_break"].values()) == 0
-    torch._dynamo.reset()

@@ -43,6 +43,8 @@ class Kernel(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what both implementations return."""
+        if torch.compiler.is_dynamo_compiling():  # asked first, because dynamo cannot trace a ContextVar
+            return self.plain(*args, **kwargs)
         kind = _kind.get()
         if kind == _EXPORTED:
             return self.exported(*args, **kwargs)
