@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
-from torch._dynamo.utils import counters
 from toy_models import SECTIONS, TRICLINIC, TYPES, batch_of, disturb, evaluate, toy_atoms
 
 from deepmd_ema import checkpoint, cli
@@ -21,7 +20,6 @@ from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.energy import run
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.tensors import content_digest
 
@@ -335,7 +333,3 @@ def test_a_run_restarts_exactly_and_goes_through_all_commands(desk, capsys):
     assert cli.main(["train", "input.json", "--device", "cpu", "--finetune", "water.dp"]) == 0
     bias = "fitting.parts.0.nets.0.layers.0.weight"
     assert checkpoint.load("model.ckpt-4.pt")["model"][bias].shape == straight["model"][bias].shape
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
