@@ -42,8 +42,8 @@ def _fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-    return (x - mean) * (variance + eps).rsqrt() * weight + bias
+    centred = x - x.mean(-1, keepdim=True)  # torch.var_mean warns of inputs without rows
+    return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
 
 
 # torch takes mean and variance as constants in the third derivative of its own, without an error (torch 2.13)
