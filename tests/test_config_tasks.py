@@ -7,7 +7,7 @@ import pytest
 from config_inputs import GOOD, write
 from test_config_errors import problems_of
 
-from deepmd_ema.config import config_from_dict, load_config, to_dict
+from deepmd_ema.config import config_from_dict, ignored_options, load_config, to_dict
 from deepmd_ema.config.rules import RULES
 
 DPA = {"type": "se_atten", "sel": 40, "attn_layer": 0}
@@ -76,6 +76,11 @@ def test_keys_beside_model_dict_hold_for_all_tasks_that_do_not_have_them():
     values = tasks(model__data_stat_nbatch=3, model__model_dict__ice__data_stat_nbatch=5)
     numbers = {name: task.model.data_stat_nbatch for name, task in config_from_dict(values).tasks.items()}
     assert numbers == {"water": 3, "ice": 5}
+
+
+def test_an_option_for_all_tasks_without_effect_is_told_once():
+    found = ignored_options(config_from_dict(tasks(model__data_bias_nsample=5)))
+    assert found == ["model.data_bias_nsample = 5: no effect, the bias is fitted on data_stat_nbatch batches"]
 
 
 def test_comments_are_no_tasks_and_no_parts():

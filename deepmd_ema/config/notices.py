@@ -37,7 +37,7 @@ def ignored_options(config: RunConfig) -> list[str]:
         if path_of(path) in config.source.given:
             spelled = dotted(config.source.path(path))
             found.append(f"{spelled} = {show(plain(_value_at(config, path)))}: no effect, {why}")
-    return found
+    return list(dict.fromkeys(found))  # tasks share parts
 
 
 def config_warnings(
