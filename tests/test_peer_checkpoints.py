@@ -27,7 +27,8 @@ FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 SAME_MATH = 1e-10
 MODELS = {
-    "pt": None, "pt_ema": None, "pt_expt": None, "pt_hybrid": None, "pt_heads_water": "water", "pt_heads_ice": "ice",
+    "pt": None, "pt_ema": None, "pt_expt": None, "pt_hybrid": None, "pt_se_e3": None,
+    "pt_heads_water": "water", "pt_heads_ice": "ice",
 }  # fmt: skip
 
 

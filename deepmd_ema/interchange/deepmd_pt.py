@@ -38,7 +38,7 @@ _PLACES = (
     (r"\.filter_layers(_strip)?\.", r".embeddings\1."),
     (r"\.type_embedding\.(embedding\.)?embedding_net\.", ".type_embedding.embedding."),
     (r"\.descrpt_list\.", ".list."),
-    (r"\.(sea|se_atten|se_ttebd)\.", "."),
+    (r"\.(sea|seat|se_atten|se_ttebd)\.", "."),
     (r"\.dpa1_attention\.", ".attention_layers."),
     (r"\.(repflow|repformer)s\.layers\.", r".\1s.\1_layers."),
     (r"\.repflows\.", ".repflow_variable."),

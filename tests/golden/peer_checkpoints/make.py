@@ -1,6 +1,8 @@
 """Train tiny models with DeePMD-kit and keep their checkpoints, with what DeePMD-kit computes with them.
 
-usage: python make.py DIR       (DIR: a virtual environment with DeePMD-kit 3.2.0; with the python of dp-ema)
+usage: python make.py DIR [NAME ...]    (DIR: a virtual environment with DeePMD-kit 3.2.0; with the python of dp-ema)
+
+Without names all files are made again, else those of the names.
 """
 
 import json
@@ -23,6 +25,7 @@ SE_ATTEN = {"type": "se_atten", "sel": 40, "rcut": 4.0, "rcut_smth": 1.0, "neuro
 # without type_one_side, which is declared as false there and taken for true
 HYBRID = {"type": "hybrid", "list": [SE_E2_A, {"type": "se_e2_r", "sel": [20, 20], "rcut": 4.0, "rcut_smth": 1.0,
           "neuron": [4, 8], "seed": 2}]}  # fmt: skip
+SE_E3 = {"type": "se_e3", "sel": [8, 8], "rcut": 3.0, "rcut_smth": 1.0, "neuron": [2, 4], "seed": 1}
 LOSS = {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 10, "limit_pref_f": 1}
 ASK = """
 import sys, numpy as np
@@ -75,21 +78,23 @@ RUNS = {
     "pt_ema": (single(SE_E2_A, enable_ema=True, ema_decay=0.5), "pt", "model_ema.ckpt-4.pt", [""]),
     "pt_expt": (single(SE_ATTEN), "pt-expt", "model.ckpt-4.pt", [""]),
     "pt_hybrid": (single(HYBRID), "pt", "model.ckpt-4.pt", [""]),
+    "pt_se_e3": (single(SE_E3), "pt", "model.ckpt-4.pt", [""]),
     "pt_heads": (several(), "pt", "model.ckpt-4.pt", ["water", "ice"]),
 }
 
 
-def main(peer):
+def main(peer, *names):
     """Train, keep the files and what the peer computes."""
     from helpers import toy_frame, write_system
 
-    found = {}
+    found = dict(np.load(HERE / "predictions.npz")) if names else {}
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
         write_system("data", frames=4, seed=1)
         coord, types, box = toy_frame(np.random.default_rng(0))
         np.savez("frame.npz", coord=coord, types=types, box=box)
-        for name, (config, backend, file, heads) in RUNS.items():
+        for name in names or RUNS:
+            config, backend, file, heads = RUNS[name]
             folder = Path(name)
             folder.mkdir()
             (folder / "input.json").write_text(json.dumps(config))
@@ -106,7 +111,7 @@ def main(peer):
                 subprocess.run(ask, check=True)
                 with np.load(out) as answers:
                     found |= {f"{name}_{head}_{key}".replace("__", "_"): answers[key] for key in answers}
-        np.savez(HERE / "predictions.npz", coord=coord, types=types, box=box, **found)
+        np.savez(HERE / "predictions.npz", **{**found, "coord": coord, "types": types, "box": box})
 
 
 if __name__ == "__main__":
