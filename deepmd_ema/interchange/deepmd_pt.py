@@ -208,13 +208,14 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path) -> None:
 
 
 def _is_weight(name: str, tensor: Any) -> bool:
-    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing of a compressed model."""
+    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, no table, nothing compressed."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
         return False
     return "._networks." not in name and name.rpartition(".")[2] not in (
         "min_nbor_dist",
         "_min_nbor_dist",
         "default_fparam_tensor",
+        "econf_tebd",  # of the elements, not of the training
     )
 
 
