@@ -157,6 +157,20 @@ def test_without_a_head_the_message_names_them(desk, capsys):
     assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "-s", "ice2"]) == 0
 
 
+def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, capsys):
+    averages = [{"name": f"p{n}", "type": "power", "sigma_rel": n / 100, "snapshots": True} for n in (5, 10)]
+    values = input_of("all", averaging=averages, numb_steps=24, save_freq=2)
+    del values["training"]["enable_ema"], values["training"]["ema_decay"]
+    write(desk, values)
+    assert cli.main(["train", "input.json"]) == 0
+    assert cli.main(["posthoc", "."]) == 2
+    assert "choose one with --head" in capsys.readouterr().err
+    assert cli.main(["posthoc", ".", "--head", "ice"]) == 0
+    made = load_model("model_posthoc.pt", head="water")
+    assert made.info.weights == "posthoc"
+    assert shared_names(load(desk / "model_posthoc.pt")["model"]) >= {"fitting.nets.0.layers.0.weight"}
+
+
 def test_epochs_of_each_task_give_the_length_and_the_shares(desk, capsys):
     values = input_of("nothing", num_epoch_dict={"water": 3, "ice": 1}, model_prob={})
     del values["training"]["numb_steps"]
