@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
-from toy_models import SECTIONS, TRICLINIC, TYPES, batch_of, disturb, evaluate, toy_atoms
+from toy_models import SECTIONS, TRICLINIC, TYPES, batch_of, disturb, evaluate, numerical_forces, toy_atoms
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict
@@ -136,13 +136,7 @@ def spline(x, y, r):
 def test_forces_are_the_derivative_of_the_energy(models):
     _, model = linear(models, "sum", atom_exclude_types=[2], pair_exclude_types=[[0, 1]])
     coord, types = toy_atoms(0, 6)
-    step, numerical = 1e-4, np.zeros_like(coord)
-    for place in np.ndindex(coord.shape):
-        moved = [coord.copy(), coord.copy()]
-        moved[0][place] += step
-        moved[1][place] -= step
-        up, down = evaluate(model, *((c, types, TRICLINIC) for c in moved))["energy"]
-        numerical[place] = -(up - down) / (2 * step)
+    numerical = numerical_forces(model, coord, types)
     found = evaluate(model, (coord, types, TRICLINIC))["force"]
     assert np.abs(found).max() > 1e-2
     np.testing.assert_allclose(found, numerical, rtol=0, atol=DIFFERENCES * np.abs(found).max())
