@@ -14,7 +14,7 @@ from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
 from deepmd_ema.config import ModelConfig, choose_head, config_of_head, links_in, model_configs, to_dict
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
@@ -100,17 +100,11 @@ class LoadedModel:
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
         """
-        if not self.is_compiled:
-            where = select_device(device)
-            return self.model.to(where).eval(), where
-        path = self.info.path
-        run, kind = interchange.load_compiled(path)
-        where = select_device(kind if device is None else device)
-        if where.type != kind:
-            raise UserError(
-                f"{path}: compiled for {kind}, not for {where}. Freeze the model again with --device {where}."
-            )
-        return CompiledModel(run, self.model), where
+        if self.is_compiled:
+            run, where = interchange.load_compiled(self.info.path, device)
+            return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
+        where = select_device(device)
+        return self.model.to(where).eval(), where
 
 
 def load_model(
