@@ -170,11 +170,6 @@ WRONG = {
         "training.model_prob",
         "num_epoch_dict is given too",
     ),
-    "no_task_has_a_head_of_its_own": (
-        {"model__model_dict__ice__finetune_head": "water"},
-        "model.model_dict.ice.finetune_head",
-        "Fine-tune one task per input",
-    ),
     "caches_of_statistics_differ": (
         {"training__data_dict__water__stat_file": "s.h5", "training__data_dict__ice__stat_file": "./s.h5"},
         "training.data_dict.ice.stat_file",

@@ -367,15 +367,6 @@ def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
 
 
 @rule("run of several tasks")
-def no_task_has_a_head_of_its_own(run: MultiTaskRun) -> Violations:
-    """All tasks start from one model."""
-    for name, model in run.model.model_dict.items():
-        if model.finetune_head:
-            text = f" = {show(model.finetune_head)}: {NOT_AVAILABLE} for several tasks. Fine-tune one task per input."
-            yield f"model.model_dict.{name}.finetune_head", text
-
-
-@rule("run of several tasks")
 def shares_follow_from_epochs(run: MultiTaskRun) -> Violations:
     """``model_prob`` and ``num_epoch_dict`` exclude each other."""
     if run.training.model_prob and run.training.num_epoch_dict:

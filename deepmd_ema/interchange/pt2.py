@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.config import ModelConfig
+from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
@@ -68,11 +69,16 @@ def write_pt2(
                 check(part)
 
 
-def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
-    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and its device.
+def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
+    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and where it runs.
+
+    Args:
+        path: the file.
+        name: of a device; that of the file if not given.
 
     Raises:
         CheckpointError: if the file is missing or damaged, or this machine cannot run it.
+        UserError: if the device is not there, or the file is compiled for another one.
     """
     try:
         with zipfile.ZipFile(path) as package:
@@ -80,10 +86,16 @@ def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
             facts = json.loads(package.read(_FACTS))
         if bad is not None:
             raise CheckpointError(f"{path}: damaged ({bad}). Freeze the model again.")
-        device = str(facts[_DEVICE])
-        if device == "cuda" and not torch.cuda.is_available():
+        kind = str(facts[_DEVICE])
+        if kind == "cuda" and not torch.cuda.is_available():
             raise CheckpointError(f"{path}: compiled for CUDA, and there is no GPU here. Freeze the model again here.")
-        return torch._inductor.aoti_load_package(str(path)), device
+        device = select_device(kind if name is None else name)
+        if device.type != kind:
+            raise UserError(
+                f"{path}: compiled for {kind}, not for {device}. Freeze the model again with --device {device}."
+            )
+        number = -1 if device.index is None else device.index
+        return torch._inductor.aoti_load_package(str(path), device_index=number), device
     except (OSError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -95,7 +107,7 @@ def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
 def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     """Return what DeePMD-kit reads from a package before it runs it."""
     layout, fitting = model.layout, config.fitting_net
-    default = None if fitting.default_fparam is None else list(fitting.default_fparam)
+    default = list(fitting.default_fparam) if fitting.default_fparam else None
     energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
               "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
     return {
