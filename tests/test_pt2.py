@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 import zipfile
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 import torch
 from helpers import toy_frame
 from infer_models import write_run
+from torch._inductor import config as inductor_options
+from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
 from deepmd_ema import cli, export, interchange
@@ -24,6 +27,7 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
@@ -259,13 +263,41 @@ def test_it_goes_to_the_gpu_that_is_asked_for(tmp_path, monkeypatch):
     assert numbers == [1, -1]
 
 
-def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, monkeypatch, capsys):
-    import torch._inductor.config
-
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
+def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, capsys):
+    with inductor_options.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
     assert "no C++ compiler was found (no-such-compiler)" in capsys.readouterr().err
     assert not (tmp_path / "m.pt2").exists()
+
+
+def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tmp_path, monkeypatch, capsys):
+    """There was a line of torch's and nothing else."""
+
+    def asks(self, batch):
+        return batch.vector if batch.vector.sum() > 0 else None
+
+    monkeypatch.setattr(ByTypeDescriptor, "_normalisation", asks)
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"cannot compile this model \(se_e2_a, model/descriptor/se_e2_a.py line \d+\). Write a .dp", said)
+    assert "data-dependent" in said
+    assert "Run again with --debug" in said
+    assert not (tmp_path / "m.pt2").exists()
+
+
+@pytest.mark.parametrize(("error", "code", "phrase"), [
+    (CppCompileError(["g++"], "a.cpp:1:10: fatal error: b.h: No such file\nmore"), 2,
+     "the C++ compiler failed (a.cpp:1:10: fatal error: b.h: No such file). Install g++, or name another"),
+    (RuntimeError("LoweringException: target: aten.bmm.default"), 1, "cannot compile this model (se_e2_a, aten.bmm)"),
+])  # fmt: skip
+def test_a_failure_of_the_compiler_is_told_apart(run, tmp_path, monkeypatch, capsys, error, code, phrase):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == code
+    assert phrase in capsys.readouterr().err
 
 
 def test_a_device_is_refused_where_it_would_be_ignored(run, tmp_path, capsys):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count, islice
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
 from deepmd_ema.model.energy import EnergyModel
@@ -28,6 +31,7 @@ from deepmd_ema.model.extended import ExtendedModel
 _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
+_OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
 _OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
 
 
@@ -50,15 +54,17 @@ def write_pt2(
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
 
     Raises:
-        UserError: if there is no C++ compiler.
+        UserError: if there is no C++ compiler, or it fails.
+        NotCompiledError: if torch cannot compile the model.
         WriteError: if the file cannot be written.
     """
     _refuse_without_compiler(path)
-    exported = _exported(model, config, device)
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
+        with _failures_in_words(path, config):
+            exported = _exported(model, config, device)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
         with zipfile.ZipFile(made, "a") as package:
             package.writestr(_FACTS, json.dumps(facts))
             package.writestr(_SCRIPT, json.dumps(tree["model_def_script"]))
@@ -194,6 +200,29 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
     return coord, atype, nlist, torch.zeros_like(atype), *conditions
 
 
+@contextmanager
+def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
+    """Say what torch could not compile, and where that stands; its errors have no type of their own."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if "CppCompileError" in text:
+            said = text.partition("Output:")[2].strip() or text
+            raise UserError(
+                f"{path}: the C++ compiler failed ({said.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows all "
+                "that it said."
+            ) from error
+        # an error of a graph tells in its text where it was traced from
+        lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
+        places = [f"{file} line {number}" for file, number in lines]
+        where = ", ".join([config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]])
+        raise NotCompiledError(
+            f"{path}: torch {torch.__version__} cannot compile this model ({where}). Write a .dp file instead, and "
+            f"please report this: {text.splitlines()[0][:150]}"
+        ) from error
+
+
 def _refuse_without_compiler(path: Path) -> None:
     from torch._inductor import config as options
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -204,6 +233,5 @@ def _refuse_without_compiler(path: Path) -> None:
     except InvalidCxxCompiler as error:
         names = ", ".join(name for name in options.cpp.cxx if name)
         raise UserError(
-            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. Install g++, or name "
-            "yours in the environment variable CXX; or write a .dp file."
+            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. {_OTHER_COMPILER}"
         ) from error
