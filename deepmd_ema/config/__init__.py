@@ -5,11 +5,10 @@ from __future__ import annotations
 from deepmd_ema.config.argcheck import run_arguments
 from deepmd_ema.config.load import (
     config_from_dict,
-    config_of_head,
-    links_in,
     load_config,
     model_config_from_dict,
     model_configs,
+    saved_models,
 )
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
 from deepmd_ema.config.rules import launch_problems
@@ -22,15 +21,14 @@ __all__ = [
     "TaskConfig",
     "choose_head",
     "config_from_dict",
-    "config_of_head",
     "config_summary",
     "config_warnings",
     "ignored_options",
     "launch_problems",
-    "links_in",
     "load_config",
     "model_config_from_dict",
     "model_configs",
     "run_arguments",
+    "saved_models",
     "to_dict",
 ]

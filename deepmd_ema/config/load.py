@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,34 +81,37 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     return model
 
 
-def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str, ModelConfig]:
-    """Return the models of a config by task: of a whole run, or one that has the section ``model`` only.
+@dataclass(frozen=True)
+class SavedModels:
+    """The models of a config, by name of the task.
 
-    The latter names no shared parts; models without a run are each a model of their own.
+    Attributes:
+        configs: their sections ``model``.
+        links: what they share.
+        runs: of each the config as that of a run that trains it only, as plain values.
+    """
+
+    configs: dict[str, ModelConfig]
+    links: tuple[Link, ...]
+    runs: dict[str, dict[str, Any]]
+
+
+def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedModels:
+    """Return the models of a config of a whole run, or of one that has the section ``model`` only.
 
     Raises:
         ConfigError: with every mistake of the config.
     """
     if not has_tasks(values):
-        return {"": model_config_from_dict(values["model"], source)}
-    if "training" not in values:
-        return {name: model_config_from_dict(own, source) for name, own in values["model"]["model_dict"].items()}
-    return {name: task.model for name, task in config_from_dict(values, source).tasks.items()}
+        return SavedModels({"": model_config_from_dict(values["model"], source)}, (), {"": dict(values)})
+    run = config_from_dict(values, source)
+    configs = {name: task.model for name, task in run.tasks.items()}
+    return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
 
 
-def links_in(values: Mapping[str, Any], source: str = "<dict>") -> tuple[Link, ...]:
-    """Return what the models of a config share, see :func:`model_configs`."""
-    return config_from_dict(values, source).links if has_tasks(values) and "training" in values else ()
-
-
-def config_of_head(values: Mapping[str, Any], head: str, source: str = "<dict>") -> dict[str, Any]:
-    """Return the config as that of a run that trains one of its tasks only."""
-    if not has_tasks(values):
-        return dict(values)
-    if "training" not in values:
-        return {"model": values["model"]["model_dict"][head]}
-    config = config_from_dict(values, source)
-    return to_dict(config.of_task(config.tasks[head]))
+def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str, ModelConfig]:
+    """Return the sections ``model`` of a config by name of the task, see :func:`saved_models`."""
+    return saved_models(values, source).configs
 
 
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:

@@ -12,9 +12,9 @@ import torch
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
-from deepmd_ema.config import ModelConfig, choose_head, config_of_head, links_in, model_configs, to_dict
+from deepmd_ema.config import ModelConfig, choose_head, model_configs, saved_models, to_dict
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
@@ -103,17 +103,11 @@ class LoadedModel:
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
         """
-        if not self.is_compiled:
-            where = select_device(device)
-            return self.model.to(where).eval(), where
-        path = self.info.path
-        run, kind = interchange.load_compiled(path)
-        where = select_device(kind if device is None else device)
-        if where.type != kind:
-            raise UserError(
-                f"{path}: compiled for {kind}, not for {where}. Freeze the model again with --device {where}."
-            )
-        return CompiledModel(run, self.model), where
+        if self.is_compiled:
+            run, where = interchange.load_compiled(self.info.path, device)
+            return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
+        where = select_device(device)
+        return self.model.to(where).eval(), where
 
 
 @dataclass(frozen=True)
@@ -211,27 +205,26 @@ def _load_checkpoint(
         average = checkpoint.choose_profile(payload, path, average)
     weights, facts = checkpoint.weights_in(payload, path, average)
     name = average or payload["weights"]
-    source, written = str(path), payload["config"]
-    configs, links = model_configs(written, source), links_in(written, source)
-    chosen = choose({task: config.model_branch_alias for task, config in configs.items()})
-    for config in configs.values():
+    saved = saved_models(payload["config"], str(path))
+    chosen = choose({task: config.model_branch_alias for task, config in saved.configs.items()})
+    for config in saved.configs.values():
         if config.descriptor.neighbors is None:  # a run writes numbers
             option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
             raise CheckpointError(f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run.")
-    models = build_models(configs, links)
+    models = build_models(saved.configs, saved.links)
     check_weights({k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path)
     models.load_state_dict(weights)
-    tasks = tuple(configs)
+    tasks = tuple(saved.configs)
     distances, changes = nested(payload.get("min_nbor_dist"), tasks), nested(payload.get("bias", {}), tasks)
     found = {}
     for head in chosen:
         model = models.by_task[head].eval()
         model.min_nbor_dist = distances.get(head)
         info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
-                          f"dp-ema {payload['version']}", config_of_head(written, head, source),
+                          f"dp-ema {payload['version']}", saved.runs[head],
                           changes.get(head, {}))  # fmt: skip
-        found[head] = LoadedModel(model, configs[head], info)
-    return ModelFile(found, written)
+        found[head] = LoadedModel(model, saved.configs[head], info)
+    return ModelFile(found, payload["config"])
 
 
 def _load_deepmd(
