@@ -366,7 +366,7 @@ def _page(rows: list[tuple], statistics: list[list[str]], cases: list[str]) -> s
         "",
         f"`{command}`, of commit {_commit()}",
         "",
-        "The peer's trainer (backend pt) has made the models of an input of two tasks; the run here starts from its file.",
+        "The peer's trainer (backend pt) has made models for two tasks; the run here starts from its file.",
         f"Float64. Relative differences: of an array, the largest over its largest number. {STEPS} steps: distance of",
         "the last weights of both over that from the first weights, all tensors of both models, same order of tasks",
         f"({ORDER.count('water')} steps of one, {ORDER.count('ice')} of the other, Adam). Bound: {TOLERANCE:g}.",
