@@ -7,7 +7,7 @@ import pytest
 from config_inputs import GOOD, write
 from test_config_errors import problems_of
 
-from deepmd_ema.config import config_from_dict, ignored_options, load_config, to_dict
+from deepmd_ema.config import config_from_dict, config_summary, ignored_options, load_config, to_dict
 from deepmd_ema.config.rules import RULES
 
 DPA = {"type": "se_atten", "sel": 40, "attn_layer": 0}
@@ -88,6 +88,11 @@ def test_comments_are_no_tasks_and_no_parts():
     assert list(config_from_dict(values).tasks) == ["water", "ice"]
 
 
+def test_the_summary_has_the_epochs_of_each_task():
+    config = config_from_dict(tasks(training__numb_steps=None, training__num_epoch_dict={"water": 1, "ice": 2.5}))
+    assert dict(config_summary(config))["run"].startswith("water 1 epochs, ice 2.5 epochs, batch_size")
+
+
 def test_a_task_without_a_loss_has_the_defaults():
     values = tasks()
     del values["loss_dict"]["ice"]
@@ -155,6 +160,29 @@ WRONG = {
         },
         "model.model_dict",
         '"a b" is no name of a task',
+    ),
+    "a name that is no name of a file": (
+        {"model__model_dict__a/b": model(), "training__data_dict__a/b": {"training_data": {"systems": ["x"]}}},
+        "model.model_dict",
+        '"a/b" is no name of a task',
+    ),
+    "heads_are_told_apart": (
+        {"model__model_dict__Ice": model(), "training__data_dict__Ice": {"training_data": {"systems": ["x"]}}},
+        "model.model_dict.Ice",
+        "task ice has this name but for upper and lower case",
+    ),
+    "alias of another task": (
+        {"model__model_dict__ice": model(model_branch_alias=["WATER"])},
+        "model.model_dict.ice.model_branch_alias",
+        "WATER means task water already",
+    ),
+    "alias of two": (
+        {
+            "model__model_dict__ice": model(model_branch_alias=["h2o"]),
+            "model__model_dict__water": model(model_branch_alias=["H2O"]),
+        },
+        "model.model_dict.ice.model_branch_alias",
+        "h2o means task water already",
     ),
     "sections_name_the_tasks": (
         {"model__model_dict__steam": model()},

@@ -78,8 +78,9 @@ def config_summary(
         of = f"{task.name}: " if task.name else ""
         rows += [(name, f"{of}{text}") for name, text in [*task.model.summary(), ("loss", task.loss.summary())]]
     num_steps = training.numb_steps or num_steps
-    length = counted(num_steps, "step") if num_steps else f"{training.numb_epoch:g} epochs"
-    if steps_per is not None:
+    passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
+    length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch:g} epochs"
+    if steps_per is not None and "" in config.tasks:  # several tasks see their data more or less often
         batches = round(steps_per["epochs"])
         length = (
             f"{counted(num_steps, 'step')} = {num_steps / batches:.1f} epochs of {counted(batches, 'batch', 'batches')}"
