@@ -67,6 +67,10 @@ class RankLostError(UserError):
     """Another process of the run has ended; nothing is wrong in this one."""
 
 
+class NotCompiledError(RuntimeError):
+    """torch cannot compile a model, which is a mistake of this program."""
+
+
 class ReportedElsewhere(Exception):  # noqa: N818 - the error is its cause
     """The run ends with the error that is the ``__cause__`` of this one, and another rank reports why."""
 

@@ -150,7 +150,7 @@ def compare(
     one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
     two = {name: value.to(batch.coord.device) for name, value in two.items()}
     difference = {name: float((one[name] - two[name]).abs().max()) for name in one}
-    tolerance = SAME_MATH[model.dtype]
+    tolerance = max(SAME_MATH[parameter.dtype] for parameter in model.parameters())
     for name, value in difference.items():
         scale = max(1.0, float(one[name].abs().max()))
         if not value <= tolerance * scale:

@@ -21,7 +21,7 @@ from deepmd_ema.model.elements import carried_over
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import content_digest
-from deepmd_ema.train.start import find_start
+from deepmd_ema.train.find_start import find_start
 
 PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
@@ -207,7 +207,7 @@ def test_a_head_of_a_multi_task_file_is_fine_tuned(head, desk):
     config["model"]["finetune_head"] = head
     assert train(config, "--finetune", str(file)) == 0
     assert content_digest(checkpoint.load("model.ckpt-1.pt")["model"]) == content_digest(of_command_line)
-    begin = first_weights(file, config, head=head)
+    begin = first_weights(file, config, heads={"": head})
     expected = carried_over(loaded.model, build_model(config_from_dict(config).model))
     assert all(torch.equal(begin[name], value) for name, value in expected.items())
 

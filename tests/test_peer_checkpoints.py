@@ -20,7 +20,7 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import read_deepmd_pt, read_dp
-from deepmd_ema.train.start import find_start
+from deepmd_ema.train.find_start import find_start
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there
@@ -104,7 +104,7 @@ def test_a_head_is_chosen_by_name(name, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["pt_heads.pt", "out.dp"], "several models; which? It has water, ice: `dp-ema convert"),
+        (["pt_heads.pt", "out.dp"], "several models; which? It has water, ice: choose one with --head"),
         (["pt_heads.pt", "out.dp", "--head", "steam"], "no head 'steam'. It has water, ice"),
         (["pt.pt", "out.dp", "--head", "water"], "so there is no head 'water'"),
         (["pt_ema.pt", "out.dp", "--use-ema"], "without averaged weights"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 import zipfile
 from dataclasses import replace
 
@@ -11,16 +13,21 @@ import pytest
 import torch
 from helpers import toy_frame
 from infer_models import write_run
-from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
+from torch._inductor import config as inductor_options
+from torch._inductor.exc import CppCompileError
+from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
 from deepmd_ema import cli, export, interchange
+from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
-from deepmd_ema.infer import load
+from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-from deepmd_ema.model.build import DESCRIPTORS
+from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
@@ -42,7 +49,7 @@ def with_images(coord, types, box, reach, seed):
     return [torch.as_tensor(a)[None] for a in (extended, types[mapping], nlist, mapping)]
 
 
-@pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
+@pytest.mark.parametrize("descriptor", [*sorted(DESCRIPTORS), *VARIANTS])
 def test_energies_with_images_are_those_of_the_batch(descriptor):
     """A frame of its own neighbors and one with ghosts in any order are the same model, forces on images included."""
     _, model = toy_model(descriptor)
@@ -70,8 +77,8 @@ def as_if_compiled(monkeypatch):
 
     def compiled_of(path):
         loaded = replace(load_model(path), is_compiled=True)
-        function = interchange.pt2._with_conditions(loaded.model, loaded.config)
-        monkeypatch.setattr(interchange, "load_compiled", lambda path: (function, "cpu"))
+        function = pt2._with_conditions(loaded.model, loaded.config)
+        monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
         return loaded
 
     return compiled_of
@@ -82,6 +89,8 @@ def as_if_compiled(monkeypatch):
     [
         {},
         {"model__pair_exclude_types": [[0, 1]]},
+        # more neighbors than are kept: pairs are excluded after the nearest were chosen
+        {"model__pair_exclude_types": [[0, 1]], "model__descriptor__sel": [5, 6]},
         {"model__fitting_net__numb_fparam": 2, "model__fitting_net__numb_aparam": 1},
     ],
 )
@@ -91,7 +100,8 @@ def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compile
     plain, other = Potential(path, device="cpu"), Potential(as_if_compiled(path))
     rng = np.random.default_rng(0)
     coord, types, box = toy_frame(rng, 12)
-    given = {"fparam": [0.3, 0.4], "aparam": rng.normal(size=(12, 1))} if len(changes) == 2 else {}
+    has_parameters = plain.num_conditions["fparam"] > 0
+    given = {"fparam": [0.3, 0.4], "aparam": rng.normal(size=(12, 1))} if has_parameters else {}
     kept, lists = KeptPairs(skin) if skin else None, set()
     for step in range(12):
         cell = None if step in (5, 6) else 1.01 * box if step > 8 else box
@@ -102,6 +112,56 @@ def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compile
         lists.add(id(other._images.pairs))
         coord = coord + rng.uniform(-0.05, 0.05, coord.shape)
     assert 3 <= len(lists) <= 11 or not skin  # kept for some steps, and found again as the cell changes
+
+
+def conditioned(descriptor):
+    """Return the config and the model of two parts that read frame parameters, which have a default."""
+    part = {"descriptor": descriptor, "fitting_net": {"neuron": [4], "numb_fparam": 2, "default_fparam": [0.1, 0.2]}}
+    config = model_config_from_dict({"type": "linear_ener", "type_map": ["O", "H", "Na"], "models": [part, part],
+                                     "weights": "sum"})  # fmt: skip
+    model = build_model(config, 1).eval()
+    disturb(model)
+    return config, model
+
+
+def test_frame_parameters_that_are_not_given_have_their_default_where_the_model_is():
+    """A sum of models was called without them, and on a GPU they were tensors of the CPU."""
+    config, model = conditioned(SECTIONS["se_e2_a"])
+    default = config.fitting_net.default_fparam
+    assert default == [0.1, 0.2]
+    batch = batch_of(model, (*toy_atoms(0, 5), TRICLINIC), (*toy_atoms(1, 3), None))
+    function = pt2._with_conditions(model, config)
+    known, found = model(batch), CompiledModel(function, model, default)(batch)
+    for name, value in known.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    devices = []
+
+    def elsewhere(coord, atype, nlist, mapping, fparam):
+        devices.append(fparam.device.type)
+        return {"energy_redu": coord[0, :1, :1], "energy": coord[..., :1], "energy_derv_r": coord[:, :, None],
+                "energy_derv_c_redu": coord[:, :1]}  # fmt: skip
+
+    coord, atoms = torch.zeros(3, 3, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta")
+    CompiledModel(elsewhere, model, default).frame(coord, atoms, atoms[:, None], atoms, {})
+    assert devices == ["meta"]
+
+
+def test_two_precisions_are_compared_as_the_lower_one():
+    """Such a model was refused as not the same: its features are float64, a part of it is not."""
+    low = SECTIONS["se_e2_a"] | {"precision": "float32"}
+    for changes in ({"list": [low, SECTIONS["se_e2_r"]]}, {}):
+        config, model = toy_model("hybrid", changes, {} if changes else {"precision": "float32"})
+        function = pt2._with_conditions(model, config)
+        found = export.compare(model, CompiledModel(function, model, None), config, torch.device("cpu"))
+        assert 0 < max(found.values()) < 1e-4
+
+
+def test_arrays_that_cannot_be_written_are_taken_without_a_warning(tmp_path, as_if_compiled):
+    path = write_run(tmp_path, model__fitting_net__numb_fparam=1)[0]
+    coord, types, box = toy_frame(np.random.default_rng(0), 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Potential(as_if_compiled(path)).evaluate(coord, types, box, fparam=[0.3])
 
 
 def test_it_warns_of_the_same_frames_as_the_checkpoint(tmp_path, as_if_compiled, caplog):
@@ -185,19 +245,59 @@ def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
 
 
 def test_it_is_not_taken_to_another_device(compiled, monkeypatch):
-    monkeypatch.setattr(load, "select_device", lambda name: torch.device(name))  # as if there were a GPU
+    monkeypatch.setattr(pt2, "select_device", lambda name: torch.device(name))  # as if there were a GPU
     assert Potential(compiled.path, device="cpu").rcut > 0
     with pytest.raises(UserError, match=r"water.pt2: compiled for cpu, not for cuda"):
         load_model(compiled.path).on("cuda")
 
 
-def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, monkeypatch, capsys):
-    import torch._inductor.config
+def test_it_goes_to_the_gpu_that_is_asked_for(tmp_path, monkeypatch):
+    """It went to the first one, whatever its number was."""
+    path, numbers = tmp_path / "m.pt2", []
+    with zipfile.ZipFile(path, "w") as package:
+        package.writestr("model/extra/metadata.json", json.dumps({"dp_ema_device": "cuda"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pt2, "select_device", lambda name: torch.device(name))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path, device_index: numbers.append(device_index))
+    assert [pt2.load_compiled(path, name)[1].type for name in ("cuda:1", None)] == ["cuda", "cuda"]
+    assert numbers == [1, -1]
 
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
+
+def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, capsys):
+    with inductor_options.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
     assert "no C++ compiler was found (no-such-compiler)" in capsys.readouterr().err
     assert not (tmp_path / "m.pt2").exists()
+
+
+def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tmp_path, monkeypatch, capsys):
+    """There was a line of torch's and nothing else."""
+
+    def asks(self, batch):
+        return batch.vector if batch.vector.sum() > 0 else None
+
+    monkeypatch.setattr(ByTypeDescriptor, "_normalisation", asks)
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"cannot compile this model \(se_e2_a, model/descriptor/se_e2_a.py line \d+\). Write a .dp", said)
+    assert "data-dependent" in said
+    assert "Run again with --debug" in said
+    assert not (tmp_path / "m.pt2").exists()
+
+
+@pytest.mark.parametrize(("error", "code", "phrase"), [
+    (CppCompileError(["g++"], "a.cpp:1:10: fatal error: b.h: No such file\nmore"), 2,
+     "the C++ compiler failed (a.cpp:1:10: fatal error: b.h: No such file). Install g++, or name another"),
+    (RuntimeError("LoweringException: target: aten.bmm.default"), 1, "cannot compile this model (se_e2_a, aten.bmm)"),
+])  # fmt: skip
+def test_a_failure_of_the_compiler_is_told_apart(run, tmp_path, monkeypatch, capsys, error, code, phrase):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == code
+    assert phrase in capsys.readouterr().err
 
 
 def test_a_device_is_refused_where_it_would_be_ignored(run, tmp_path, capsys):

@@ -208,6 +208,7 @@ BIAS = _either(
     _parts({"mode": TEXT}, _FITTED_TO),
     _parts({"mode": TEXT, **_FITTED_TO}),
 )
+BIASES = _of_one_or_each_task(lambda v: not isinstance(v, Mapping) or "mode" in v, BIAS)
 
 _MODEL = _parts({"type_map": TEXTS})
 _SECTIONS = _all(
@@ -248,7 +249,7 @@ KINDS: dict[str, Rule] = {
     "best": _parts(_ALL, {**_COMMON, "average": AVERAGE}),
     "snapshot": _all(_parts({**_ALL, "average": TRACKED, "averaged": TEXTS}, _COMMON), _averaged_are_there),
     # a model of another program may not say of which step it is
-    "weights": _parts({**_ALL, "step": _or_none(COUNT)}, {**_COMMON, "average": AVERAGE, "bias": BIAS}),
+    "weights": _parts({**_ALL, "step": _or_none(COUNT)}, {**_COMMON, "average": AVERAGE, "bias": BIASES}),
 }  # fmt: skip
 
 FROZEN_FACTS = _parts(

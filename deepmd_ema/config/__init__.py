@@ -5,13 +5,12 @@ from __future__ import annotations
 from deepmd_ema.config.argcheck import run_arguments
 from deepmd_ema.config.load import (
     config_from_dict,
-    config_of_head,
-    links_in,
     load_config,
     model_config_from_dict,
     model_configs,
+    saved_models,
 )
-from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
+from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options, rows_of_tasks
 from deepmd_ema.config.rules import launch_problems
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.run import RunConfig, TaskConfig, choose_head, to_dict
@@ -22,15 +21,15 @@ __all__ = [
     "TaskConfig",
     "choose_head",
     "config_from_dict",
-    "config_of_head",
     "config_summary",
     "config_warnings",
     "ignored_options",
     "launch_problems",
-    "links_in",
     "load_config",
     "model_config_from_dict",
     "model_configs",
+    "rows_of_tasks",
     "run_arguments",
+    "saved_models",
     "to_dict",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.argcheck import refusal, run_arguments
 from deepmd_ema.config.explain import explain
-from deepmd_ema.config.fields import build, options
+from deepmd_ema.config.fields import build, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.model import ModelConfig
@@ -35,16 +36,23 @@ def load_config(path: str | Path, model_section: Callable[[Any], Any] | None = N
     return _load(values, str(path), lines)
 
 
-def head_of_input(path: str | Path) -> str | None:
-    """Return ``model.finetune_head`` of a file, before anything of it is checked; None where it names none.
+def heads_of_input(path: str | Path) -> dict[str, str | None]:
+    """Return ``finetune_head`` of each task of a file, before anything of it is checked; None where it names none.
+
+    The only task of an input of one is called ``""``.
 
     Raises:
         ConfigError: if the file cannot be read.
     """
     values, _ = read_config_file(Path(path))
     model = values.get("model") if isinstance(values, Mapping) else None
-    head = model.get("finetune_head") if isinstance(model, Mapping) else None
-    return head if isinstance(head, str) and head else None
+    model = model if isinstance(model, Mapping) else {}
+    models = model.get("model_dict") if has_tasks(values) else {"": model}
+    named = {task: own for task, own in models.items() if not is_comment(task)} if isinstance(models, Mapping) else {}
+    heads = {
+        task: {**model, **own}.get("finetune_head") if isinstance(own, Mapping) else None for task, own in named.items()
+    }
+    return {str(task): head if isinstance(head, str) and head else None for task, head in heads.items()}
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
@@ -73,28 +81,37 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     return model
 
 
-def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str, ModelConfig]:
-    """Return the models of a config by task: of a whole run, or one that has the section ``model`` only.
+@dataclass(frozen=True)
+class SavedModels:
+    """The models of a config, by name of the task.
+
+    Attributes:
+        configs: their sections ``model``.
+        links: what they share.
+        runs: of each the config as that of a run that trains it only, as plain values.
+    """
+
+    configs: dict[str, ModelConfig]
+    links: tuple[Link, ...]
+    runs: dict[str, dict[str, Any]]
+
+
+def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedModels:
+    """Return the models of a config of a whole run, or of one that has the section ``model`` only.
 
     Raises:
         ConfigError: with every mistake of the config.
     """
-    if has_tasks(values):
-        return {name: task.model for name, task in config_from_dict(values, source).tasks.items()}
-    return {"": model_config_from_dict(values["model"], source)}
-
-
-def links_in(values: Mapping[str, Any], source: str = "<dict>") -> tuple[Link, ...]:
-    """Return what the models of a config share, see :func:`model_configs`."""
-    return config_from_dict(values, source).links if has_tasks(values) else ()
-
-
-def config_of_head(values: Mapping[str, Any], head: str, source: str = "<dict>") -> dict[str, Any]:
-    """Return the config as that of a run that trains one of its tasks only."""
     if not has_tasks(values):
-        return dict(values)
-    config = config_from_dict(values, source)
-    return to_dict(config.of_task(config.tasks[head]))
+        return SavedModels({"": model_config_from_dict(values["model"], source)}, (), {"": dict(values)})
+    run = config_from_dict(values, source)
+    configs = {name: task.model for name, task in run.tasks.items()}
+    return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
+
+
+def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str, ModelConfig]:
+    """Return the sections ``model`` of a config by name of the task, see :func:`saved_models`."""
+    return saved_models(values, source).configs
 
 
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ class CompiledModel(nn.Module):
     Args:
         run: the compiled function, with the arguments of ``ExtendedModel``.
         model: what was compiled; only read, for its layout.
+        default_fparam: frame parameters of frames that come without, where the model has such.
     """
 
-    def __init__(self, run: Callable[..., dict[str, Tensor]], model: EnergyModel) -> None:
+    def __init__(
+        self, run: Callable[..., dict[str, Tensor]], model: EnergyModel, default_fparam: Sequence[float] | None
+    ) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._default_fparam = run, default_fparam
         self.layout, self.type_map = model.layout, model.type_map
-        fitting = model.fitting
-        default = getattr(fitting, "_default_fparam", None)
-        self._default_fparam = default if getattr(fitting, "num_fparam", 0) else None
 
     def forward(self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True) -> dict[str, Tensor]:
         """Return the energies (F,), atomic energies (A,), forces (A, 3) and virials (F, 9), all float64."""
@@ -59,8 +59,8 @@ class CompiledModel(nn.Module):
             conditions: ``fparam`` (1, P) and ``aparam`` (N, Q) by name, where the model takes them.
         """
         more = dict(conditions)
-        if FPARAM not in more and self._default_fparam is not None:
-            more[FPARAM] = self._default_fparam.expand(1, -1).contiguous()
+        if FPARAM not in more and self._default_fparam:
+            more[FPARAM] = coord.new_tensor([self._default_fparam])
         if APARAM in more:
             more[APARAM] = more[APARAM][None]
         given = [more[name] for name in (FPARAM, APARAM) if name in more]

@@ -36,17 +36,13 @@ class Images:
         distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
         self._close = np.flatnonzero(distance < close)
         self._most = self._count(np.ones(len(distance), bool))
-        seen = np.ones(len(distance), bool)
-        for a, b in layout.excluded_pairs:
-            seen &= (frame.atom_type[pairs.i] != a) | (frame.atom_type[pairs.j] != b)
-        i, j, shift = pairs.i[seen], pairs.j[seen], pairs.shift[seen]
-        moved = shift.any(axis=1)
-        images, place = np.unique(np.column_stack([j, shift])[moved], axis=0, return_inverse=True)
-        target = j.copy()
+        moved = pairs.shift.any(axis=1)
+        images, place = np.unique(np.column_stack([pairs.j, pairs.shift])[moved], axis=0, return_inverse=True)
+        target = pairs.j.copy()
         target[moved] = natoms + place.ravel()
-        rank, counts = rank_in_group(i, natoms)
+        rank, counts = rank_in_group(pairs.i, natoms)
         nlist = np.full((natoms, max(1, counts.max(initial=0))), -1, np.int64)
-        nlist[i, rank] = target
+        nlist[pairs.i, rank] = target
         mapping = np.concatenate([np.arange(natoms), images[:, 0]])
         offset = np.zeros((len(mapping), 3))
         if frame.box is not None:

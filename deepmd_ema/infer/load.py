@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
-from deepmd_ema.config import ModelConfig, choose_head, config_of_head, links_in, model_configs, to_dict
+from deepmd_ema.config import ModelConfig, choose_head, model_configs, saved_models, to_dict
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.tensors import check_weights
 from deepmd_ema.weights import LIVE
+
+Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
+"""Which models of a file are meant, of all their names with aliases."""
 
 COMPILED_SUFFIX = ".pt2"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX)
@@ -100,17 +103,24 @@ class LoadedModel:
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
         """
-        if not self.is_compiled:
-            where = select_device(device)
-            return self.model.to(where).eval(), where
-        path = self.info.path
-        run, kind = interchange.load_compiled(path)
-        where = select_device(kind if device is None else device)
-        if where.type != kind:
-            raise UserError(
-                f"{path}: compiled for {kind}, not for {where}. Freeze the model again with --device {where}."
-            )
-        return CompiledModel(run, self.model), where
+        if self.is_compiled:
+            run, where = interchange.load_compiled(self.info.path, device)
+            return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
+        where = select_device(device)
+        return self.model.to(where).eval(), where
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """Every model in a file.
+
+    Attributes:
+        models: by name of the task; one without a name is called ``""``.
+        config: of the run that trained them, or the section ``model`` only.
+    """
+
+    models: Mapping[str, LoadedModel]
+    config: Mapping[str, Any]
 
 
 def load_model(
@@ -128,37 +138,32 @@ def load_model(
     Raises:
         CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
     """
-    path, use_average = Path(path), use_average or average is not None
-    if path.suffix.lower() in FROZEN_SUFFIXES:
-        choose_head({"": ()}, head, str(path))
-        loaded = _load_frozen(path)
-    else:
-        path = checkpoint.resolve(path)
-        try:
-            loaded = _load_checkpoint(path, checkpoint.load(path), use_average, average, head)
-        except checkpoint.DeepmdCheckpointError as error:
-            return _load_deepmd(path, error.content, use_average, average, head)
-    if use_average and loaded.info.weights in (LIVE, ""):
-        raise CheckpointError(
-            f"{path}: holds {loaded.info.weights or 'unnamed'} weights ({loaded.info.kind}), no average. Give the "
-            "training checkpoint or the file of the average; a run keeps those that training.averaging lists."
-        )
+    name = str(path)
+    (loaded,) = _load(Path(path), use_average, average, lambda names: [choose_head(names, head, name)]).models.values()
     return loaded
 
 
-def heads_in(path: str | Path) -> tuple[str, ...]:
-    """Return the names of the models in a file; none where there is one without a name.
+def load_models(
+    path: str | Path, use_average: bool = False, average: str | None = None, heads: Collection[str] | None = None
+) -> ModelFile:
+    """Return the models of some ``heads``, or all, in ``path``, see :func:`load_model`."""
+    return _load(Path(path), use_average, average, lambda names: names if heads is None else heads)
+
+
+def heads_in(path: str | Path) -> Mapping[str, Sequence[str]]:
+    """Return the names of the models in a file, with their aliases; one without a name is called ``""``.
 
     Raises:
         CheckpointError: if the file is missing or damaged.
     """
     path = Path(path)
     if path.suffix.lower() in FROZEN_SUFFIXES:
-        return ()
+        return {"": ()}
     try:
-        return tuple(filter(None, model_configs(checkpoint.load(path)["config"], str(path))))
+        models = model_configs(checkpoint.load(path)["config"], str(path))
+        return {name: model.model_branch_alias for name, model in models.items()}
     except checkpoint.DeepmdCheckpointError as error:
-        return interchange.heads_of(error.content, path)
+        return interchange.heads_of(error.content, path) or {"": ()}
 
 
 def average_in_words(average: Mapping[str, Any]) -> str:
@@ -172,40 +177,71 @@ def average_in_words(average: Mapping[str, Any]) -> str:
     return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 
+def _load(path: Path, use_average: bool, average: str | None, choose: Choose) -> ModelFile:
+    use_average = use_average or average is not None
+    if path.suffix.lower() in FROZEN_SUFFIXES:
+        _ = choose({"": ()})
+        frozen = _load_frozen(path)
+        found = ModelFile({"": frozen}, frozen.info.config)
+    else:
+        path = checkpoint.resolve(path)
+        try:
+            found = _load_checkpoint(path, checkpoint.load(path), use_average, average, choose)
+        except checkpoint.DeepmdCheckpointError as error:
+            return _load_deepmd(path, error.content, use_average, average, choose)
+    info = next(iter(found.models.values())).info
+    if use_average and info.weights in (LIVE, ""):
+        raise CheckpointError(
+            f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), no average. Give the "
+            "training checkpoint or the file of the average; a run keeps those that training.averaging lists."
+        )
+    return found
+
+
 def _load_checkpoint(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, head: str | None
-) -> LoadedModel:
+    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+) -> ModelFile:
     if use_average and payload["kind"] == "training":
         average = checkpoint.choose_profile(payload, path, average)
     weights, facts = checkpoint.weights_in(payload, path, average)
     name = average or payload["weights"]
-    source, written = str(path), payload["config"]
-    configs, links = model_configs(written, source), links_in(written, source)
-    head = choose_head({task: config.model_branch_alias for task, config in configs.items()}, head, source)
-    for config in configs.values():
+    saved = saved_models(payload["config"], str(path))
+    chosen = choose({task: config.model_branch_alias for task, config in saved.configs.items()})
+    for config in saved.configs.values():
         if config.descriptor.neighbors is None:  # a run writes numbers
             option = f"config.model.descriptor.{config.descriptor.neighbors_option}"
             raise CheckpointError(f"{path}: damaged, {option} is not numbers. Use another checkpoint of the run.")
-    models = build_models(configs, links)
+    models = build_models(saved.configs, saved.links)
     check_weights({k: tuple(v.shape) for k, v in models.state_dict().items()}, weights, path)
     models.load_state_dict(weights)
-    model = models.by_task[head]
-    model.min_nbor_dist = nested(payload.get("min_nbor_dist"), tuple(configs)).get(head)
-    version, own = f"dp-ema {payload['version']}", config_of_head(written, head, source)
-    info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
-                      version, own, payload.get("bias", {}))  # fmt: skip
-    return LoadedModel(model.eval(), configs[head], info)
+    tasks = tuple(saved.configs)
+    distances, changes = nested(payload.get("min_nbor_dist"), tasks), nested(payload.get("bias", {}), tasks)
+    found = {}
+    for head in chosen:
+        model = models.by_task[head].eval()
+        model.min_nbor_dist = distances.get(head)
+        info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
+                          f"dp-ema {payload['version']}", saved.runs[head],
+                          changes.get(head, {}))  # fmt: skip
+        found[head] = LoadedModel(model, saved.configs[head], info)
+    return ModelFile(found, payload["config"])
 
 
 def _load_deepmd(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, head: str | None
-) -> LoadedModel:
-    found = interchange.read_deepmd_pt(payload, path, head, use_average)
-    if average not in (None, found.weights):
-        raise CheckpointError(f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema.")
-    config, distance = {"model": to_dict(found.config)}, found.model.min_nbor_dist
-    info = Provenance(path, "deepmd", found.weights, found.step, found.average, distance, "DeePMD-kit", config)
-    return LoadedModel(found.model, found.config, info)
+    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+) -> ModelFile:
+    found = {}
+    for head in choose(interchange.heads_of(payload, path) or {"": ()}):
+        own = interchange.read_deepmd_pt(payload, path, head or None, use_average)
+        if average not in (None, own.weights):
+            raise CheckpointError(
+                f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
+            )
+        config, distance = {"model": to_dict(own.config)}, own.model.min_nbor_dist
+        info = Provenance(path, "deepmd", own.weights, own.step, own.average, distance, "DeePMD-kit", config)
+        found[head] = LoadedModel(own.model, own.config, info)
+    sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
+    return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})
 
 
 def _load_frozen(path: Path) -> LoadedModel:

@@ -139,7 +139,7 @@ class Potential:
             images = self._images = Images(frame, pairs, self._layout, close, self._device)
         self._warn_once(list(images.most(frame.coord)), images.nearest(frame.coord))
         given = {FPARAM: None if frame.fparam is None else frame.fparam[None], APARAM: frame.aparam}
-        conditions = {name: torch.as_tensor(v).to(self._device) for name, v in given.items() if v is not None}
+        conditions = {name: torch.tensor(v, device=self._device) for name, v in given.items() if v is not None}
         atype, nlist, mapping = images.tensors
         found = model.frame(images.coord(frame.coord), atype, nlist, mapping, conditions)
         return {name: value.to("cpu").numpy() for name, value in found.items()}
@@ -176,7 +176,7 @@ class Potential:
         kinds = np.broadcast_to(kinds, (count, natoms))
         boxes = _boxes(box, count)
         fitting = self.config.fitting_net
-        default = fitting.default_fparam
+        default = fitting.default_fparam or None  # an empty list is none
         per_frame = _parameters("fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,))
         per_atom = _parameters("aparam", aparam, count, (natoms, fitting.numb_aparam))
         rows, order = zip(coords, kinds, boxes, per_frame, per_atom), np.arange(natoms)

@@ -82,15 +82,16 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
     Args:
         payload: the content of the file.
         path: where it was read, for messages.
-        head: which model, where there are several.
+        head: which model, one of :func:`heads_of`; None where there is one without a name.
         use_average: takes the averaged weights of a training checkpoint.
 
     Raises:
-        CheckpointError: if there is no such head or average, or the model is not available here.
+        CheckpointError: if there is no average, or the model is not available here.
     """
     with faults_in_words(path):
         extra = _extra_of(payload, path)
-        name, section = _choose(extra["model_params"], path, head)
+        name, section = head or _ONLY, extra["model_params"]
+        section = section if head is None else section["model_dict"][head]
         state, prefix = _state_of(payload), f"model.{name}."
         own = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
         facts: dict[str, Any] = {}
@@ -107,10 +108,11 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts)
 
 
-def heads_of(payload: Any, path: Path) -> tuple[str, ...]:
-    """Return the names of the models of a checkpoint of DeePMD-kit; none where there is one without a name."""
+def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
+    """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where there is one."""
     with faults_in_words(path):
-        return tuple(_extra_of(payload, path)["model_params"].get("model_dict", ()))
+        models = _extra_of(payload, path)["model_params"].get("model_dict", {})
+        return {name: list(map(str, section.get("model_branch_alias") or ())) for name, section in models.items()}
 
 
 def _state_of(payload: Any) -> Any:
@@ -124,26 +126,6 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
             f"{path}: a checkpoint of DeePMD-kit without the section `model` of its input. {_CONVERT.format(path=path)}"
         )
     return extra
-
-
-def _choose(section: Mapping[str, Any], path: Path, head: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Return the name of a model in the file, and its section ``model``."""
-    models = section.get("model_dict")
-    if models is None:
-        if head is not None:
-            raise CheckpointError(f"{path}: one model without a name, so there is no head {head!r}. Leave it out.")
-        return _ONLY, section
-    names = {name.lower(): name for name, own in models.items()}
-    for name, own in models.items():
-        names |= {str(alias).lower(): name for alias in own.get("model_branch_alias") or ()}
-    if head is None or head.lower() not in names:
-        wanted = "several models; which?" if head is None else f"no head {head!r}."
-        raise CheckpointError(
-            f"{path}: {wanted} It has {first_few(list(models))}: `dp-ema convert {path} NAME.dp --head NAME` makes a "
-            "file of one."
-        )
-    found = names[head.lower()]
-    return found, models[found]
 
 
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:

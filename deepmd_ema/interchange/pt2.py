@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count, islice
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_ema.config import ModelConfig
-from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.dist.device import select_device
+from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
 from deepmd_ema.model.energy import EnergyModel
@@ -27,6 +31,7 @@ from deepmd_ema.model.extended import ExtendedModel
 _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
+_OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
 _OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
 
 
@@ -49,15 +54,17 @@ def write_pt2(
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
 
     Raises:
-        UserError: if there is no C++ compiler.
+        UserError: if there is no C++ compiler, or it fails.
+        NotCompiledError: if torch cannot compile the model.
         WriteError: if the file cannot be written.
     """
     _refuse_without_compiler(path)
-    exported = _exported(model, config, device)
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
+        with _failures_in_words(path, config):
+            exported = _exported(model, config, device)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
         with zipfile.ZipFile(made, "a") as package:
             package.writestr(_FACTS, json.dumps(facts))
             package.writestr(_SCRIPT, json.dumps(tree["model_def_script"]))
@@ -68,11 +75,16 @@ def write_pt2(
                 check(part)
 
 
-def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
-    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and its device.
+def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
+    """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and where it runs.
+
+    Args:
+        path: the file.
+        name: of a device; that of the file if not given.
 
     Raises:
         CheckpointError: if the file is missing or damaged, or this machine cannot run it.
+        UserError: if the device is not there, or the file is compiled for another one.
     """
     try:
         with zipfile.ZipFile(path) as package:
@@ -80,10 +92,16 @@ def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
             facts = json.loads(package.read(_FACTS))
         if bad is not None:
             raise CheckpointError(f"{path}: damaged ({bad}). Freeze the model again.")
-        device = str(facts[_DEVICE])
-        if device == "cuda" and not torch.cuda.is_available():
+        kind = str(facts[_DEVICE])
+        if kind == "cuda" and not torch.cuda.is_available():
             raise CheckpointError(f"{path}: compiled for CUDA, and there is no GPU here. Freeze the model again here.")
-        return torch._inductor.aoti_load_package(str(path)), device
+        device = select_device(kind if name is None else name)
+        if device.type != kind:
+            raise UserError(
+                f"{path}: compiled for {kind}, not for {device}. Freeze the model again with --device {device}."
+            )
+        number = -1 if device.index is None else device.index
+        return torch._inductor.aoti_load_package(str(path), device_index=number), device
     except (OSError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
@@ -95,7 +113,7 @@ def load_compiled(path: Path) -> tuple[Callable[..., dict[str, Tensor]], str]:
 def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     """Return what DeePMD-kit reads from a package before it runs it."""
     layout, fitting = model.layout, config.fitting_net
-    default = None if fitting.default_fparam is None else list(fitting.default_fparam)
+    default = list(fitting.default_fparam) if fitting.default_fparam else None
     energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
               "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
     return {
@@ -182,6 +200,29 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
     return coord, atype, nlist, torch.zeros_like(atype), *conditions
 
 
+@contextmanager
+def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
+    """Say what torch could not compile, and where that stands; its errors have no type of their own."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if "CppCompileError" in text:
+            said = text.partition("Output:")[2].strip() or text
+            raise UserError(
+                f"{path}: the C++ compiler failed ({said.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows all "
+                "that it said."
+            ) from error
+        # an error of a graph tells in its text where it was traced from
+        lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
+        places = [f"{file} line {number}" for file, number in lines]
+        where = ", ".join([config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]])
+        raise NotCompiledError(
+            f"{path}: torch {torch.__version__} cannot compile this model ({where}). Write a .dp file instead, and "
+            f"please report this: {text.splitlines()[0][:150]}"
+        ) from error
+
+
 def _refuse_without_compiler(path: Path) -> None:
     from torch._inductor import config as options
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -192,6 +233,5 @@ def _refuse_without_compiler(path: Path) -> None:
     except InvalidCxxCompiler as error:
         names = ", ".join(name for name in options.cpp.cxx if name)
         raise UserError(
-            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. Install g++, or name "
-            "yours in the environment variable CXX; or write a .dp file."
+            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. {_OTHER_COMPILER}"
         ) from error

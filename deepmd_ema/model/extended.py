@@ -86,7 +86,7 @@ class ExtendedModel(nn.Module):
             coord: (F, E, 3) float64, angstrom; the first N of each frame are its atoms.
             atype: (F, E) int64.
             nlist: (F, N, L) int64, places of neighbors among the E, in any order, -1 is none. Neighbors beyond the
-                cutoff count for nothing.
+                cutoff and excluded pairs count for nothing.
             mapping: (F, E) int64, the atom that each is an image of; read only by models that pass messages.
             fparam: (F, P) float64.
             aparam: (F, N, Q) float64.
@@ -115,7 +115,7 @@ class ExtendedModel(nn.Module):
         force = force.index_add(0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1))
         force = force.index_add(0, place.flatten(), -pair.flatten(0, 1))
         # of a pair, at its neighbor
-        of_pairs = -(pair.unsqueeze(-1) * batch.vector.unsqueeze(-2)).view(-1, 9)
+        of_pairs = -(pair.unsqueeze(-1) * batch.vector.unsqueeze(-2)).reshape(-1, 9)
         virial = coord.new_zeros(frames * extended, 9).index_add(0, place.flatten(), of_pairs)
         virial = virial.view(frames, extended, 1, 9)
         return {
@@ -231,6 +231,12 @@ def _sorted_slots(
     rank = torch.arange(place.shape[1], device=place.device)
     there = (key < layout.rcut) & (rank < sum(layout.sel))
     sections = [there & (atype[place] == t) for t in range(len(layout.sel))] if layout.by_type else [there]
+    if layout.excluded_pairs:  # after the nearest were chosen, as everywhere
+        near = [mine & (torch.cumsum(mine, 1) <= sel) for mine, sel in zip(sections, layout.sel)]
+        seen = torch.ones_like(there)
+        for a, b in sorted(layout.excluded_pairs):
+            seen = seen & ((atype[own][:, None] != a) | (atype[place] != b))
+        sections = [mine & seen for mine in near]
     inside = [torch.cumsum(mine, 1) for mine in sections]
     slots = layout.sel
     if trims:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepmd_ema.config import links_in, model_configs
+from deepmd_ema.config import saved_models
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.tensors import check_weights, prefix_of
@@ -45,8 +45,8 @@ def state_for(models: ModelSet, payload: Mapping[str, Any], fresh: Mapping[str, 
         fresh: ``optimizer`` and ``streams`` of the restarted run before anything is loaded, for new tasks.
         source: the checkpoint, for messages.
     """
-    written = payload["config"]
-    before = build_models(model_configs(written, source), links_in(written, source)).first_names()
+    saved = saved_models(payload["config"], source)
+    before = build_models(saved.configs, saved.links).first_names()
     names: dict[str, str] = {}  # what averages and the optimizer call a tensor in this run -> in the checkpoint
     for name, first in models.first_names().items():
         if name in before:

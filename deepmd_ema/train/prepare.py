@@ -151,8 +151,8 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
             for line in statistics.lines():
                 logger.info("%s%s", f"task {name}: " * bool(name), line)
     start.load_weights(run.models)
-    if start.fits_bias:
-        for task in run.tasks.values():
+    for name, task in run.tasks.items():
+        if start.fits_bias(name):
             _fit_bias(task, run.seed, num_ranks)
     return run.models.state_dict()
 

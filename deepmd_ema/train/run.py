@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config
-from deepmd_ema.config.load import head_of_input
+from deepmd_ema.config.load import heads_of_input
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError, UserError
@@ -19,9 +19,9 @@ from deepmd_ema.report.table import Table, render
 from deepmd_ema.train.assemble import assemble
 from deepmd_ema.train.averages import Hook
 from deepmd_ema.train.ending import end_table
+from deepmd_ema.train.find_start import find_start
 from deepmd_ema.train.place import check_place, lock_place, write_config
 from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.start import find_start
 from deepmd_ema.train.trainer import Callback, Trainer
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,8 @@ def run_training(
     launch = find_launch() if launch is None else launch
     with open_world(device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
-            if init_model is not None or finetune is not None:
-                model_branch = _one_head(model_branch, input_file)
-            start = find_start(restart, init_model, finetune, model_branch)
+            heads = _heads(model_branch, input_file, (restart, init_model, finetune))
+            start = find_start(restart, init_model, finetune, heads)
             config = load_config(input_file, start.model_section if use_pretrain_script else None)
             if problems := launch_problems(config, world.size, launch.launched):
                 raise ConfigError(problems)
@@ -81,8 +80,7 @@ def run_training(
         config = replace(config, training=replace(config.training, seed=seed))
         for line in (*config.notes, *ignored_options(config)):
             logger.warning("%s", line)
-        if (restart or init_model or finetune) is None and (head := head_of_input(input_file)) is not None:
-            logger.warning('model.finetune_head = "%s": no effect without --finetune or --init-model', head)
+        _tell_idle_heads(config, restart, init_model, finetune)
         prepared = prepare(config, start, world, skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, output, is_new=start.step == 0))
         make = partial(assemble, prepared, start, world, should_update, input_file, callback)
@@ -90,19 +88,44 @@ def run_training(
         logger.info("%s", "\n".join(render(_train(make, world, tell_end, began), "  ")))
 
 
-def _one_head(given: str | None, input_file: str) -> str | None:
-    """Return the head that the command line or the input names.
+def _heads(given: str | None, input_file: str, files: Sequence[str | None]) -> dict[str, str | None]:
+    """Return by task the head that the command line or the input names.
+
+    Args:
+        given: on the command line.
+        input_file: of the run.
+        files: of --restart, --init-model and --finetune, one of which may be given.
 
     Raises:
-        UserError: if they name two.
+        UserError: if they name two, or there is no model to be chosen.
     """
-    head = head_of_input(input_file)
-    if given is not None and head is not None and given != head:
+    restart, *others = files
+    if given is not None and (restart is not None or not any(others)):
+        raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
+    heads = heads_of_input(input_file)
+    if given is None:
+        return heads
+    if set(heads) != {""}:
+        raise UserError(
+            f"--model-branch {given}: {input_file} has several tasks. Name the model that each starts from, as "
+            "finetune_head in its section of model.model_dict."
+        )
+    head = heads[""]
+    if head is not None and given != head:
         raise UserError(
             f'--model-branch {given}: {input_file} has model.finetune_head = "{head}". Expected one head: remove one '
             "of the two."
         )
-    return head if given is None else given
+    return {"": given}
+
+
+def _tell_idle_heads(config: RunConfig, restart: str | None, init_model: str | None, finetune: str | None) -> None:
+    """Warn of heads that have no effect in the way in which the run starts."""
+    for name, task in config.tasks.items():
+        head, place = task.model.finetune_head, task.place("model")
+        if head and restart is None and finetune is None and (name or init_model is None):
+            also = " or --init-model" * (not name)
+            logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
 
 
 def _train(make: Callable[[], Trainer], world: World, tell_end: Callable[..., Table], began: float) -> Table:

@@ -1,12 +1,11 @@
-"""How a run starts: anew, from the weights of a file, by fine-tuning them, or as the exact continuation of a run."""
+"""How a run starts: anew, from the weights of a file, or as the exact continuation of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +18,8 @@ from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_co
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
-from deepmd_ema.config.schema.linear import LinearConfig
-from deepmd_ema.errors import CheckpointError, ConfigError, UserError
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, heads_in, load_model
-from deepmd_ema.model.elements import ElementsError, carried_over
+from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.train import changed_tasks
 
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
-_OF_THE_START = "model.finetune_head"  # says what a run began with, not how it goes on
+_OF_THE_START = ".finetune_head"  # says what a run began with, not how it goes on
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -47,7 +44,6 @@ CONTINUITY = (
 )
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
-RANDOM = "RANDOM"  # as a head: a fresh fitting network
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
 _ADVICE = (
@@ -60,12 +56,7 @@ class Start:
     """A new run: weights come from the seed, statistics from the data.
 
     Subclasses start from a file. All differences between the ways to start are methods here.
-
-    Attributes:
-        fits_bias: whether the output bias is moved to the data before the first step.
     """
-
-    fits_bias: bool = False
 
     @property
     def step(self) -> int:
@@ -98,6 +89,10 @@ class Start:
         """Whether means, spreads and biases of the data are needed, because the file does not have all of them."""
         return True
 
+    def fits_bias(self, task: str) -> bool:
+        """Whether the output bias of a task is moved to the data before the first step."""
+        return False
+
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint that is continued.
 
@@ -107,7 +102,7 @@ class Start:
 
     def run_id(self, config: RunConfig) -> str:
         """Return what tells this trajectory of weights from others: the same config and start always give the same."""
-        return _digest(to_dict(config), "")
+        return digest(to_dict(config), "")
 
     def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
         """Return the nearest pair that the model records, angstrom: that in the data, or that of the file."""
@@ -146,7 +141,8 @@ class FromWeights(Start):
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
-        models, saved = {}, model_configs(self.payload["config"], str(self.path))
+        models, saved = {}, self._saved
+        self.check_tasks(config)
         for name, task in config.tasks.items():
             if name not in saved:
                 continue
@@ -158,16 +154,34 @@ class FromWeights(Start):
                 )
             if model.descriptor.neighbors is None:
                 models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved[name].descriptor))
-            self.tell_differences(saved[name], model)
+            self.tell_differences(saved[name], model, task.place("model"))
         return config.with_models(models) if models else config
 
-    def tell_differences(self, saved: ModelConfig, model: ModelConfig) -> None:
+    def check_tasks(self, config: RunConfig) -> None:
+        """Check that the file has a model for each task.
+
+        Raises:
+            CheckpointError: naming what it has instead.
+        """
+        if not (missing := [name for name in config.tasks if name not in self._saved]):
+            return
+        has = f"the models {', '.join(self._saved)}" if "" not in self._saved else "one model without a name"
+        if missing == [""]:
+            text = f"{has}, and the input has one task. Choose a model with --model-branch."
+        else:
+            text = (
+                f"{has}, and none for {', '.join(missing)} of the input: --init-model needs one for each task. Use "
+                "--finetune, which also starts several tasks from one model."
+            )
+        raise CheckpointError(f"{self.path}: holds {text}")
+
+    def tell_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
         """Warn of options with which the same weights mean another thing."""
-        _tell_differences(saved, model)
+        tell_differences(saved, model, place)
 
     def run_id(self, config: RunConfig) -> str:
         """Return what tells this trajectory of weights from others."""
-        return _digest(to_dict(config), str(self.path))
+        return digest(to_dict(config), str(self.path))
 
     def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
         """Return the nearest pair that the file records, angstrom."""
@@ -179,6 +193,10 @@ class FromWeights(Start):
         changed_tasks.load_weights(models, self._weights(), self._tasks_in(models), self.path)
         step = "step not known" if self.payload["step"] is None else f"step {self.payload['step']}"
         logger.info("weights of %s (%s, %s)", self.path, self.payload["weights"] or "live or averaged", step)
+
+    @cached_property
+    def _saved(self) -> dict[str, ModelConfig]:
+        return model_configs(self.payload["config"], str(self.path))
 
     def _tasks_in(self, models: ModelSet) -> list[str]:
         """Return the tasks of ``models`` that the file must have."""
@@ -204,7 +222,10 @@ class Restart(FromWeights):
             config = replace(config, training=replace(config.training, seed=seed))
         return config
 
-    def tell_differences(self, saved: ModelConfig, model: ModelConfig) -> None:
+    def check_tasks(self, config: RunConfig) -> None:
+        """Check nothing: ``check_resumable`` tells of tasks that come and go."""
+
+    def tell_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
         """Say nothing: ``check_resumable`` refuses them."""
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
@@ -238,6 +259,11 @@ class Restart(FromWeights):
                 f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}. Set it to '
                 f'"{kind}", or start anew from the weights with --init-model.'
             )
+        if kind == LKFConfig.type and (came or went):
+            raise ConfigError(
+                f'optimizer.type = "{kind}": its covariances are of blocks of the weights of all tasks, and these are '
+                "others now. Start anew from the weights with --finetune."
+            )
         for line in lines:
             logger.warning("the restart goes on with a change. %s", line)
 
@@ -248,7 +274,7 @@ class Restart(FromWeights):
     def run_id(self, config: RunConfig) -> str:
         """Return that of the run that is continued."""
         # files of 0.1.0 have none
-        return self.payload.get("run") or _digest(self.payload["config"], "")
+        return self.payload.get("run") or digest(self.payload["config"], "")
 
     def resume(self, trainer: Trainer) -> None:
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
@@ -267,9 +293,9 @@ class Restart(FromWeights):
                 self.step, trainer.num_steps,
             )  # fmt: skip
 
-    @cached_property
+    @property
     def _tasks(self) -> set[str]:
-        return set(model_configs(self.payload["config"], str(self.path)))
+        return set(self._saved)
 
     def _tasks_in(self, models: ModelSet) -> list[str]:
         return [task for task in models.by_task if task in self._tasks]
@@ -279,187 +305,23 @@ class Restart(FromWeights):
         return raw
 
 
-@dataclass(frozen=True)
-class FineTune(Start):
-    """A new run on other data: weights of a file, with the elements and the energy of each that the new data need.
-
-    Elements that the file does not have get the parameters of the seed and statistics of the data. The bias is moved by
-    a fit of label minus prediction, or, with a fresh fitting network, set by a fit of the labels.
-
-    Attributes:
-        loaded: the model of the file.
-        fresh_fitting: whether the fitting network starts anew.
-    """
-
-    loaded: LoadedModel
-    fresh_fitting: bool = False
-
-    @property
-    def fits_bias(self) -> bool:  # type: ignore[override]
-        """Whether the output bias is moved to the data before the first step."""
-        return not self.fresh_fitting
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.loaded.info.path
-
-    def model_section(self, given: Any) -> Any:
-        """Return the section of the input with descriptor and fitting network of the file, trainable as given.
-
-        Raises:
-            ConfigError: if options of the file count elements by number, and the elements are others.
-        """
-        section = to_dict(self.loaded.config)
-        if not isinstance(given, Mapping):
-            return section
-        type_map = given.get("type_map", section["type_map"])
-        if isinstance(self.loaded.config, LinearConfig):
-            return self._linear_section(given, type_map, section)
-        taken = ("descriptor",) if self.fresh_fitting else ("descriptor", "fitting_net")
-        by_number = [path for n in taken for path in _given(section[n], ("exclude_types", "atom_ener"), n)]
-        if by_number and type_map != section["type_map"]:
-            raise ConfigError(
-                f"--use-pretrain-script: {', '.join(by_number)} of {self.path} counts elements by number, and type_map "
-                "is another here. Write the section model into the input (`dp-ema show --config` prints it)."
-            )
-        own = {name: given[name] if isinstance(given.get(name), Mapping) else {} for name in taken}
-        trained = {name: {"trainable": own[name]["trainable"]} if "trainable" in own[name] else {} for name in taken}
-        return {**given, "type_map": type_map, **{name: {**section[name], **trained[name]} for name in taken}}
-
-    def _linear_section(self, given: Mapping[str, Any], type_map: Any, section: Mapping[str, Any]) -> Any:
-        """Return the section of the input with the parts of the file and their weights.
-
-        Raises:
-            ConfigError: if the elements are others: tables and options of parts count them by number.
-        """
-        if type_map != section["type_map"]:
-            raise ConfigError(
-                f"--use-pretrain-script: the parts of {self.path} are for type_map = {section['type_map']}, and it is "
-                "another here. Write the section model into the input (`dp-ema show --config` prints it)."
-            )
-        return {**given, **{name: section[name] for name in ("type", "type_map", "models", "weights")}}
-
-    def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits."""
-        models, saved = {}, self.loaded.config
-        for name, task in config.tasks.items():
-            model = task.model
-            _tell_differences(saved, model)
-            fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
-            if model.descriptor.neighbors is None and fits and model.descriptor.type == saved.descriptor.type:
-                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
-        return config.with_models(models) if models else config
-
-    def needs_statistics(self, config: RunConfig) -> bool:
-        """Whether there are new elements, or a fresh fitting network."""
-        known = set(self.loaded.config.type_map)
-        return self.fresh_fitting or any(set(task.model.type_map) - known for task in config.tasks.values())
-
-    def run_id(self, config: RunConfig) -> str:
-        """Return what tells this trajectory of weights from others."""
-        return _digest(to_dict(config), f"{self.path} fine-tuned")
-
-    def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
-        """Return the nearest pair that the model has seen, angstrom: in the data or in those of the file."""
-        return min((d for d in (in_data, self.loaded.info.min_nbor_dist) if d is not None), default=None)
-
-    def load_weights(self, models: ModelSet) -> None:
-        """Take over the weights of the file for the elements that it has."""
-        old = self.loaded.model
-        for model in models.by_task.values():
-            try:
-                model.load_state_dict(carried_over(old, model, with_fitting=not self.fresh_fitting))
-            except ElementsError as error:
-                lines = [f"{self.path}: its weights do not fit the model of this input.", *error.problems]
-                advice = "Use its sections descriptor and fitting_net (--use-pretrain-script takes them)"
-                last = "." if self.fresh_fitting else ", or a fresh fitting network (--model-branch RANDOM)."
-                raise CheckpointError("\n  ".join([*lines, advice + last])) from error
-            new = [name for name in model.type_map if name not in old.type_map]
-            logger.info(
-                "fine-tuning %s: %s; %s; fitting network %s", self.path, self.loaded.info.in_words(),
-                f"new elements {' '.join(new)}" if new else "no new elements",
-                "fresh" if self.fresh_fitting else "of the file",
-            )  # fmt: skip
-
-
-def find_start(
-    restart: str | None, init_model: str | None, finetune: str | None = None, head: str | None = None
-) -> Start:
-    """Load the file that a run starts from, if any.
-
-    Args:
-        restart: checkpoint to continue.
-        init_model: file whose weights a new run starts from.
-        finetune: file whose weights are fine-tuned.
-        head: which model of a file with several; ``RANDOM`` is a fresh fitting network, for fine-tuning.
-
-    Raises:
-        CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
-        UserError: if a head is given for what has none.
-    """
-    if head is not None and (restart is not None or (init_model is None and finetune is None)):
-        raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
-    if restart is not None:
-        if _is_frozen(restart):
-            raise CheckpointError(
-                f"--restart {restart}: a frozen model holds weights only, not the state of a run. Use a training "
-                f"checkpoint (model.ckpt-*.pt), or start anew from these weights with --init-model {restart}."
-            )
-        path = checkpoint.resolve(restart)
-        payload = checkpoint.load(path)
-        checkpoint.require_training(payload, path)
-        return Restart(path, payload)
-    if finetune is not None:
-        return _fine_tune(finetune, head)
-    if init_model is not None:
-        return FromWeights(*_payload_of(init_model, head))
-    return Start()
-
-
-def _fine_tune(file: str, head: str | None) -> FineTune:
-    if head is not None and head.upper() != RANDOM:
-        return FineTune(load_model(file, head=head))
-    heads = heads_in(file)
-    if heads and head is None:
-        logger.warning(
-            "%s holds %s: no --model-branch chooses one, so the fitting network starts anew", file, ", ".join(heads)
-        )
-    first = heads[0] if heads else None  # they share the descriptor
-    return FineTune(load_model(file, head=first), fresh_fitting=bool(heads) or head is not None)
-
-
-def _payload_of(file: str, head: str | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return the path of a model file of any kind, and its content as that of a checkpoint."""
-    if not _is_frozen(file) and head is None:
-        path = checkpoint.resolve(file)
-        with suppress(checkpoint.DeepmdCheckpointError):  # read below
-            return path, checkpoint.load(path)
-    loaded = load_model(file, head=head)
-    return loaded.info.path, _as_payload(loaded)
-
-
-def _is_frozen(path: str) -> bool:
-    return Path(path).suffix.lower() in FROZEN_SUFFIXES
-
-
-def _as_payload(loaded: LoadedModel) -> dict[str, Any]:
-    """Return the content of the file of weights that holds a frozen model."""
-    info, config = loaded.info, {"model": to_dict(loaded.config)}
-    head = checkpoint.payload_head("weights", info.weights, info.step, config, info.min_nbor_dist)
-    return {**head, "model": dict(loaded.model.state_dict())}
-
-
-def _digest(config: Mapping[str, Any], start: str) -> str:
+def digest(config: Mapping[str, Any], start: str) -> str:
+    """Return what tells a run from others: the same config and ``start`` always give the same."""
     text = json.dumps([__version__, config, start], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
-    """Warn of options of a model that are not those of its file: weights may fit and mean another thing."""
+def tell_differences(saved: ModelConfig, model: ModelConfig, place: str) -> None:
+    """Warn of options of a model that are not those of its file: weights may fit and mean another thing.
+
+    Args:
+        saved: section ``model`` of the file.
+        model: that of the input.
+        place: where the latter stands.
+    """
     same_elements = model.type_map == saved.type_map
     before, now = to_dict(saved), to_dict(model)
-    for path, old, new in differences_of(plain(saved.descriptor), plain(model.descriptor), "model.descriptor"):
+    for path, old, new in differences_of(plain(saved.descriptor), plain(model.descriptor), f"{place}.descriptor"):
         name = path.rpartition(".")[2]
         # two spellings of one value; None is the default
         is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
@@ -470,15 +332,4 @@ def _tell_differences(saved: ModelConfig, model: ModelConfig) -> None:
         # a table of other elements has other columns
         one, other = before.get(name), now.get(name)
         if one != other and (same_elements or None in (one, other)):
-            logger.warning("model.%s is not that of the file, which acts where atoms come close", name)
-
-
-def _given(value: Any, names: tuple[str, ...], path: str) -> Iterator[str]:
-    """Yield the paths of options with a value in a section and in those inside of it."""
-    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in inside:
-        place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
-        if key in names and part:
-            yield place
-        else:
-            yield from _given(part, names, place)
+            logger.warning("%s.%s is not that of the file, which acts where atoms come close", place, name)

@@ -247,7 +247,8 @@ class StandardConfig(ModelConfig):
     finetune_head: str = option(
         "",
         doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
-        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs.",
+        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
+        "own, for `--finetune`: without it a task goes on from the model of its name, or has a fresh fitting network.",
     )
 
     use_srtab: list[list[float]] | None = option(

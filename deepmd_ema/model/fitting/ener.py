@@ -91,7 +91,7 @@ class EnergyFitting(nn.Module):
         return cast("list[Network]", list(self.nets))
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
-        """Take the networks of ``other``; ``whose`` names both owners for messages.
+        """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
 
         Raises:
             ConfigError: if they have another number of inputs.
@@ -102,6 +102,9 @@ class EnergyFitting(nn.Module):
                 "numbers (with frame and atom parameters). Share the descriptor too, or give both one size."
             )
         self.nets = other.nets
+        for name in (f"{part}_{what}" for part in (FPARAM, APARAM) for what in ("avg", "inv_std")):
+            if hasattr(self, name):
+                setattr(self, name, getattr(other, name))
 
     @property
     def case(self) -> int:
