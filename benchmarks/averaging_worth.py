@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
+from error_curves import COLUMNS, UNITS, median_and_each
 
 from deepmd_ema.report.curves import read_curve
 
@@ -35,11 +36,6 @@ SCHEDULES = ("decaying", "constant")
 NUM_VALIDATIONS = 10
 NUM_SNAPSHOTS = 40
 LIVE, BEST = "live", "best length found after training"
-COLUMNS = {
-    "energy": "E_RMSE(meV/atom)",
-    "force": "F_RMSE(meV/Å)",
-    "stress": "S_RMSE(meV/Å³)",
-}
 LINES = {  # colors by kind, darker for a longer window, dashed without warm-up
     LIVE: {"color": "#000000", "lw": 2.2},
     "EMA 0.9": {"color": "#9ecae1"},
@@ -51,7 +47,6 @@ LINES = {  # colors by kind, darker for a longer window, dashed without warm-up
     "power 0.05": {"color": "#E69F00"},
     "power 0.10": {"color": "#D55E00"},
 }
-UNITS = {"energy": "meV/atom", "force": "meV/angstrom", "stress": "meV/angstrom^3"}
 STORED = (0.05, 0.10)  # sigma_rel of the snapshots
 TRACKED = (0.07, 0.15)  # sigma_rel that were tracked only to compare with
 
@@ -320,14 +315,10 @@ def _errors_table(group: Sequence[Run]) -> str:
         for name in quantities if have else ():
             values = [final[words][name] for final in have]
             ratio = statistics.median(final[words][name] / final[LIVE][name] for final in have)
-            cells += [_median_and_each(values), f"{ratio:.3f}"]
+            cells += [median_and_each(values), f"{ratio:.3f}"]
         if have:
             rows.append(cells)
     return common.table(header, rows)
-
-
-def _median_and_each(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.4g} ({', '.join(f'{value:.4g}' for value in values)})"
 
 
 def _lowest(group: Sequence[Run]) -> str:

@@ -11,13 +11,12 @@ averaged weights are validated on all validation frames on the way. What is fini
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 from pathlib import Path
 
 import common
-
-from deepmd_ema.report.curves import read_curve
+from error_curves import TRAINED, UNITS, Panel, draw, errors_along, median_and_range, train_once
 
 MODEL = {
     "descriptor": {"type": "se_atten", "sel": 60, "rcut": 4.5, "rcut_smth": 0.5, "neuron": [12, 24, 48], "tebd_dim": 8,
@@ -25,11 +24,9 @@ MODEL = {
     "fitting_net": {"neuron": [60, 60, 60], "resnet_dt": True},
 }  # fmt: skip
 NUM_VALIDATIONS = 10
-PRETRAINED = "model.ckpt.pt"
-STARTS = {"new weights": [], "fine-tuned": ["--finetune", f"../pretrained/{PRETRAINED}"]}
-FILES = {"live": "val.log", "averaged": "val_ema.log"}
-COLUMNS = {"energy": "E_RMSE(meV/atom)", "force": "F_RMSE(meV/Å)"}
-UNITS = {"energy": "meV/atom", "force": "meV/angstrom"}
+STARTS = {"new weights": [], "fine-tuned": ["--finetune", f"../pretrained/{TRAINED}"]}
+QUANTITIES = ("energy", "force")
+WEIGHTS = ("live", "averaged")
 COLORS = {"new weights": "#D55E00", "fine-tuned": "#0072B2"}
 
 # by start, weights and quantity: one list of errors along the run for each seed
@@ -42,22 +39,22 @@ def main() -> None:
     program, env = common.programs(None)["ours"], common.environment(args.threads, args.device)
     base = args.work / "fine_tuning"
     water = _input("water", 1, args.pretraining_steps, args.precision)
-    _train(program, env, base / "pretrained", water, [])
+    train_once(program, env, base / "pretrained", water)
     steps: list[int] = []
     errors: Errors = {}
     for seed in args.seeds:
         config = _input("molecules", seed, args.steps, args.precision)
         for start, options in STARTS.items():
             folder = base / f"{start}-{seed}".replace(" ", "_")
-            _train(program, env, folder, config, options)
-            for weights, file in FILES.items():
-                curve = read_curve(folder / file)
-                steps = curve.steps.astype(int).tolist()
-                for quantity, column in COLUMNS.items():
-                    errors.setdefault((start, weights, quantity), []).append(curve.columns[column].tolist())
+            train_once(program, env, folder, config, options)
+            steps, along = errors_along(folder)
+            for weights, quantity in itertools.product(WEIGHTS, QUANTITIES):
+                errors.setdefault((start, weights, quantity), []).append(along[weights, quantity])
     common.publish(_page(steps, errors, base, args), args.output)
     if args.plot is not None:
-        _plot(steps, errors, args.plot)
+        draw(
+            [[_panel(steps, errors, quantity) for quantity in QUANTITIES]], COLORS, "steps on the molecules", args.plot
+        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -84,19 +81,10 @@ def _input(example: str, seed: int, num_steps: int, precision: str) -> dict:
     return common.with_seed(common.with_precision(config, precision), seed)
 
 
-def _train(program: common.Program, env: dict[str, str], folder: Path, config: dict, options: list[str]) -> None:
-    done, made_from = folder / PRETRAINED, folder / "input.json"
-    if done.exists() and json.loads(made_from.read_text()) == config:
-        return
-    common.write_input(folder, config)
-    common.run_text(program, folder, env, "train", "input.json", "--skip-neighbor-stat", *options, "-l", "train.log")
-    print(folder.name, flush=True)
-
-
 def _page(steps: list[int], errors: Errors, base: Path, args: argparse.Namespace) -> str:
-    water = {name: read_curve(base / "pretrained" / FILES["live"]).columns[column][-1]
-             for name, column in COLUMNS.items()}  # fmt: skip
-    header = ["steps"] + [f"{start}, {weights}" for start in STARTS for weights in FILES]
+    _, along = errors_along(base / "pretrained")
+    water = {quantity: along["live", quantity][-1] for quantity in QUANTITIES}
+    header = ["steps"] + [f"{start}, {weights}" for start in STARTS for weights in WEIGHTS]
     parts = [
         f"# Fine-tuning a model of water to molecules, {common.today()}",
         f"DPA-1 without attention, {args.precision}; pretrained for {args.pretraining_steps} steps on examples/water "
@@ -106,19 +94,15 @@ def _page(steps: list[int], errors: Errors, base: Path, args: argparse.Namespace
         "brackets.  \n"
         f"On {common.machine(common.programs(None), args.threads, args.device)}.",
     ]
-    for quantity, unit in UNITS.items():
+    for quantity in QUANTITIES:
         rows = [
-            [str(step)] + [_cell([run[row] for run in errors[start, weights, quantity]])
-                           for start in STARTS for weights in FILES]
+            [str(step)] + [median_and_range([run[row] for run in errors[start, weights, quantity]])
+                           for start in STARTS for weights in WEIGHTS]
             for row, step in enumerate(steps)
         ]  # fmt: skip
-        parts += [f"## {quantity.capitalize()}, {unit}", common.table(header, rows)]
-    parts += [_steps_saved(steps, errors, quantity) for quantity in UNITS]
+        parts += [f"## {quantity.capitalize()}, {UNITS[quantity]}", common.table(header, rows)]
+    parts += [_steps_saved(steps, errors, quantity) for quantity in QUANTITIES]
     return "\n\n".join(parts)
-
-
-def _cell(values: list[float]) -> str:
-    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def _steps_saved(steps: list[int], errors: Errors, quantity: str) -> str:
@@ -130,29 +114,9 @@ def _steps_saved(steps: list[int], errors: Errors, quantity: str) -> str:
     return f"The {quantity} error of new weights after {steps[-1]} steps, {last:.4g}, is reached by fine-tuning {when}."
 
 
-def _plot(steps: list[int], errors: Errors, output: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(UNITS), figsize=(10, 4), layout="constrained")
-    for axis, (quantity, unit) in zip(axes, UNITS.items()):
-        for start, color in COLORS.items():
-            for weights, style in (("live", "-"), ("averaged", "--")):
-                runs = list(zip(*errors[start, weights, quantity]))
-                axis.plot(
-                    steps, [statistics.median(row) for row in runs], style, color=color, label=f"{start}, {weights}"
-                )
-                if weights == "live":
-                    axis.fill_between(
-                        steps, *zip(*((min(row), max(row)) for row in runs)), color=color, alpha=0.15, lw=0
-                    )
-        axis.set(xlabel="steps on the molecules", ylabel=f"{quantity} RMSE, {unit}", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-    axes[0].legend(fontsize="small")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+def _panel(steps: list[int], errors: Errors, quantity: str) -> Panel:
+    lines = {(start, weights): errors[start, weights, quantity] for start in STARTS for weights in WEIGHTS}
+    return Panel("", f"{quantity} RMSE, {UNITS[quantity]}", lines, dict.fromkeys(STARTS, steps))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,11 @@ def run(args: argparse.Namespace) -> None:
 
     data = open_run(config)
     reports = {name: check_task(task, data[name]) for name, task in config.tasks.items()}
+    lengths = length_lines(config, data, reports)
     for name, report in reports.items():
-        lines = [*report.lines(), *length_lines(config, config.tasks[name], data[name].train, report)]
-        print("\n".join([*lines, *(f"warning: {line}" for line in report.warnings)]), flush=True)
+        title = [f"Data of task {name}"] if name else []
+        lines = [*report.lines(), *lengths[name], *(f"warning: {line}" for line in report.warnings)]
+        print("\n".join([*title, *(f"{'  ' * bool(name)}{line}" for line in lines)]), flush=True)
     problems = [problem for report in reports.values() for problem in report.problems]
     if problems:
         raise DataError(problems)

@@ -21,7 +21,7 @@ def suffixed(file: str | Path, suffix: str) -> Path:
     """Return ``file`` with ``suffix`` before its last dot: ``val.log`` and ``_ema`` give ``val_ema.log``."""
     file = Path(file)
     stem, dot, ending = file.name.rpartition(".")
-    return file.with_name(f"{stem}{suffix}{dot}{ending}" if stem else f"{file.name}{suffix}")
+    return file.parent / (f"{stem}{suffix}{dot}{ending}" if stem else f"{file.name}{suffix}")
 
 
 def suffix_of(weights: str, task: str = "") -> str:

@@ -346,6 +346,21 @@ def names_of_tasks_are_plain(run: MultiTaskRun) -> Violations:
 
 
 @rule("run of several tasks")
+def heads_are_told_apart(run: MultiTaskRun) -> Violations:
+    """No name or alias of a model is that of another, in capitals or not, as ``--head`` reads them."""
+    names = {name.lower(): name for name in reversed(run.model.model_dict)}
+    taken: dict[str, str] = dict(names)
+    for name, model in run.model.model_dict.items():
+        if (other := names[name.lower()]) != name:
+            text = f": task {other} has this name but for upper and lower case, which --head does not tell apart."
+            yield f"model.model_dict.{name}", f"{text} Choose another."
+        for alias in model.model_branch_alias:
+            if (other := taken.setdefault(alias.lower(), name)) != name:
+                text = f" = {show(model.model_branch_alias)}: {alias} means task {other} already. Choose another."
+                yield f"model.model_dict.{name}.model_branch_alias", text
+
+
+@rule("run of several tasks")
 def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
     """Every task has a model and data; losses and shares are those of tasks."""
     tasks = run.model.model_dict
@@ -357,6 +372,7 @@ def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
     }
     if not tasks:
         yield "model.model_dict", ": there is no task. Add the model of each, by its name."
+        return
     for place, (section, needs_all) in sections.items():
         for name in section:
             if name not in tasks:

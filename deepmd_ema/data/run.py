@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
@@ -15,6 +16,9 @@ from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
+
+Lines = dict[str, list[str]]
+"""Lines of text by the name of a task."""
 
 _MOST_NUMBERS = 12  # of neighbors in one line
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
@@ -53,7 +57,8 @@ def check_task(task: TaskConfig, data: TaskData) -> DataReport:
     """Return what the checks find in the data of one task: problems, warnings, a summary."""
     bound = task.training_data.min_pair_dist
     bound = bound if bound > 0 else MIN_DISTANCE
-    report = check_systems(*data, task.model.type_map, task.model.descriptor, task.loss.labels, bound)
+    model = task.model
+    report = check_systems(*data, model.type_map, model.descriptor, task.loss.labels, bound, task=task.name)
     options: list[str] = []
     for (section, given), systems in zip(_sections(task).items(), data):
         if given is not None:
@@ -75,25 +80,45 @@ def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int)
     if not weights:
         weights = {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():
-        given = config.tasks[name].training_data
-        sizes = _sizes(data[name].train)
-        sampler = Sampler(*sizes, given.batch_size, given.auto_prob, given.sys_probs, world_size=num_ranks)
-        weights[name] = float(sampler.steps_for_epochs(epochs))
+        weights[name] = float(_sampler(config, name, data, num_ranks).steps_for_epochs(epochs))
     total = sum(weights[name] for name in data)
     return {name: weights[name] / total for name in data}
 
 
-def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSource], report: DataReport) -> list[str]:
-    """Return the length of the training of a task and an estimate of its memory, one line each."""
-    data = task.training_data
+def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]]) -> int:
+    """Return the steps of a run in which every task has had its epochs, on average.
+
+    Args:
+        tasks: epochs, share of the steps, and what draws the batches of each.
+    """
+    return max(steps_with_share(sampler.steps_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+
+
+def steps_with_share(number: int, share: float) -> int:
+    """Return after how many steps of the run a task of this share has had ``number`` of them, on average."""
+    return math.ceil(number / share * (1 - 1e-12))  # a share is rounded
+
+
+def length_lines(config: RunConfig, data: Mapping[str, TaskData], reports: Mapping[str, DataReport]) -> Lines:
+    """Return the length of the training of each task and an estimate of its memory, one line each."""
     try:
-        sampler = Sampler(*_sizes(train), data.batch_size, data.auto_prob, data.sys_probs)
-    except UserError:  # one of the problems of ``report``
-        return []
-    steps = config.training.numb_steps or sampler.steps_for_epochs(config.training.numb_epoch or 0)
-    epochs = steps / sampler.batches_per_epoch
-    batches = counted(sampler.batches_per_epoch, "batch", "batches")
-    lines = [f"Length: {counted(steps, 'step')} = {epochs:.1f} epochs of {batches}"]
+        shares, samplers = task_shares(config, data, 1), {name: _sampler(config, name, data) for name in data}
+    except UserError:  # one of the problems of a report
+        return {name: [] for name in data}
+    epochs = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
+    steps = config.training.numb_steps or steps_for_epochs([(epochs[n], shares[n], samplers[n]) for n in data])
+    lines: Lines = {}
+    for name, sampler in samplers.items():
+        part = f"{100 * shares[name]:.3g} % of {counted(steps, 'step')}" if name else counted(steps, "step")
+        batches = counted(sampler.batches_per_epoch, "batch", "batches")
+        length = f"Length: {part} = {shares[name] * steps / sampler.batches_per_epoch:.1f} epochs of {batches}"
+        lines[name] = [length, *_memory_lines(config.tasks[name], data[name].train, sampler, reports[name])]
+    return lines
+
+
+def _memory_lines(
+    task: TaskConfig, train: Sequence[FrameSource], sampler: Sampler, report: DataReport
+) -> Iterator[str]:
     if report.neighbors is not None:
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
@@ -101,8 +126,13 @@ def length_lines(config: RunConfig, task: TaskConfig, train: Sequence[FrameSourc
         numbers = str(neighbors) if len(neighbors) <= _MOST_NUMBERS else f"of {sum(neighbors)} neighbors together"
         batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
-        lines.append(f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})")
-    return lines
+        yield f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})"
+
+
+def _sampler(config: RunConfig, name: str, data: Mapping[str, TaskData], num_ranks: int = 1) -> Sampler:
+    given = config.tasks[name].training_data
+    sizes = _sizes(data[name].train)
+    return Sampler(*sizes, given.batch_size, given.auto_prob, given.sys_probs, world_size=num_ranks)
 
 
 def _sections(task: TaskConfig) -> dict[str, TrainingDataConfig | ValidationDataConfig | None]:

@@ -98,7 +98,7 @@ def build_models(
         seeds: of the random parameters of each task; 0 if not given.
     """
     models = {name: build_model(config, (seeds or {}).get(name)) for name, config in configs.items()}
-    for index, name in enumerate(sorted(models) if len(models) > 1 else ()):
+    for index, name in enumerate(sorted(set(models) - {""})):
         models[name].fitting.set_case(index)
     share_parts(models, links)
     return ModelSet(models)

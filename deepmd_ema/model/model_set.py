@@ -67,6 +67,11 @@ class ModelSet(nn.Module):
         first: dict[int, str] = {}
         return {name: first.setdefault(id(p), name) for name, p in self.named_parameters(remove_duplicate=False)}
 
+    def tasks_of_parameters(self) -> dict[str, list[str]]:
+        """Return the tasks that have a parameter, by the name that :meth:`named_parameters` has for it."""
+        own = {task: set(map(id, model.parameters())) for task, model in self.by_task.items()}
+        return {name: [task for task in own if id(p) in own[task]] for name, p in self.named_parameters()}
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:

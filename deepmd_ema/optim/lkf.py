@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
 
+T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
 
@@ -31,44 +33,63 @@ class LKF:
     Neighbors in the row share a block while they have at most ``block_size`` weights together; a larger parameter is
     cut and does not share its blocks. The memory of all P is that of L times ``block_size`` squared numbers at most.
 
+    With several tasks the row of an update is that of the weights of one; the blocks of the others stay as they are.
+    Weights that are not of the same tasks share no block.
+
     Args:
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
         block_size: most weights of a block.
-
-    Attributes:
-        parameters: those that are trained.
+        tasks: the tasks that have a parameter, by its name; one task without a name has all if not given.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], block_size: int) -> None:
-        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.parameters = [p for _, p in trained]
-        self._shapes = {name: tuple(p.shape) for name, p in trained}
-        self._sizes = block_sizes([p.numel() for p in self.parameters], block_size)
-        device = self.parameters[0].device
-        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        block_size: int,
+        tasks: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        trained = {name: p for name, p in named_parameters if p.requires_grad}
+        self._shapes = {name: tuple(p.shape) for name, p in trained.items()}
+        self._parameters = list(trained.values())
+        owners = [("",) if tasks is None else tuple(tasks[name]) for name in trained]
+        self._owners = owners  # the tasks of each parameter, and of each block
+        self._sizes, self._block_owners = [], []
+        for of, group in groupby(zip(owners, self._parameters), key=lambda pair: pair[0]):
+            sizes = block_sizes([p.numel() for _, p in group], block_size)
+            self._sizes += sizes
+            self._block_owners += [of] * len(sizes)
+        device = self._parameters[0].device
+        dtype = reduce(torch.promote_types, (p.dtype for p in self._parameters))
         self._memory = torch.tensor(MEMORY, dtype=torch.float64, device=device)
         self._covariances = [torch.eye(size, dtype=dtype, device=device) for size in self._sizes]
 
+    def parameters_of(self, task: str = "") -> list[nn.Parameter]:
+        """Return the trained parameters of a task."""
+        return list(_of_task(task, self._parameters, self._owners))
+
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor], error: Tensor, ok: Tensor) -> None:
+    def update(self, gradients: Sequence[Tensor], error: Tensor, ok: Tensor, task: str = "") -> None:
         """Take in one measurement; nothing waits for the device.
 
         Args:
-            gradients: of what was measured, one for each of ``parameters``.
+            gradients: of what was measured, one for each of :meth:`parameters_of` the task.
             error: scalar, measured minus predicted.
             ok: scalar; where it is 0, weights and covariances stay as they are, bit by bit.
+            task: whose model has predicted it.
         """
         good = ok > 0
-        row = torch.cat([_in_row(g).to(self._covariances[0].dtype) for g in gradients]).split(self._sizes)
-        gains = [covariance @ part for covariance, part in zip(self._covariances, row)]
+        covariances = list(_of_task(task, self._covariances, self._block_owners))
+        row = torch.cat([_in_row(g).to(covariances[0].dtype) for g in gradients]).split([len(c) for c in covariances])
+        gains = [covariance @ part for covariance, part in zip(covariances, row)]
         memory = self._memory.to(gains[0].dtype)
         spread = torch.stack([memory + part @ gain for part, gain in zip(row, gains)]).sum()
         change = torch.cat(gains) * (error.to(gains[0].dtype) / spread)
-        for covariance, gain in zip(self._covariances, gains):
+        for covariance, gain in zip(covariances, gains):
             new = torch.addr(covariance, gain, gain / spread, alpha=-1).div_(memory)
             # rounding must not make it lopsided
             covariance.copy_(torch.where(good, (new + new.mT).mul_(0.5), covariance))
-        for p, part in zip(self.parameters, change.split([p.numel() for p in self.parameters])):
+        parameters = self.parameters_of(task)
+        for p, part in zip(parameters, change.split([p.numel() for p in parameters])):
             p.copy_(torch.where(good, p + _from_row(part, p).to(p.dtype), p))
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
@@ -120,6 +141,10 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
             sizes.append(count)
             open_block = True
     return sizes
+
+
+def _of_task(task: str, values: Iterable[T], owners: Iterable[Sequence[str]]) -> Iterator[T]:
+    return (value for value, of in zip(values, owners, strict=True) if task in of)
 
 
 def _in_row(tensor: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
     config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
     schedule = build_schedule(config.learning_rate, num_steps)
     if isinstance(config.optimizer, LKFConfig):
-        kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize)
+        kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize, models.tasks_of_parameters())
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
     optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
     all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None

@@ -55,13 +55,15 @@ def start_table(
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
+    epochs = tasks.epochs(num_steps)
     for task, made in prepared.tasks.items():
         of = f"{task}: " if task else ""
         trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in made.model.parameters()) - trained
         words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
         frames = sum(system.num_frames for system in made.train)
-        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}"))
+        part = f", {100 * prepared.shares[task]:.3g} % of the steps = {epochs[task]:.1f} epochs" if task else ""
+        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
     # a kept copy has its trained parameters in float32, everything else as it is

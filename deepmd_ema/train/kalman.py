@@ -35,7 +35,8 @@ class KalmanStep(Step):
 
     the latter over the components of G atoms of each frame, drawn at random with the seed of the run. The factor c goes
     from its start to its limit as ``start * (limit / start) ** (steps done / num_steps)``. Frames without a label do
-    not count. Each update is made with new predictions.
+    not count. Each update is made with new predictions. With several tasks it leaves weights and covariances that the
+    task of the step does not have as they are; the memory factor is one for all.
 
     Args:
         module: owner of the parameters.
@@ -69,11 +70,11 @@ class KalmanStep(Step):
             total, values = task.loss(prediction, batch, rate)
         ok = self._note(torch.isfinite(total), step)
         if "e" in terms:
-            ok = self._update(*measure_energy(prediction[ENERGY], batch, weight["e"]), step)
+            ok = self._update(*measure_energy(prediction[ENERGY], batch, weight["e"]), step, task.name)
             prediction = {}
         for numbers in self._draws(step) if "f" in terms else ():
             prediction = prediction or task.models(task.name, batch, need_virial=False)
-            ok = self._update(*measure_force(prediction[FORCE], batch, weight["f"], numbers), step)
+            ok = self._update(*measure_force(prediction[FORCE], batch, weight["f"], numbers), step, task.name)
             prediction = {}
         return Outcome(rate, values, ok)
 
@@ -85,12 +86,12 @@ class KalmanStep(Step):
         """Continue with the covariances of ``state``."""
         self._filter.load_state_dict(state)
 
-    def _update(self, measured: Tensor, error: Tensor, found: Tensor, step: int) -> Tensor:
-        parameters = self._filter.parameters
+    def _update(self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str) -> Tensor:
+        parameters = self._filter.parameters_of(task)
         gradients = torch.autograd.grad(measured, parameters, allow_unused=True, materialize_grads=True)
         norm = torch.stack([torch.linalg.vector_norm(g).to(torch.float64) for g in gradients]).sum()
         ok = self._note(torch.isfinite(norm) & torch.isfinite(error), step)
-        self._filter.update(gradients, error, ok * found)
+        self._filter.update(gradients, error, ok * found, task)
         return ok
 
     def _between(self, start: float, limit: float, step: int) -> float:

@@ -62,7 +62,7 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
     done: set[nn.Module] = set()
 
-    def shard(module: nn.Module) -> None:
+    def shard(module: nn.Module, reshard: bool = reshard) -> None:
         if module not in done:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
             done.add(module)
@@ -76,15 +76,18 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
                 register_fsdp_forward_method(block, method)
     # what tasks share must be sharded before the models around it, which would each take it for their own
     for module in _shared(each):
-        shard(module)
+        shard(
+            module, reshard=False
+        )  # its weights are needed until the model has its forces, after its own forward pass
     for model in each:
         shard(model)
     shard(models)  # the root, through which all forward passes go
 
 
 def _shared(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules inside several of ``models``."""
-    count = Counter(module for model in set(models) for module in set(model.modules()) - {model})
-    shared = [module for module, number in count.items() if number > 1]
+    """Return the largest modules inside several of ``models``; torch does not take lists of modules as one."""
+    inside = [[module for module in model.modules() if module is not model] for model in dict.fromkeys(models)]
+    count = Counter(module for modules in inside for module in dict.fromkeys(modules))
+    shared = [module for module, number in count.items() if number > 1 and not isinstance(module, nn.ModuleList)]
     inner = {child for module in shared for child in module.modules() if child is not module}
     return [module for module in shared if module not in inner and any(True for _ in module.parameters())]

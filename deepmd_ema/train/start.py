@@ -18,6 +18,7 @@ from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_co
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
+from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.train import changed_tasks
@@ -257,6 +258,11 @@ class Restart(FromWeights):
             raise ConfigError(
                 f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}. Set it to '
                 f'"{kind}", or start anew from the weights with --init-model.'
+            )
+        if kind == LKFConfig.type and (came or went):
+            raise ConfigError(
+                f'optimizer.type = "{kind}": its covariances are of blocks of the weights of all tasks, and these are '
+                "others now. Start anew from the weights with --finetune."
             )
         for line in lines:
             logger.warning("the restart goes on with a change. %s", line)

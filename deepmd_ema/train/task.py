@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.data.loader import Loader
+from deepmd_ema.data.run import steps_for_epochs, steps_with_share
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import ModelSet
@@ -116,7 +116,7 @@ class TaskMixture:
     @property
     def batches_per_epoch(self) -> int:
         """Steps in which every task has, on average, seen all of its frames at least once."""
-        return max(_steps(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
+        return max(steps_with_share(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
 
     @property
     def steps_per(self) -> dict[str, float]:
@@ -125,9 +125,12 @@ class TaskMixture:
 
     def steps_for_epochs(self, epochs: Mapping[str, float]) -> int:
         """Return the steps of the passes over the data of each task, with every task's share of them."""
+        return steps_for_epochs([(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)])
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """Return how often each task sees its data in a run, on average."""
         of_tasks = zip(self._tasks, self._shares)
-        wanted = [(sampler.steps_for_epochs(epochs[task.name]), share) for task, (share, sampler) in of_tasks]
-        return max(_steps(number, share) for number, share in wanted if share)
+        return {task.name: share * num_steps / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
 
     @property
     def warnings(self) -> list[str]:
@@ -158,8 +161,3 @@ class TaskMixture:
         """Stop the background readers of all tasks."""
         for task in self._tasks:
             task.close()
-
-
-def _steps(number: int, share: float) -> int:
-    """Return after how many steps of the run a task of this share has had ``number`` of them, on average."""
-    return math.ceil(number / share * (1 - 1e-12))  # a share is rounded

@@ -105,6 +105,7 @@ def check_systems(
     labels: Sequence[str] = (),
     min_distance: float = MIN_DISTANCE,
     max_searched: int = 20_000,
+    task: str = "",
 ) -> DataReport:
     """Return problems, warnings and a summary of the data; nothing is raised for wrong data.
 
@@ -116,6 +117,7 @@ def check_systems(
         labels: labels that the loss has a prefactor for.
         min_distance: atoms closer than this, angstrom, are a problem.
         max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
+        task: whose data these are, for warnings; empty in a run of one task.
     """
     report = DataReport(tuple(type_map), descriptor.cutoff)
     report.training = [scan_system(s, len(type_map), descriptor.cutoff) for s in training]
@@ -139,7 +141,7 @@ def check_systems(
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
     report.warnings += _unread_warnings(every)
-    report.warnings += _element_warnings(report, type_map)
+    report.warnings += _element_warnings(report, type_map, task)
     report.warnings += duplicate_warnings(report.training, report.validation)
     report.warnings += energy_outliers(report.training, report.validation)
     if not report.problems:  # numbers that are no energies would make it blind
@@ -147,6 +149,7 @@ def check_systems(
         report.warnings += report.units.warnings
     report.warnings += large_force_warnings(every, report.units.suspicious if report.units is not None else [])
     report.warnings += net_force_warnings(every)
+    report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
     return report
 
 
@@ -265,14 +268,16 @@ def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[str]:
             )
 
 
-def _element_warnings(report: DataReport, type_map: Sequence[str]) -> list[str]:
+def _element_warnings(report: DataReport, type_map: Sequence[str], task: str) -> list[str]:
     if not report.training:
         return []
     trained, validated = (_count_elements(scans, type_map) for scans in (report.training, report.validation))
     warnings = []
     unseen = [name for name, n in zip(type_map, trained) if not n]
     if unseen:
-        warnings.append(f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained.")
+        but = ", but for what other tasks share and train" * bool(task)
+        text = f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained{but}."
+        warnings.append(text)
     only_validated = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
     if only_validated:
         warnings.append(f"validation frames have {first_few(only_validated)}, but no training frame does.")
