@@ -149,12 +149,19 @@ def test_each_head_is_a_model_of_its_own_live_and_averaged(desk):
 def test_without_a_head_the_message_names_them(desk, capsys):
     write(desk, input_of("all"))
     assert cli.main(["train", "input.json"]) == 0
-    capsys.readouterr()
+    told = capsys.readouterr().err
+    assert "heads     water, ice" in told
+    assert "dp-ema test -m model_ema.ckpt.pt --head water --valid-data input.json --plot" in told
+    assert "dp-ema freeze -c model_ema.ckpt.pt --head water" in told
     for command in (["freeze"], ["test", "-m", "model.ckpt.pt", "-s", "ice2"], ["change-bias", "model.ckpt.pt"]):
         assert cli.main(command) == 2
         assert "several models; which? It has water, ice: choose one with --head." in capsys.readouterr().err
     assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "--valid-data", "input.json"]) == 0
-    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "-s", "ice2"]) == 0
+    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ICE", "-s", "ice2"]) == 0
+    assert "model.ckpt.pt: ice, live weights of step 8" in capsys.readouterr().out
+    assert cli.main(["freeze", "--head", "ice", "-o", "ice.dp"]) == 0
+    assert cli.main(["show", "ice.dp"]) == 0
+    assert "weights        ice, live weights of step 8" in capsys.readouterr().out
 
 
 def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, capsys):
