@@ -164,14 +164,12 @@ PEER_LEFT_ALONE = {
     "loss.numb_generalized_coord": 0,
     "loss.enable_atom_ener_coeff": False,
     "training.acc_freq": 1,
-    "training.enable_compile": False,
     "training.enable_profiler": False,
     "training.enable_tf32": False,
     "training.neighbor_graph_method": "auto",
     "training.profiling": False,
     "training.profiling_file": "timeline.json",
     "validating.amp_infer": False,
-    "validating.compiled_infer": False,
     "validating.tf32_infer": False,
 }
 REQUIRED_ONLY = {

@@ -7,7 +7,7 @@ import pytest
 from config_inputs import GOOD, write
 from test_config_errors import problems_of
 
-from deepmd_ema.config import config_from_dict, config_summary, ignored_options, load_config, to_dict
+from deepmd_ema.config import config_from_dict, config_summary, config_warnings, ignored_options, load_config, to_dict
 from deepmd_ema.config.rules import RULES
 
 DPA = {"type": "se_atten", "sel": 40, "attn_layer": 0}
@@ -83,6 +83,49 @@ def test_an_option_for_all_tasks_without_effect_is_told_once():
     assert found == ["model.data_bias_nsample = 5: no effect, the bias is fitted on data_stat_nbatch batches"]
 
 
+def test_an_option_for_all_tasks_that_each_has_itself_is_without_effect():
+    found = ignored_options(config_from_dict(tasks(model__type_map=["H"])))
+    assert found == ['model.type_map = ["H"]: no effect, every model of model.model_dict has its own']
+
+
+def test_what_tasks_have_alike_is_told_once_and_what_they_share_is_told():
+    values = tasks(model__model_dict__ice__fitting_net={"neuron": [4]}, model__model_dict__ice__descriptor="dpa:1")
+    rows = [row for row in config_summary(config_from_dict(values)) if row[0] in ("elements", "fitting", "shared")]
+    assert rows == [
+        ("elements", "water, ice: O H"),
+        ("fitting", "water: ener, neuron 8-8, float64"),
+        ("fitting", "ice: ener, neuron 4, float64"),
+        ("shared", "elements: type_map of water and ice"),
+        ("shared", "dpa: descriptor of water, embedding of elements of the descriptor of ice"),
+    ]
+
+
+def warnings_of(**changes):
+    rate = {**GOOD["learning_rate"], "decay_steps": 5}
+    return config_warnings(config_from_dict(tasks(**changes, learning_rate=rate)))
+
+
+def test_a_task_without_steps_is_warned_about():
+    assert warnings_of() == []
+    (found,) = warnings_of(training__model_prob={"water": 1, "ice": 0})
+    assert found.startswith("training.model_prob.ice = 0: no step trains this task")
+
+
+def test_tasks_that_share_a_fitting_net_and_are_not_told_apart_are_warned_about():
+    shared = {"elements": ["O", "H"], "dpa": DPA, "net": NET}
+    both = {name: model(fitting_net="net") for name in ("water", "ice")}
+    (found,) = warnings_of(model__shared_dict=shared, model__model_dict=both)
+    assert found.startswith("model.shared_dict.net: water, ice share it")
+    assert '"dim_case_embd": 2' in found
+    shared["net"] = {**NET, "dim_case_embd": 2}
+    assert warnings_of(model__shared_dict=shared, model__model_dict=both) == []
+
+
+def test_an_input_without_any_task_has_one_message():
+    found = problems_of(tasks(model__model_dict={}, model__shared_dict={}))
+    assert found == ["input.json: model.model_dict: there is no task. Add the model of each, by its name."]
+
+
 def test_comments_are_no_tasks_and_no_parts():
     values = tasks(model__shared_dict___note="x", model__model_dict___note="x", loss_dict___note="x")
     assert list(config_from_dict(values).tasks) == ["water", "ice"]
@@ -135,11 +178,11 @@ WRONG = {
         "model.model_dict.ice.fitting_net.type",
         "not available in dp-ema",
     ),
-    "loss of one task": ({"loss": {}}, "loss", "unknown key"),
+    "loss of one task": ({"loss": {}}, "loss", "There it is loss_dict.TASK."),
     "data of one task": (
         {"training__training_data": {"systems": ["x"]}},
         "training.training_data",
-        "unknown key",
+        "There it is training.data_dict.TASK.training_data.",
     ),
     "number of model_prob": ({"training__model_prob": {"water": -1, "ice": 1}}, "training.model_prob", "numbers >= 0"),
     "two epochs": (

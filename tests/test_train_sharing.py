@@ -153,7 +153,7 @@ def test_the_energies_of_one_head_change_in_a_file_of_all(desk, capsys):
     before = load("model.ckpt-8.pt")["model"]
     assert cli.main(["change-bias", "model.ckpt.pt", "-s", "ice2", "--head", "ICE", "-o", "one.pt"]) == 0
     said = capsys.readouterr().out
-    assert "output bias of ice: moved by a fit" in said
+    assert "model.ckpt.pt: ice, live weights of step 8\noutput bias: moved by a fit" in said
     assert "wrote one.pt, in which water stays as it is" in said
     after = load("one.pt")["model"]
     own = {"ice.out_bias", "ice.out_std"}
@@ -187,12 +187,19 @@ def test_the_energies_of_one_head_change_in_a_checkpoint_of_deepmd_kit(desk):
 def test_without_a_head_the_message_names_them(desk, capsys):
     write(desk, input_of("all"))
     assert cli.main(["train", "input.json"]) == 0
-    capsys.readouterr()
+    told = capsys.readouterr().err
+    assert "heads     water, ice" in told
+    assert "dp-ema test -m model_ema.ckpt.pt --head water --valid-data input.json --plot" in told
+    assert "dp-ema freeze -c model_ema.ckpt.pt --head water" in told
     for command in (["freeze"], ["test", "-m", "model.ckpt.pt", "-s", "ice2"], ["change-bias", "model.ckpt.pt"]):
         assert cli.main(command) == 2
         assert "several models; which? It has water, ice: choose one with --head." in capsys.readouterr().err
     assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "--valid-data", "input.json"]) == 0
-    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ice", "-s", "ice2"]) == 0
+    assert cli.main(["test", "-m", "model.ckpt.pt", "--head", "ICE", "-s", "ice2"]) == 0
+    assert "model.ckpt.pt: ice, live weights of step 8" in capsys.readouterr().out
+    assert cli.main(["freeze", "--head", "ice", "-o", "ice.dp"]) == 0
+    assert cli.main(["show", "ice.dp"]) == 0
+    assert "weights        ice, live weights of step 8" in capsys.readouterr().out
 
 
 def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, capsys):

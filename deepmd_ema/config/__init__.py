@@ -10,7 +10,7 @@ from deepmd_ema.config.load import (
     model_configs,
     saved_models,
 )
-from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options
+from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options, rows_of_tasks
 from deepmd_ema.config.rules import launch_problems
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.run import RunConfig, TaskConfig, choose_head, to_dict
@@ -28,6 +28,7 @@ __all__ = [
     "load_config",
     "model_config_from_dict",
     "model_configs",
+    "rows_of_tasks",
     "run_arguments",
     "saved_models",
     "to_dict",

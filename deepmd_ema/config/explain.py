@@ -9,7 +9,7 @@ from typing import Any
 
 from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
-from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.peer import is_unavailable_text, unavailable_key, unavailable_type
 from deepmd_ema.config.schema.run import SingleTaskRun
 
@@ -80,7 +80,7 @@ class _Validator:
                 self._refuse((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
             else:
                 having = [s for s in others if key in keys_of(s)]
-                self._refuse((*path, key), _unknown_key(kind, having, key, missed))
+                self._refuse((*path, key), _unknown_key(kind, having, (*path, key), missed))
                 meant |= {canonical[name]: INVALID for name in close_names(key, keys_of(kind)) if name in canonical}
                 # the type may be the mistake, so nothing is expected of what the other types do not have
                 meant |= {name: INVALID for s in having for name in set(canonical.values()) - set(keys_of(s))}
@@ -199,8 +199,11 @@ def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
     return found
 
 
-def _unknown_key(kind: Any, having: Sequence[Any], key: str, missed: dict[str, str]) -> str:
+def _unknown_key(kind: Any, having: Sequence[Any], path: Place, missed: dict[str, str]) -> str:
     """Return the message of a key that a section does not have; ``having`` are the other types that have it."""
+    key = str(path[-1])
+    if (each := _place_of_each_task(kind, path)) is not None:
+        return f": unknown key here, in an input of several tasks. There it is {each}."
     if key in missed:
         return f": unknown key. Did you mean {missed[key]}, which is required and missing?"
     places = list(dict.fromkeys(_find(SingleTaskRun, key, "")))
@@ -216,6 +219,18 @@ def _unknown_key(kind: Any, having: Sequence[Any], key: str, missed: dict[str, s
         return f": unknown key here. It belongs to {' or '.join(places)}.{mean}"
     mean = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(keys_of(kind))}."
     return f": unknown key. {mean}"
+
+
+def _place_of_each_task(kind: Any, path: Place) -> str | None:
+    """Return where the tasks of an input have what stands at ``path`` in an input of one task."""
+    key = str(path[-1])
+    for o in (o for o in input_options(kind) if o.named):
+        outer = dotted((*path[:-1], o.name))
+        if o.name == f"{key}_dict":
+            return f"{outer}.TASK"
+        if any(key in keys_of(section) for section in o.sections):
+            return f"{outer}.TASK.{key}"
+    return None
 
 
 def _find(kind: type, key: str, path: str) -> Iterator[str]:

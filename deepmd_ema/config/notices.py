@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import plain
@@ -14,7 +14,7 @@ from deepmd_ema.config.schema.optim import ExpScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.run import Link, RunConfig, TaskConfig
 
 Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
@@ -53,7 +53,7 @@ def config_warnings(
     """
     steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
     found = [text for task in config.tasks.values() for text in _warnings_of(task)]
-    found += _snapshots_that_do_not_combine(config)
+    found += [*_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
     if steps is None:
         return found
     for path, entry in SUBJECTS["average"](config):
@@ -73,10 +73,8 @@ def config_summary(
         num_steps: length of the run, once the data are known.
         steps_per: steps of one of ``frames`` and ``epochs``, then as well.
     """
-    training, rows = config.training, []
-    for task in config.tasks.values():
-        of = f"{task.name}: " if task.name else ""
-        rows += [(name, f"{of}{text}") for name, text in [*task.model.summary(), ("loss", task.loss.summary())]]
+    training = config.training
+    rows = {name: [*task.model.summary(), ("loss", task.loss.summary())] for name, task in config.tasks.items()}
     num_steps = training.numb_steps or num_steps
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
     length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch:g} epochs"
@@ -89,13 +87,36 @@ def config_summary(
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     return [
-        *rows,
+        *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
         ("optimizer", config.optimizer.type + (f", weight decay {decay:g}" if decay else "")),
         ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
         *(averages or [("average", "none")]),
         ("validation", _validation_words(config)),
     ]
+
+
+def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence[Link]) -> list[tuple[str, str]]:
+    """Return rows of a table with the tasks that each is about, and what they share; with one task as they are.
+
+    Args:
+        rows: names and texts by the name of the task, which is empty in a run of one.
+        links: what the models share.
+    """
+    tasks: dict[str, dict[str, list[str]]] = {}  # by name and text
+    for task, of_task in rows.items():
+        for name, text in of_task:
+            tasks.setdefault(name, {}).setdefault(text, []).append(task)
+    found = []
+    for name, texts in tasks.items():
+        found += [(name, f"{', '.join(own)}: {text}" if any(own) else text) for text, own in texts.items()]
+    sharing: dict[str, dict[str, list[str]]] = {}  # by key and place
+    for link in links:
+        place = f"{'embedding of elements of the ' * (link.level == 1)}{link.part}"
+        sharing.setdefault(link.key, {}).setdefault(place, []).append(link.task)
+    for key, of in sharing.items():
+        found.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
+    return found
 
 
 # ---- options without effect
@@ -202,6 +223,20 @@ def _warnings_of(task: TaskConfig) -> Iterator[str]:
     if both := set(task.training_data.systems) & set(valid):
         place = f"{task.place('training')}.validation_data.systems"
         yield f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing."
+
+
+def _of_several_tasks(config: RunConfig) -> Iterator[str]:
+    """Yield that a task has no steps, or that its model is that of another but for the energies of the elements."""
+    for option, numbers in (("model_prob", config.task_weights), ("num_epoch_dict", config.task_epochs)):
+        for task in (task for task, number in numbers.items() if not number):
+            yield f"training.{option}.{task} = 0: no step trains this task, only what it shares with others is trained."
+    fittings = [link for link in config.links if link.part == "fitting_net"]
+    for key in dict.fromkeys(link.key for link in fittings):
+        tasks = [link.task for link in fittings if link.key == key]
+        if len(tasks) > 1 and not config.tasks[tasks[0]].model.fitting_net.dim_case_embd:
+            text = f"{', '.join(tasks)} share it and are told apart by the energies of the elements only"
+            instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
+            yield f"model.shared_dict.{key}: {text}. {instead}."
 
 
 def _long_window(

@@ -24,7 +24,6 @@ class Unavailable:
 
 
 _OFF = Unavailable((None, False))
-_ZERO = Unavailable((None, 0))
 _EMPTY = Unavailable((None, {}, []))
 _IN_DESCRIPTOR = (
     "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "
@@ -53,12 +52,12 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        **dict.fromkeys(("profiling", "enable_profiler", "enable_compile", "enable_tf32"), _OFF),
+        **dict.fromkeys(("profiling", "enable_profiler", "enable_tf32"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),
         "neighbor_graph_method": Unavailable((None, "auto")),
     },
-    "validating": dict.fromkeys(("compiled_infer", "tf32_infer", "amp_infer"), _OFF),
+    "validating": dict.fromkeys(("tf32_infer", "amp_infer"), _OFF),
 }
 
 # section -> values of its `type`, aliases included

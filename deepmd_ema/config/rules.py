@@ -372,6 +372,7 @@ def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
     }
     if not tasks:
         yield "model.model_dict", ": there is no task. Add the model of each, by its name."
+        return
     for place, (section, needs_all) in sections.items():
         for name in section:
             if name not in tasks:

@@ -45,6 +45,11 @@ def expand_tasks(upgraded: Upgraded) -> tuple[Link, ...]:
         upgraded.problems.append(Problem(_SHARED, text))
         shared = None
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
+    of_tasks = [section for task, section in models.items() if isinstance(section, dict) and not is_comment(task)]
+    for key in for_all:
+        if of_tasks and not is_comment(key) and all(key in section for section in of_tasks):
+            text = f"model.{key} = {show(for_all[key])}: no effect, every model of model.model_dict has its own"
+            upgraded.unused.append(text)
     links: list[Link] = []
     for task, section in models.items():
         if isinstance(section, dict) and not is_comment(task):

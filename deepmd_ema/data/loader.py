@@ -72,6 +72,10 @@ class Loader:
         system, frames = self.sampler.batch(n)
         return tuple((self.systems[system].name, k) for k in frames)
 
+    def batch(self, n: int) -> Batch:
+        """Return batch ``n``, whatever comes next."""
+        return self._make(n)
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

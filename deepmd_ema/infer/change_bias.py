@@ -92,8 +92,7 @@ class ChangedBias:
     def text(self) -> str:
         """Return the bias before and after, and what it does to the residuals."""
         info = self.loaded.info
-        of = f" of {self.head}" * bool(self.head)
-        lines = [f"{info.path}: {info.in_words()}", f"output bias{of}: {record_in_words(self.record)}"]
+        lines = [f"{info.path}: {info.in_words()}", f"output bias: {record_in_words(self.record)}"]
         lines += render(self.table(), "# ")
         if self.undetermined:
             names, shared = ", ".join(self.undetermined), "them" if self.record["mode"] == SET else "the change"

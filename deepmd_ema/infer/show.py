@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import ModelConfig, config_from_dict, config_summary, model_configs
+from deepmd_ema.config import config_from_dict, config_summary, rows_of_tasks, saved_models
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
@@ -42,10 +43,11 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         file = load_models(path)
         infos = {name: loaded.info for name, loaded in file.models.items()}
         info = next(iter(infos.values()))
+        info = replace(info, head="" if len(infos) > 1 else info.head)
         path, kind, version, config = info.path, info.kind, info.version, file.config
         tensors = ModelSet({name: loaded.model for name, loaded in file.models.items()}).state_dict()
         weights = iter([("weights", info.in_words()), *_bias(info.bias)])
-        model = _rows({name: loaded.config for name, loaded in file.models.items()})
+        model = rows_of_tasks({name: loaded.config.summary() for name, loaded in file.models.items()}, ())
         state = _nearest({name: own.min_nbor_dist for name, own in infos.items()})
     else:
         path = checkpoint.resolve(path)
@@ -95,14 +97,10 @@ def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
-        each = model_configs(config)
+        saved = saved_models(config)
     except ConfigError:  # of another version: at least the elements
         return [("elements", " ".join(config["model"].get("type_map", [])))]
-    return _rows(each)
-
-
-def _rows(models: Mapping[str, ModelConfig]) -> list[tuple[str, str]]:
-    return [(row, f"{head}: {text}" if head else text) for head, of in models.items() for row, text in of.summary()]
+    return rows_of_tasks({head: of.summary() for head, of in saved.configs.items()}, saved.links)
 
 
 def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -115,9 +113,10 @@ def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()})
-    numbers = sum(t.numel() for t in tensors.values())
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
-    return "sizes", f"{numbers:,} numbers in {len(tensors)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}"
+    once = {(t.data_ptr(), t.shape) if t.numel() else name: t for name, t in tensors.items()}  # tasks share some
+    numbers = sum(t.numel() for t in once.values())
+    size = sum(t.numel() * t.element_size() for t in once.values())
+    return "sizes", f"{numbers:,} numbers in {len(once)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}"
 
 
 def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from deepmd_ema.tensors import prefix_of
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
+    from deepmd_ema.model.compile import Compiler
     from deepmd_ema.model.energy import EnergyModel
 
 T = TypeVar("T")
@@ -25,12 +26,16 @@ class ModelSet(nn.Module):
 
     Args:
         models: by name of the task.
+
+    Attributes:
+        compiler: evaluates the models, but for Hessians; None: they are evaluated eagerly.
     """
 
     def __init__(self, models: Mapping[str, EnergyModel]) -> None:
         super().__init__()
         self._tasks = tuple(models)
         self._models = nn.ModuleList(models.values())  # by number: torch does not take every name of a task
+        self.compiler: Compiler | None = None
 
     @property
     def by_task(self) -> dict[str, EnergyModel]:
@@ -46,7 +51,9 @@ class ModelSet(nn.Module):
         need_hessian: bool = False,
     ) -> dict[str, Tensor]:
         """Return what the model of ``task`` predicts, see :class:`~deepmd_ema.model.energy.EnergyModel`."""
-        model = self._models[self._tasks.index(task)]
+        model: EnergyModel = self._models[self._tasks.index(task)]  # type: ignore[assignment]
+        if self.compiler is not None and self.compiler.serves(model) and create_graph is None and not need_hessian:
+            return self.compiler(model, batch)
         prediction: dict[str, Tensor] = model(batch, create_graph, need_virial, need_hessian)
         return prediction
 

@@ -30,6 +30,7 @@ from deepmd_ema.report.tables import LcurveFile, RowTable, ValidationLog
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
 from deepmd_ema.train.bias import refit
+from deepmd_ema.train.compile import compile_models
 from deepmd_ema.train.display import Reporter, start_table
 from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
@@ -55,15 +56,18 @@ def assemble(
 ) -> Trainer:
     """Return the trainer of a run at the step of ``start``."""
     config, models = prepared.config, prepared.models.to(world.device)
-    tasks = _build_tasks(prepared, parallelize(models, world, config.training.zero_stage), world)
+    tasks = _build_tasks(prepared, world)
     epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or tasks.steps_for_epochs(epochs)
+    # before the ranks share anything out: one may then compile while others wait for its code
+    used = compile_models(config, models, tasks, prepared.shares, num_steps, world)
+    module = parallelize(models, world, config.training.zero_stage)
     averages = tracked_averages(config, tasks.steps_per, should_update)
     bank = AverageBank(models.by_task, averages) if averages else None
     builder = StateBuilder(
         models,
         bank,
-        to_dict(config),
+        to_dict(used),
         unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
         start.run_id(config),
         world.is_main,
@@ -74,7 +78,7 @@ def assemble(
     tables = [*reporter.curves.values(), *(row.log for row in validator.rows)]
     trainer = Trainer(
         tasks=tasks,
-        take_step=_build_step(prepared, num_steps, world),
+        take_step=_build_step(prepared, module, num_steps, world),
         bank=bank,
         validator=validator,
         saver=_build_saver(config, num_steps, start.step, builder, validator, tables, world),
@@ -95,7 +99,7 @@ def assemble(
     return trainer
 
 
-def _build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World) -> TaskMixture:
+def _build_tasks(prepared: PreparedRun, world: World) -> TaskMixture:
     """Return the models with their losses, their training frames, and validation frames if they are displayed."""
     config, tasks = prepared.config, []
     for name, task in prepared.tasks.items():
@@ -105,7 +109,6 @@ def _build_tasks(prepared: PreparedRun, parallel_module: nn.Module, world: World
             Task(
                 name,
                 prepared.models,
-                parallel_module,
                 EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
                 train_loader=make(task.train, task.config.training_data, "frames"),
                 display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
@@ -131,7 +134,7 @@ def _build_loader(
     return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")
 
 
-def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
+def _build_step(prepared: PreparedRun, module: nn.Module, num_steps: int, world: World) -> Step:
     """Return what takes the steps: an optimizer that follows the gradient of the loss, or the Kalman filter."""
     config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
     schedule = build_schedule(config.learning_rate, num_steps)
@@ -140,7 +143,7 @@ def _build_step(prepared: PreparedRun, num_steps: int, world: World) -> Step:
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
     optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
     all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
-    return GradientStep(models, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
+    return GradientStep(models, module, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
 
 
 def _build_validator(

@@ -68,6 +68,9 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
             done.add(module)
 
     each = list(models.by_task.values())
+    if models.compiler is not None:  # its code takes all parameters of a model at once, and cannot wait for blocks
+        shard(models)
+        return
     for model in each:
         model.evaluate_all_blocks()
         for block, methods in model.blocks():

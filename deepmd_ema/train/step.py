@@ -113,6 +113,7 @@ class GradientStep(Step):
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
+        parallel_module: what is called: ``module``, or what exchanges gradients between ranks.
         optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
         schedule: learning rate as a function of the 0-based step.
         max_norm: largest global L2 norm of the gradient, or None for no clipping.
@@ -122,13 +123,14 @@ class GradientStep(Step):
     def __init__(
         self,
         module: nn.Module,
+        parallel_module: nn.Module,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         max_norm: float | None,
         all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(module)
-        self._all_reduce_sum = all_reduce_sum
+        self._parallel_module, self._all_reduce_sum = parallel_module, all_reduce_sum
         self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
@@ -137,7 +139,7 @@ class GradientStep(Step):
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        prediction = task.parallel_module(task.name, batch, **task.loss.needs(batch))
+        prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
         total, values = task.loss(prediction, batch, rate)
         total.backward()
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.data.loader import Loader
@@ -28,7 +27,6 @@ class Task:
     Attributes:
         name: the task's name; empty when there is only one.
         models: the models of the run, on the device they compute on; this task trains the one of its name.
-        parallel_module: what a training step calls: ``models``, or what exchanges gradients between ranks.
         loss: the weighted loss.
         train_loader: training batches in their seeded order.
         display_loader: validation batches for the learning curve, or None.
@@ -37,7 +35,6 @@ class Task:
 
     name: str
     models: ModelSet
-    parallel_module: nn.Module
     loss: EnergyLoss
     train_loader: Loader
     display_loader: Loader | None = None

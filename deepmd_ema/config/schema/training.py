@@ -130,6 +130,28 @@ class MixedPrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """How `torch.compile` makes the code of a run."""
+
+    backend: str = option(
+        "inductor", choices=("inductor", "aot_eager", "cudagraphs"), doc="Which compiler of torch makes the code."
+    )
+    mode: str = option(
+        "default",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        doc="What inductor tries: `reduce-overhead` runs CUDA graphs, `max-autotune` compares kernels, slowly.",
+    )
+    dynamic: bool = option(
+        True,
+        doc="Whether one graph serves all numbers of atoms, neighbors and frames. `false` makes one for each size, "
+        "rounded up to 2, 3, 4, 6, 8, 12, ...: for CUDA graphs, and for data of few sizes.",
+    )
+    cache_dir: str | None = option(
+        None, check=file_name, doc="Folder where code is kept for later runs; null: that of torch."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """Length of a run, and what it writes."""
 
@@ -198,6 +220,14 @@ class TrainingOptions:
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
     )
+    enable_compile: bool | str = option(
+        False,
+        check=Check(lambda v: isinstance(v, bool) or v == "auto", 'true, false or "auto"'),
+        doc="Whether models are compiled with `torch.compile`, all tasks of one structure in one graph. It takes "
+        "minutes at the first start. `auto` compiles if the run is long enough to pay it back, and uses the code if "
+        "a step is measured to be faster with it.",
+    )
+    compile_options: CompileConfig = option(CompileConfig(), doc="How models are compiled. Only in dp-ema.")
     zero_stage: int = option(
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
@@ -277,6 +307,7 @@ class ValidatingConfig:
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."
     )
+    compiled_infer: bool | None = option(None, doc="Whether validation runs compiled code; null: as training does.")
     full_val_start: float = option(
         0.5, check=not_negative, doc="First step of full validation; below 1 a fraction of the run; 1 is never."
     )

@@ -169,5 +169,7 @@ def add_normalisation(module: nn.Module, shape: tuple[int, int, int], dtype: tor
 
 def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
     """Return rows (A, K, C) in float64 minus the mean and over the spread of their slots and types of centre (A,)."""
-    mean, stddev = (module.get_buffer(name)[:, : rows.shape[1]].double()[atom_type] for name in ("mean", "stddev"))
+    # selected, not sliced: whether a slice is contiguous depends on its length, and would be asked of compiled graphs
+    slots = torch.arange(rows.shape[1], device=rows.device)
+    mean, stddev = (module.get_buffer(name).index_select(1, slots).double()[atom_type] for name in ("mean", "stddev"))
     return (rows - mean) / stddev

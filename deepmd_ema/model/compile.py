@@ -1,0 +1,191 @@
+"""Models evaluated by code that ``torch.compile`` makes: one graph for all models of one structure and all sizes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.fx.experimental._config
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config.schema.training import CompileConfig
+from deepmd_ema.errors import UserError, counted
+from deepmd_ema.files import writing
+from deepmd_ema.model.energy import EnergyModel, run
+from deepmd_ema.model.filled import Round, at_least_two, fill, to_half_octave, to_prime
+
+logger = logging.getLogger(__name__)
+
+MOST_GRAPHS = 64  # of a process; then torch goes on eagerly and warns
+_IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph that was compiled.
+
+    Attributes:
+        purpose: what it evaluates.
+        seconds: that the call took in which it was made, the first evaluation included.
+        cached: whether its code was found on the disk.
+        reason: why the graphs before it did not fit; empty for the first one.
+    """
+
+    purpose: str
+    seconds: float
+    cached: bool
+    reason: str
+
+
+@dataclass
+class Compiler:
+    """Evaluates models as :func:`~deepmd_ema.model.energy.run` does, by compiled code.
+
+    Every parameter and buffer is an input of a graph, and torch guards everything else that a graph depends on, so that
+    models of one structure share one graph and no model runs with the constants of another. Batches are filled up so
+    that their sizes are of one kind (:mod:`~deepmd_ema.model.filled`); gradients and values are those of the batch.
+
+    Attributes:
+        options: of torch.
+        in_training: whether models in training mode are compiled.
+        in_validation: whether models in evaluation mode are.
+        graphs: made so far.
+    """
+
+    options: CompileConfig
+    in_training: bool = True
+    in_validation: bool = True
+    graphs: list[Graph] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.options.cache_dir is not None:
+            place = "training.compile_options.cache_dir"
+            with writing(f"{place}: {self.options.cache_dir}", "Name another folder, or leave the option out."):
+                os.makedirs(self.options.cache_dir, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(self.options.cache_dir)
+        mode = None if self.options.mode == "default" else self.options.mode
+        self._run = torch.compile(run, backend=self.options.backend, dynamic=self.options.dynamic, mode=mode)
+        self._up: Round = at_least_two if self.options.dynamic else to_half_octave
+
+    def serves(self, model: EnergyModel) -> bool:
+        """Whether a model is compiled in the mode in which it is."""
+        return self.in_training if model.training else self.in_validation
+
+    def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
+        """Return what ``model`` predicts for ``batch``, with gradients by parameters in training mode."""
+        return self._evaluate(model, batch, self._up)
+
+    def trace(self, model: EnergyModel, batch: Batch) -> None:
+        """Make the graph of a model before it is used, on a batch all of whose sizes differ, and differ from widths.
+
+        torch would take sizes that are equal in the first batch for equal in all, and make another graph later. And the
+        code depends a little on the sizes it was made for: a restart makes it for the same batch as the first start.
+        """
+        widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+        self._evaluate(model, batch, to_prime(widths) if self.options.dynamic else self._up)
+
+    def _evaluate(self, model: EnergyModel, batch: Batch, up: Round) -> dict[str, Tensor]:
+        filled = fill(batch, model.layout, up)
+        before, began = _count(), time.perf_counter()
+        if self.options.mode in _IN_CUDA_GRAPHS:
+            torch.compiler.cudagraph_mark_step_begin()
+        with _settings():
+            prediction = self._run(model, filled.batch)  # with virials: tasks without them share the graph
+        if _count() > before:
+            self._note("training" if model.training else "validation", time.perf_counter() - began)
+        return filled.take(prediction)
+
+    def _note(self, purpose: str, seconds: float) -> None:
+        hits = sum(counters[kind][name] for kind, name in _CACHE_HITS)
+        cached = hits > sum(graph.cached for graph in self.graphs)
+        graph = Graph(purpose, seconds, cached, _reason() if self.graphs else "")
+        self.graphs.append(graph)
+        logger.info(
+            "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), purpose, seconds,
+            " (code from the cache)" if cached else "", f": {graph.reason}" if graph.reason else "",
+        )  # fmt: skip
+
+    def in_words(self) -> str:
+        """Return how many graphs there are and what they took."""
+        if not self.graphs:
+            return ""
+        seconds, cached = sum(graph.seconds for graph in self.graphs), sum(graph.cached for graph in self.graphs)
+        return f"{counted(len(self.graphs), 'graph')} in {seconds:.1f} s, code of {cached} from the cache"
+
+
+_CACHE_HITS = (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph_cache_hit"))
+
+
+def _count() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _reason() -> str:
+    """Return why torch has compiled once more, as far as it tells."""
+    found = torch._dynamo.utils.get_compilation_metrics()
+    text = getattr(found[-1], "recompile_reason", None) if found else None
+    return " ".join(str(text or "").split("  # ")[0].split())[:200]
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Apply what this needs of torch, within the body only."""
+    with ExitStack() as stack:
+        # DDP would have the graph cut at its buckets; it needs no more than gradients
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, optimize_ddp=False))
+        # two sizes that are equal in one batch are two sizes
+        stack.enter_context(torch.fx.experimental._config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def explained(place: str) -> Iterator[None]:
+    """Turn what torch raises when it cannot compile into a message.
+
+    Args:
+        place: the option that asks for compiled code.
+
+    Raises:
+        UserError: saying what is missing, and how to go on without.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+            chain.append(cause)
+        raise UserError(f"{place}: {_explanation(chain)}") from error
+
+
+def _explanation(chain: list[BaseException]) -> str:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if any(isinstance(error, InvalidCxxCompiler) for error in chain) or "InvalidCxxCompiler" in str(chain[0]):
+        return without_compiler("compiled code is made with")
+    first = str(chain[0]).strip().splitlines()
+    return (
+        f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: "
+        f"{first[0][:300] if first else 'no message'}). Set it to false to train eagerly; --debug shows all of it."
+    )
+
+
+def without_compiler(purpose: str) -> str:
+    """Return what to do where there is no C++ compiler, which something is made with."""
+    from torch._inductor import config
+
+    names = ", ".join(name for name in config.cpp.cxx if name)
+    return (
+        f"no C++ compiler was found ({names}), which {purpose}. Install g++, or name yours in the environment variable "
+        "CXX"
+    )

@@ -1,0 +1,162 @@
+"""Batches filled up with atoms that no frame has, so that compiled code sees few kinds of sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.labels import APARAM, LABELS
+
+# F frames, A atoms, K neighbor slots, M reverse slots of the batch; with a dash, of the filled one
+
+FEWEST = 2  # of everything: torch.compile makes graphs of their own for sizes 0 and 1
+
+Round = Callable[[int], int]
+
+
+def at_least_two(number: int) -> int:
+    """Return ``number``, or 2: for graphs that take sizes as symbols."""
+    return max(FEWEST, number)
+
+
+def to_half_octave(number: int) -> int:
+    """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each, of which there are few."""
+    power = 1 << (max(number, FEWEST) - 1).bit_length()
+    return 3 * power // 4 if FEWEST < number <= 3 * power // 4 else power
+
+
+def to_prime(taken: Collection[int]) -> Round:
+    """Return a function to the next prime from 5 on that it has not returned and is not ``taken``: no two are equal."""
+    given = set(taken)
+
+    def next_prime(number: int) -> int:
+        found = max(number, 5)
+        while found in given or any(found % k == 0 for k in range(2, math.isqrt(found) + 1)):
+            found += 1
+        given.add(found)
+        return found
+
+    return next_prime
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A batch filled up to chosen numbers of atoms, slots and frames, and the way back.
+
+    The atoms added are in frames of their own, after those of the batch, without neighbors. What a model predicts for
+    the frames of the batch, and its derivatives, are then those of the batch itself.
+
+    Attributes:
+        batch: filled up, without labels.
+        rows: (A,) the atoms of the batch among those of the filled one.
+        num_frames: of the batch.
+    """
+
+    batch: Batch
+    rows: Tensor
+    num_frames: int
+
+    def take(self, prediction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return of what a model predicts for the filled batch that of the batch."""
+        return {
+            name: value.index_select(0, self.rows) if LABELS[name].per_atom else value[: self.num_frames].clone()
+            for name, value in prediction.items()
+        }
+
+
+def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Filled:
+    """Return ``batch`` with the next numbers that ``up`` gives of atoms of each type, slots of each section and frames.
+
+    Args:
+        batch: on the device of the model.
+        layout: of the batch, whose ``sel`` is not exceeded.
+        up: returns the next of the numbers that are wanted, at least 2.
+    """
+    device, num_atoms = batch.neighbor.device, len(batch.atom_type)
+    more_frames = up(batch.num_frames + 1) - batch.num_frames
+    # the first atoms added are of the first type, one for each frame, and the last frame has all the others
+    counts = tuple(up(n + (more_frames if t == 0 else 0)) for t, n in enumerate(batch.type_counts))
+    inner = [min(most, up(n)) for _, most, n in batch.inner]
+    # a view of some slots is of another kind than one of all
+    used = [max(batch.slots[0], *(n + 1 for n in inner))] if inner else batch.slots
+    slots = tuple(min(most, up(n)) for n, most in zip(used, layout.sel, strict=True))
+    total = sum(slots)
+    rows = _places(batch.type_counts, counts, device)
+    added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(0, rows, False)
+    number = added.cumsum(0) - 1  # of each added atom among them
+    types = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+
+    def per_atom(values: Tensor, rest: Tensor | None = None) -> Tensor:
+        return (values.new_zeros(len(added), *values.shape[1:]) if rest is None else rest).index_copy(0, rows, values)
+
+    def per_frame(values: Tensor) -> Tensor:
+        return torch.cat([values, values.new_zeros(more_frames, *values.shape[1:])])
+
+    sizes = torch.ones(more_frames, dtype=torch.int64)
+    sizes[-1] += sum(counts) - num_atoms - more_frames
+    neighbor, vector, reverse = _joined(
+        batch, rows, _places(batch.slots, slots, device), (len(added), total), layout.rcut
+    )
+    width = up(reverse.shape[1])
+    filled = replace(
+        batch,
+        type_counts=counts,
+        slots=slots,
+        type_slots=tuple(min(most, up(n)) for n, most in zip(batch.type_slots, layout.type_sel, strict=True)),
+        inner=tuple((rcut, most, min(n, total)) for (rcut, most, _), n in zip(batch.inner, inner, strict=True)),
+        atom_type=types,
+        atom_frame=per_atom(batch.atom_frame, batch.num_frames + number.clamp(max=more_frames - 1)),
+        atom_order=per_atom(batch.atom_order, num_atoms + number),
+        num_atoms=torch.cat([batch.num_atoms, sizes.to(device)]),
+        coord=per_atom(batch.coord),
+        box=per_frame(batch.box),
+        periodic=per_frame(batch.periodic),
+        neighbor=neighbor,
+        vector=vector,
+        reverse=torch.constant_pad_nd(reverse, (0, width - reverse.shape[1]), neighbor.numel()),
+        labels={},
+        has_label={},
+        conditions={
+            name: per_atom(value) if name == APARAM else per_frame(value) for name, value in batch.conditions.items()
+        },
+        frames=(),
+        sizes=(),
+    )
+    return Filled(filled, rows, batch.num_frames)
+
+
+def _joined(
+    batch: Batch, rows: Tensor, columns: Tensor, shape: tuple[int, int], rcut: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``neighbor``, ``vector`` and ``reverse`` of a batch whose slots are put at ``rows`` and ``columns``.
+
+    Args:
+        batch: whose slots they are.
+        rows: (A,) new place of each atom.
+        columns: (K,) new place of each slot of an atom.
+        shape: new numbers of atoms and slots.
+        rcut: cutoff of the list, angstrom.
+    """
+    none = shape[0] * shape[1]
+    place = (rows[:, None] * shape[1] + columns).flatten()  # of each slot among the new ones
+    own = torch.arange(shape[0], device=rows.device)
+    neighbor = own.repeat_interleave(shape[1])  # an empty slot holds the atom itself
+    vector = batch.vector.new_tensor([2 * rcut, 0.0, 0.0]).repeat(none, 1)
+    reverse = torch.full((shape[0], batch.reverse.shape[1]), none, device=rows.device)
+    return (
+        neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(shape),
+        vector.index_copy_(0, place, batch.vector.flatten(0, 1)).view(*shape, 3),
+        reverse.index_copy_(0, rows, torch.cat([place, place.new_full((1,), none)])[batch.reverse]),
+    )
+
+
+def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where the elements of groups of ``used`` sizes go in groups of ``filled`` sizes, one after the other."""
+    starts = accumulate(filled, initial=0)
+    return torch.cat([torch.arange(start, start + n) for n, start in zip(used, starts)]).to(device)

@@ -1,0 +1,194 @@
+"""Compiles the models of a run before its first step, where that pays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import UserError, counted
+from deepmd_ema.labels import ENERGY, FORCE
+from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.kernels.twin import plain_kernels
+from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.report.progress import duration
+from deepmd_ema.train.task import TaskMixture
+
+logger = logging.getLogger(__name__)
+
+OPTION = "training.enable_compile"
+# measured, benchmarks/results/2026-11-22-compile.md: of one operation of an eager step, on one core
+SECONDS_PER_OPERATION = 0.03
+LARGEST_SHARE = 0.05  # of a run that "auto" spends on trying
+FASTER = 0.97  # a step that takes less of an eager one's time is worth it
+
+
+def compile_models(
+    config: RunConfig, models: ModelSet, tasks: TaskMixture, shares: Mapping[str, float], num_steps: int, world: World
+) -> RunConfig:
+    """Let ``models`` be evaluated by compiled code if the run wants it, and return the config with what was decided.
+
+    All ranks make their code from the same batch, the first of rank 0, so that those of one machine find it in the
+    cache, and a restart makes the same.
+
+    Args:
+        config: of the run.
+        models: on the device they compute on, not yet shared out.
+        tasks: with their frames.
+        shares: probability of each task.
+        num_steps: of the whole run.
+        world: the processes of the run.
+
+    Raises:
+        UserError: if they cannot be compiled and the input demands it.
+    """
+    wanted, infer = config.training.enable_compile, config.validating.compiled_infer
+    if not wanted and not infer:
+        return config
+    first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
+    batches = {name: batch.to(world.device) for name, batch in first.items()}
+    steps = [(share, models.by_task[name].train(), batches[name]) for name, share in shares.items() if share]
+    probe = None
+    if wanted == "auto":
+        probe = world.broadcast_from_rank0(partial(_Probe.measure, steps, num_steps))
+        logger.info("%s = auto: %s", OPTION, probe.in_words(num_steps))
+        wanted = probe.worth_trying(num_steps)
+    compiler = Compiler(config.training.compile_options, bool(wanted), bool(wanted if infer is None else infer))
+    if not (compiler.in_training or compiler.in_validation):
+        return _decided(config, False)
+    try:
+        _on_all_ranks(partial(_trace, compiler, models, batches), world)
+    except UserError as error:
+        if probe is None:
+            raise
+        logger.warning("%s The run goes on eagerly.", error)
+        return _decided(config, False)
+    if probe is not None:
+        seconds = world.broadcast_from_rank0(partial(_seconds, compiler, steps))
+        is_faster = seconds < FASTER * probe.seconds
+        logger.info(
+            "%s = auto: a compiled step takes %.1f ms, %.2f times as fast: the run goes on %s", OPTION, 1000 * seconds,
+            probe.seconds / seconds, "compiled" if is_faster else "eagerly",
+        )  # fmt: skip
+        if not is_faster:
+            return _decided(config, False)
+    models.compiler = compiler
+    return _decided(config, compiler.in_training)
+
+
+def _decided(config: RunConfig, compiled: bool) -> RunConfig:
+    return replace(config, training=replace(config.training, enable_compile=compiled))
+
+
+def _on_all_ranks(make: Callable[[], None], world: World) -> None:
+    """Call ``make`` on the first rank of each machine, then on the others, which find the code in the cache."""
+    for is_turn in (world.local_rank == 0, world.local_rank != 0):
+        with world.all_ranks_ok(world.long_timeout_group):
+            if is_turn:
+                make()
+
+
+def _trace(compiler: Compiler, models: ModelSet, batches: Mapping[str, Batch]) -> None:
+    was_training = models.training
+    with explained(OPTION):
+        for training in (mode for mode in (True, False) if (compiler.in_training if mode else compiler.in_validation)):
+            for name, model in models.by_task.items():
+                compiler.trace(model.train(training), batches[name])
+    models.train(was_training)
+    logger.info("compiled: %s", compiler.in_words())
+
+
+Steps = list[tuple[float, EnergyModel, Batch]]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What is known before anything is compiled.
+
+    Attributes:
+        seconds: of an eager step, without its optimizer.
+        operations: of one step of every task.
+    """
+
+    seconds: float
+    operations: int
+
+    @classmethod
+    def measure(cls, steps: Steps, num_steps: int) -> _Probe:
+        counter = _Counter()
+        with plain_kernels(), counter:
+            for _, model, batch in steps:
+                _step(model, batch, model)
+        return cls(_seconds(None, steps), counter.count)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Estimate of the time that compiling takes."""
+        return SECONDS_PER_OPERATION * self.operations
+
+    def worth_trying(self, num_steps: int) -> bool:
+        """Whether compiling is estimated to take a small part of the run."""
+        return self.compile_seconds < LARGEST_SHARE * num_steps * self.seconds
+
+    def in_words(self, num_steps: int) -> str:
+        """Return the estimates and what follows from them."""
+        run = num_steps * self.seconds
+        follows = "it is tried" if self.worth_trying(num_steps) else "the run goes on eagerly"
+        return (
+            f"{counted(num_steps, 'step')} of {1000 * self.seconds:.1f} ms take {duration(run)} eagerly; compiling "
+            f"{self.operations:,} operations is estimated at {duration(self.compile_seconds)}, "
+            f"{100 * self.compile_seconds / run:.1f} % of it; up to {100 * LARGEST_SHARE:.0f} % are spent on trying: "
+            f"{follows}"
+        )
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the operations that torch carries out within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _seconds(compiler: Compiler | None, steps: Steps, repeats: int = 3) -> float:
+    """Return the seconds of a step, the least of some, each task with its share."""
+    total = 0.0
+    for share, model, batch in steps:
+        call = model if compiler is None else partial(compiler, model)
+        best = float("inf")
+        for _ in range(repeats):
+            _wait(batch)
+            began = time.perf_counter()
+            _step(model, batch, call)
+            _wait(batch)
+            best = min(best, time.perf_counter() - began)
+        total += share * best
+    return total
+
+
+def _step(model: EnergyModel, batch: Batch, call: Callable[[Batch], Mapping[str, Any]]) -> None:
+    """Evaluate a batch and the gradient of something like a loss."""
+    prediction = call(batch)
+    total = prediction[ENERGY].sum() + prediction[FORCE].square().sum()
+    torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+
+
+def _wait(batch: Batch) -> None:
+    if batch.vector.is_cuda:
+        torch.cuda.synchronize(batch.vector.device)
