@@ -219,7 +219,8 @@ def test_errors_are_shown_with_five_significant_digits(value, shown):
 
 
 def show(progress, step):
-    progress.show(step, 1e-3, {"rmse_e": 0.2, "rmse": 41.9}, {"rmse": 35.0}, 0.05, "data 2 % | step 95 %")
+    errors = {"": {"rmse_e": 0.2, "rmse": 41.9}}
+    progress.show(step, 1e-3, errors, {"": {"rmse": 35.0}}, 0.05, "data 2 % | step 95 %")
 
 
 def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog):
@@ -238,18 +239,39 @@ def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog):
     )
 
 
+def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
+    """All of them stood in one line, sorted by column: rmse_e_ice, rmse_e_water, rmse_f_ice, ..."""
+    caplog.set_level(logging.INFO)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = Progress(100, interactive=True)
+    progress.advance(1)
+    errors = {"water": {"rmse": 2.0, "rmse_e": 1.0}, "ice": {"rmse": 3.0}, "steam": {}}
+    progress.show(1, 1e-3, errors, {"water": {}, "ice": {"rmse": 4.0}}, 0.1)
+    progress.show_average(1, "ema", errors)
+    progress.close()
+    lines = [r.getMessage().removeprefix("Batch       1: ") for r in caplog.records]
+    assert lines[:3] == [
+        "trn water: rmse = 2.00e+00, rmse_e = 1.00e+00, lr = 1.00e-03",
+        "trn ice: rmse = 3.00e+00, lr = 1.00e-03",
+        "val ice: rmse = 4.00e+00",
+    ]
+    assert lines[4:] == ["ema water: rmse = 2.00e+00, rmse_e = 1.00e+00", "ema ice: rmse = 3.00e+00"]
+    assert "rmse water 2.00e+00, ice 3.00e+00, lr 1.0e-03" in stream.getvalue()
+
+
 def test_the_time_left_follows_from_the_whole_run(caplog):
     """It was that of the last interval: 23, 7, 2 s were shown where 15, 13, 8 s were left."""
     caplog.set_level(logging.INFO)
     progress = Progress(100, interactive=False)
     for step, seconds in ((1, 5.0), (11, 0.1), (21, 0.5), (31, 0.1)):  # the second interval validates
-        progress.show(step, 1e-3, {"rmse": 1.0}, None, seconds)
+        progress.show(step, 1e-3, {"": {"rmse": 1.0}}, {}, seconds)
     left = [r.getMessage().split("eta = ")[1].split(" at")[0] for r in caplog.records if "eta" in r.getMessage()]
     assert left == ["0:08:15", "0:00:08", "0:00:23", "0:00:16"]
     restarted = Progress(100, interactive=False)
     restarted.start_at(90)
     caplog.clear()
-    restarted.show(95, 1e-3, {"rmse": 1.0}, None, 2.0)
+    restarted.show(95, 1e-3, {"": {"rmse": 1.0}}, {}, 2.0)
     assert "eta = 0:00:10 at" in caplog.text
 
 

@@ -253,5 +253,7 @@ KINDS: dict[str, Rule] = {
 }  # fmt: skip
 
 FROZEN_FACTS = _parts(
-    {}, {"weights": TEXT, "step": _or_none(COUNT), "kind": TEXT, "average": AVERAGE, "bias": BIAS, "config": _parts({})}
-)
+    {},
+    {"weights": TEXT, "step": _or_none(COUNT), "kind": TEXT, "average": AVERAGE, "bias": BIAS, "config": _parts({}),
+     "head": TEXT},
+)  # fmt: skip

@@ -53,6 +53,7 @@ class Provenance:
         version: the program that wrote the file.
         config: the whole config of the run as a dictionary, or only its model section under ``model``.
         bias: how ``dp-ema change-bias`` changed the output bias; empty if it did not.
+        head: which of several models it was; empty where there was one, or the file does not say.
     """
 
     path: Path
@@ -64,15 +65,19 @@ class Provenance:
     version: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     bias: Mapping[str, Any] = field(default_factory=dict)
+    head: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return what a frozen file records of its weights, as plain values."""
         facts = {"step": self.step, "kind": self.kind, "average": dict(self.average)}
-        more = {"weights": self.weights, "bias": dict(self.bias)}
+        more = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
         return facts | {name: fact for name, fact in more.items() if fact}
 
     def in_words(self) -> str:
-        """Return one line: live or which average, of which step."""
+        """Return one line: which of several models, live or which average, of which step."""
+        return ", ".join(filter(None, (self.head, self._weights_in_words())))
+
+    def _weights_in_words(self) -> str:
         step = "an unknown step" if self.step is None else f"step {self.step:,}"
         if not self.weights:
             return f"weights of {step}; the file does not say whether they are live or averaged"
@@ -222,7 +227,7 @@ def _load_checkpoint(
         model.min_nbor_dist = distances.get(head)
         info = Provenance(path, payload["kind"], name, payload["step"], facts, model.min_nbor_dist,
                           f"dp-ema {payload['version']}", saved.runs[head],
-                          changes.get(head, {}))  # fmt: skip
+                          changes.get(head, {}), head)  # fmt: skip
         found[head] = LoadedModel(model, saved.configs[head], info)
     return ModelFile(found, payload["config"])
 
@@ -238,7 +243,7 @@ def _load_deepmd(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
             )
         config, distance = {"model": to_dict(own.config)}, own.model.min_nbor_dist
-        info = Provenance(path, "deepmd", own.weights, own.step, own.average, distance, "DeePMD-kit", config)
+        info = Provenance(path, "deepmd", own.weights, own.step, own.average, distance, "DeePMD-kit", config, head=head)
         found[head] = LoadedModel(own.model, own.config, info)
     sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
     return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})
@@ -258,5 +263,6 @@ def _load_frozen(path: Path) -> LoadedModel:
         f"{found.get('software', 'unknown')} {found.get('version', '')}".strip(),
         ours.get("config") or {"model": found.get("model_def_script", {})},
         ours.get("bias", {}),
+        ours.get("head", ""),
     )
     return LoadedModel(model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX)

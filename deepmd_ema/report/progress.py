@@ -8,12 +8,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from typing import TypeAlias
 
 from tqdm import tqdm
 
 from deepmd_ema.report.tables import HasMetrics, show_metric
 
 logger = logging.getLogger(__name__)
+
+ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Errors of a displayed step by name of the task, which is empty in a run of one, and by column of lcurve.out."""
 
 _CATEGORIES = ("data", "step", "validation", "checkpoint")
 _SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
@@ -59,15 +63,16 @@ class Progress:
         self,
         step: int,
         lr: float,
-        training: Mapping[str, float],
-        validation: Mapping[str, float] | None,
+        training: ValuesByTask,
+        validation: ValuesByTask,
         seconds_per_step: float,
         split: str = "",
     ) -> None:
         """Log the errors of a displayed step, the time of its interval, and when the run will end."""
-        logger.info("Batch %7d: trn: %s, lr = %8.2e", step, values_in_words(training), lr)
-        if validation:
-            logger.info("Batch %7d: val: %s", step, values_in_words(validation))
+        for of_task, values in _lines_of("trn", training):
+            logger.info("Batch %7d: %s: %s, lr = %8.2e", step, of_task, values, lr)
+        for of_task, values in _lines_of("val", validation):
+            logger.info("Batch %7d: %s: %s", step, of_task, values)
         left = self._mean_seconds(step, seconds_per_step) * (self._num_steps - step)
         rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
         logger.info(
@@ -82,8 +87,12 @@ class Progress:
         )
         self._shown = step
         if self._bar is not None:
-            loss = training.get("rmse", next(iter(training.values()), float("nan")))
-            self._bar.set_postfix_str(f"rmse {loss:.2e}, lr {lr:.1e}", refresh=False)
+            losses = [
+                f"{task} {values.get('rmse', next(iter(values.values()))):.2e}".strip()
+                for task, values in training.items()
+                if values
+            ]
+            self._bar.set_postfix_str(f"rmse {', '.join(losses)}, lr {lr:.1e}", refresh=False)
 
     def _mean_seconds(self, step: int, seconds_per_step: float) -> float:
         """Return the mean duration of a step of the run, which ends an interval of steps that took this long each.
@@ -97,9 +106,10 @@ class Progress:
         self._begun = True
         return self._counted_seconds / self._counted_steps if self._counted_steps else seconds_per_step
 
-    def show_average(self, step: int, name: str, errors: Mapping[str, float]) -> None:
+    def show_average(self, step: int, name: str, errors: ValuesByTask) -> None:
         """Log the displayed errors of an average on the same batches."""
-        logger.info("Batch %7d: %s: %s", step, name, values_in_words(errors))
+        for of_task, values in _lines_of(name, errors):
+            logger.info("Batch %7d: %s: %s", step, of_task, values)
 
     def show_validation(self, step: int, results: Mapping[str, HasMetrics]) -> None:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
@@ -173,6 +183,8 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2]) if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def values_in_words(values: Mapping[str, float]) -> str:
-    """Return the errors of a displayed step, in the units of lcurve.out."""
-    return ", ".join(f"{name} = {values[name]:8.2e}" for name in sorted(values))
+def _lines_of(what: str, values: ValuesByTask) -> Iterator[tuple[str, str]]:
+    """Yield of each task that has errors what they are of and the errors, in the units of lcurve.out."""
+    for task, of_task in values.items():
+        if of_task:
+            yield f"{what} {task}".strip(), ", ".join(f"{name} = {of_task[name]:8.2e}" for name in sorted(of_task))

@@ -156,10 +156,10 @@ class Reporter:
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
             if name != LIVE:
-                self.progress.show_average(step, name, _flat(of_valid) or _flat(of_train))
+                self.progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
-        self.progress.show(step, rate, _flat(train), _flat(valid), seconds, self.times.split())
+        self.progress.show(step, rate, train, valid, seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
         self._sums = {name: {} for name in self._sums}
         self._count = dict.fromkeys(self._count, 0)
@@ -229,8 +229,3 @@ class Reporter:
             task.models.train(was_training)
             means[task.name] = {name: float(total / atoms) for name, total in sums.items()}
         return means
-
-
-def _flat(by_task: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the values of all tasks under names such as ``rmse_e``, or ``rmse_e_water`` of a task with a name."""
-    return {f"{name}_{task}" if task else name: v for task, values in by_task.items() for name, v in values.items()}

@@ -24,7 +24,8 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     """
     saver = trainer.saver
     averages = {name: series.link for name, series in saver.averages.items()}
-    pairs = [("averaged", f"{link} ({name})") for name, link in averages.items()]
+    heads = [name for name in config.tasks if name]
+    pairs = [("heads", ", ".join(heads)), *(("averaged", f"{link} ({name})") for name, link in averages.items())]
     pairs += [("best", line) for line in _best_lines(trainer)]
     pairs += [
         ("errors", f"{name}, step {trainer.reporter.validated_step:,}, MAE / RMSE: {errors_in_words(errors)}")
@@ -35,9 +36,11 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
         pairs.append(("compiled", f"{compiler.in_words()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     model = next(iter(averages.values()), saver.link)
-    if config.has_validation_data:
-        pairs.append(("next", f"dp-ema test -m {model} --valid-data {input_file} --plot"))
-    pairs.append(("next", f"dp-ema freeze -c {model}"))
+    validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
+    if validated:
+        head = f" --head {validated[0]}" * bool(heads)
+        pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {input_file} --plot"))
+    pairs.append(("next", f"dp-ema freeze -c {model}" + (f" --head {heads[0]}" if heads else "")))
     return facts(f"trained model: {saver.link}", pairs)
 
 
