@@ -154,7 +154,7 @@ TINY = {
     "training__enable_ema": True,
     "training__save_freq": 3,
     "training__disp_freq": 2,
-    "validating": {"full_validation": True, "validation_freq": 3, "full_val_start": 0},
+    "validating": {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0},
 }
 
 
@@ -192,7 +192,7 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
         assert_same_checkpoints(one["model"], other["model"])
     purposes = [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")]
     assert purposes == ["training", "validation"] * 2
-    assert "compiled    2 graphs in" in caplog.text
+    assert "compiled  2 graphs in" in caplog.text
 
 
 def test_auto_goes_on_eagerly_where_a_run_is_short_and_a_restart_adopts_that(desk, caplog):
