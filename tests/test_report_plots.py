@@ -91,6 +91,43 @@ def test_every_average_has_a_name_of_its_own_in_the_legend(run):
         assert f"<!-- training batch, {label} -->" in picture
 
 
+@pytest.fixture
+def run_of_tasks(tmp_path):
+    """Files of a run of the tasks ice and ice_ih, where ice_ih_ema could be an average of the first by its name."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "out.json").write_text(json.dumps({"model": {"model_dict": {"ice": {}, "ice_ih": {}}}}))
+    rows = LCURVE_TEXT.splitlines()
+    names = [f"{name}_{task}" for task in ("ice", "ice_ih") for name in rows[0].split()[2:-1]]
+    values = [[*row.split()[:-1], *row.split()[1:-1], row.split()[-1]] for row in rows[2:]]
+    lines = [f"# step {' '.join(names)} lr", *(" ".join(row) for row in values)]
+    (folder / "lcurve.out").write_text("\n".join(lines) + "\n")
+    for name in ("ice", "ice_ih", "ice_ema", "ice_ih_ema"):
+        (folder / f"val_{name}.log").write_text(VAL_TEXT.replace("best.ckpt", f"best_{name}.ckpt"), encoding="utf-8")
+    return folder
+
+
+def test_files_of_tasks_know_their_task_and_weights(run_of_tasks):
+    found = [read_curve(run_of_tasks / f"val_{name}.log") for name in ("ice", "ice_ih", "ice_ema", "ice_ih_ema")]
+    assert [(c.task, c.weights) for c in found] == [
+        ("ice", "live"), ("ice_ih", "live"), ("ice", "ema"), ("ice_ih", "ema"),
+    ]  # fmt: skip
+    (whole,) = read_curve(run_of_tasks / "val_ice.log").of_tasks()
+    assert whole.task == "ice"
+    first, second = read_curve(run_of_tasks / "lcurve.out").of_tasks()
+    assert (first.task, second.task) == ("ice", "ice_ih")
+    assert {"rmse_e_val", "rmse_f_trn", "lr"} <= set(first.columns)
+    assert first.columns.keys() == second.columns.keys()
+
+
+def test_each_task_has_a_color_and_each_set_of_weights_its_dashes(run_of_tasks):
+    """The averaged errors of task ice were called "ice_ema", and training batches of all tasks had one color."""
+    picture = plot_curves([run_of_tasks], run_of_tasks / "curves.svg").read_text()
+    for label in ("ice", "ice_ih", "live weights", "ema"):
+        assert f"<!-- {label} -->" in picture
+    assert "ice_ema" not in picture
+
+
 def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     """DeePMD-kit's pt backend writes the header again and repeats the steps after the restored one."""
     header, rows = LCURVE_TEXT.splitlines()[:2], LCURVE_TEXT.splitlines()[2:]

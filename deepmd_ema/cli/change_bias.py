@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import (
-    add_average,
-    add_device,
-    add_head,
-    add_systems,
-    chosen_systems,
-    file_to_write,
-    num_frames,
-    path,
-    start_logging,
-)
+from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
 from deepmd_ema.errors import UserError
 
 SUMMARY = "the energy of each element in a model, from data or given"
@@ -35,14 +25,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="OUT", type=file_to_write, help="default: <stem>_updated<suffix> beside INPUT"
     )
-    add_average(parser)
-    add_head(parser)
+    add_weights(parser)
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the file and print the bias before and after."""
-    start_logging(args)
     from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 
     if args.bias_value is not None:

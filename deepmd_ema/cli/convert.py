@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, add_head, path, start_logging
+from deepmd_ema.cli.options import add_weights, path
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
@@ -24,8 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a model: a .dp, a .yaml, or a .pt with weights only; of data: a new folder",
     )
     models = parser.add_argument_group("models")
-    add_head(models)
-    add_average(parser)
+    add_weights(models)
     data = parser.add_argument_group("data")
     data.add_argument("--validation", metavar="SHARE", type=_share,
                       help="keep this share of the frames apart, such as 0.1: whole files, else blocks")  # fmt: skip
@@ -41,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write what was asked for and print what was read and what was written."""
-    start_logging(args)
     from deepmd_ema.data.convert import convert_data, is_data
 
     if args.format is not None or any(is_data(name) for name in args.input):

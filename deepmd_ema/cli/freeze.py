@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import add_average, add_head, file_to_write, path, start_logging
+from deepmd_ema.cli.options import add_weights, file_to_write, path
 
 SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads, or compile it to a .pt2 file"
 
@@ -16,13 +16,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
                         help="frozen_model.dp; a name that ends in .pt2 is compiled, which takes minutes")  # fmt: skip
     parser.add_argument("--device", metavar="D", help="of a .pt2: cpu, cuda (default: CUDA when there is one)")
-    add_average(parser)
-    add_head(parser)
+    add_weights(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the file and print what it holds."""
-    start_logging(args)
     from deepmd_ema.export import freeze
     from deepmd_ema.infer.load import load_model
 

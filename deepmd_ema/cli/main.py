@@ -109,6 +109,10 @@ def _run(words: list[str]) -> int:
     try:
         args = _parse(words)
         args.launch = launch = find_launch()
+        if args.command not in WITHOUT_LOG:
+            from deepmd_ema.report.logs import set_up_logging
+
+            set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
         args.run(args)
         flush_results()
     except BrokenPipeError:  # the reader of the pipe has left

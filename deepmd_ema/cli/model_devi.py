@@ -5,17 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from deepmd_ema.cli.options import (
-    add_average,
-    add_device,
-    add_head,
-    add_systems,
-    chosen_systems,
-    file_to_write,
-    path,
-    positive,
-    start_logging,
-)
+from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, path, positive
 
 SUMMARY = "deviations of several models from each other"
 
@@ -36,14 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="divide by the length of the force plus LEVEL, in eV/angstrom")  # fmt: skip
     parser.add_argument("--relative_v", "--relative-v", metavar="LEVEL", type=positive,
                         help="divide by the length of the virial per atom plus LEVEL, in eV")  # fmt: skip
-    add_average(parser, several=True)
-    add_head(parser)
+    add_weights(parser, several=True)
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the table and print the models and the largest deviations."""
-    start_logging(args)
     from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation, refuse_output
 
     refuse_output(args.output, args.models)

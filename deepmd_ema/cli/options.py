@@ -21,12 +21,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:0 (default: CUDA when there is one)")
 
 
-def add_average(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add ``--use-ema`` and ``--average``: which weights of a training checkpoint are taken; ``several`` take each."""
+def add_weights(parser: argparse._ActionsContainer, several: bool = False) -> None:
+    """Add ``--use-ema``, ``--average`` and ``--head``: which weights of a file are taken; ``several`` averages each."""
     parser.add_argument("--use-ema", action="store_true", help="take the averaged weights of a training checkpoint")
     which = "which averages, each a model" if several else "which average, when there are several"
     parser.add_argument("--average", "--profile", dest="average", metavar="NAME", nargs="+" if several else None,
                         help=f"{which}; implies --use-ema")  # fmt: skip
+    add_head(parser)
 
 
 def add_head(parser: argparse._ActionsContainer) -> None:
@@ -81,13 +82,6 @@ def file_to_write(text: str) -> str:
     if Path(text).name.strip() in ("", "..") or text.endswith(os.sep):
         raise argparse.ArgumentTypeError(f"{show_text(text)}: expected the name of a file")
     return text
-
-
-def start_logging(args: argparse.Namespace) -> None:
-    """Send log messages where ``-v`` and ``-l`` say."""
-    from deepmd_ema.report.logs import set_up_logging
-
-    set_up_logging(args.log_level, args.log_path, is_main=args.launch.is_main)
 
 
 def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[str], list[str] | None]:

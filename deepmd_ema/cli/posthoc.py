@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import (
-    add_device,
-    add_head,
-    add_systems,
-    chosen_systems,
-    file_to_write,
-    path,
-    start_logging,
-)
+from deepmd_ema.cli.options import add_device, add_head, add_systems, chosen_systems, file_to_write, path
 
 SUMMARY = "the average of any length, from the snapshots of a run"
 
@@ -40,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the errors over the length, and write the best average, the table and the picture."""
-    start_logging(args)
     from deepmd_ema.posthoc.run import run_posthoc
 
     systems, patterns = chosen_systems(args, [])

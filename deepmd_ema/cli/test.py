@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.cli.options import (
-    add_average,
-    add_device,
-    add_head,
-    add_systems,
-    chosen_systems,
-    file_to_write,
-    num_frames,
-    path,
-    start_logging,
-)
+from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
 
 SUMMARY = "errors of a model on labelled frames"
 
@@ -31,14 +21,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
     parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", type=file_to_write,
                         help="parity plots (parity.png)")  # fmt: skip
-    add_average(parser)
-    add_head(parser)
+    add_weights(parser)
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the errors and write the files asked for."""
-    start_logging(args)
     from deepmd_ema.infer.evaluate import measure, refuse_details
 
     if args.detail_file is not None:

@@ -24,7 +24,6 @@ class Unavailable:
 
 
 _OFF = Unavailable((None, False))
-_ZERO = Unavailable((None, 0))
 _EMPTY = Unavailable((None, {}, []))
 _IN_DESCRIPTOR = (
     "DeePMD-kit's torch backend refuses it too: the embedding of elements is part of the descriptor "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
-from deepmd_ema.model.kernels.views import View, view_of
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.linear import PartFittings
@@ -25,16 +24,14 @@ if TYPE_CHECKING:
 class LinearDescriptor(HybridDescriptor):
     """The features of all parts, one after the other; each part sees the neighbors inside its own cutoff only."""
 
+    knows_cutoffs: ClassVar[bool] = True
+
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout in which every part finds its neighbors, with those of shorter cutoffs counted."""
         whole = super().layout(excluded_pairs)
         layouts = (part.layout(frozenset()) for part in self.descriptors)
         asked = [(one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut]
         return whole if whole.by_type else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *asked])))
-
-    def _views(self, batch: Batch) -> list[View]:
-        whole = self.layout(frozenset())
-        return [view_of(batch, whole, part.layout(frozenset()), inside=True) for part in self.descriptors]
 
 
 class LinearFitting(nn.Module):

@@ -96,10 +96,6 @@ class PairTableDescriptor(nn.Module):
     def apply_statistics(self, sums: Sums) -> None:
         """Take nothing."""
 
-    def stat_identity(self) -> Mapping[str, Any]:
-        """Return that it is a table."""
-        return {"type": "pairtab"}
-
     def stat_settings(self) -> Mapping[str, Any]:
         """Return nothing: no sums depend on it."""
         return {}

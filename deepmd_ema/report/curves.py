@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ class Curve:
         steps: (R,) int64, rising.
         columns: column name to (R,) float64, in the units of the file.
         best_steps: steps whose weights were kept as the best.
+        task: whose errors these are; empty in a run of one task, and of a learning curve of all tasks.
     """
 
     path: Path
@@ -41,6 +43,21 @@ class Curve:
     steps: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
     best_steps: Sequence[int] = field(default=())
+    task: str = ""
+
+    def of_tasks(self) -> list[Curve]:
+        """Return the learning curve of each task; of another file, or of one task, the curve itself."""
+        if self.kind != LCURVE:
+            return [self]
+        named = {name: re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name) for name in self.columns}
+        tasks = dict.fromkeys(found[2] for found in named.values() if found)
+        whole = {name: self.columns[name] for name, found in named.items() if not found}
+        return [
+            replace(self, task=task, columns=whole | {
+                found[1]: self.columns[name] for name, found in named.items() if found and found[2] == task
+            })
+            for task in tasks
+        ] or [self]  # fmt: skip
 
 
 def curve_files(path: str | Path) -> list[Path]:
@@ -93,24 +110,34 @@ def read_curve(path: str | Path) -> Curve:
     if not rows:
         raise UserError(f"{path}: has a header but no rows yet.")
     table = np.array(list(rows.values()), np.float64)
+    kind = VALIDATION if any("(" in name for name in header) else LCURVE
+    task, weights = _task_and_weights(path, lines)
     return Curve(
         path=path,
-        kind=VALIDATION if any("(" in name for name in header) else LCURVE,
-        weights=_weights(path, lines),
+        kind=kind,
+        weights=weights,
         steps=np.array(list(rows), np.int64),
         columns={name: table[:, k] for k, name in enumerate(header[1:])},
         best_steps=[int(found[2]) for line in lines if (found := BEST_LINE.match(line))],
+        task=task if kind == VALIDATION else "",
     )
 
 
-def _weights(path: Path, lines: Sequence[str]) -> str:
+def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
     """Return whose errors a file holds: a line of a best file tells it, otherwise its name."""
-    for line in lines:
-        if best := BEST_LINE.match(line):
-            return best[1] or LIVE
-    with suppress(OSError, ValueError, AttributeError):  # no input there, or one of another program
-        return weights_of_rows(path, json.loads(path.with_name("out.json").read_text(encoding="utf-8")))
-    return weights_of_rows(path, {})
+    values: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError):
+        values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
+    name, tasks = "", []
+    with suppress(AttributeError):  # an input of another program
+        tasks = list(values.get("model", {}).get("model_dict", {}))
+        name = weights_of_rows(path, values)
+    best = next((found[1] or LIVE for line in lines if (found := BEST_LINE.match(line))), None)
+    name = best or name or weights_of_rows(path, {})
+    for task in sorted(tasks, key=len, reverse=True):  # of ice and ice_ih, ice_ih_ema belongs to the second
+        if name == task or name.startswith(f"{task}_"):
+            return task, name[len(task) + 1 :] or LIVE
+    return "", name
 
 
 def _step(value: float, path: Path, number: int) -> int:

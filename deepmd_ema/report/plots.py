@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -66,6 +66,10 @@ class CurveStyle:
         return f"{frames}, {self.weights}"
 
 
+Styles: TypeAlias = Mapping[tuple[Path, str], CurveStyle]
+"""How the curves of a task in a file are drawn."""
+
+
 @dataclass(frozen=True)
 class Panel:
     """What one panel of the learning curves shows.
@@ -99,7 +103,7 @@ LOSS = Panel("Loss", "weighted RMSE", "rmse", "")
 def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
     """Draw the learning curves in ``files`` together and return the path of the figure.
 
-    Live and averaged weights have their own colors; with files of several runs each run has one.
+    Live and averaged weights have their own colors; with files of several runs, or tasks, each of these has one.
 
     Args:
         files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's; or folders of runs.
@@ -110,18 +114,19 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         UserError: if a file is not one of these, or the picture cannot be written.
     """
     output = picture_file(output)
-    curves = [read_curve(file) for path in files for file in curve_files(path)]
+    curves = [of_task for path in files for file in curve_files(path) for of_task in read_curve(file).of_tasks()]
     styles = _styles(curves)
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
-    rates = [c for c in curves if "lr" in c.columns]
-    several = len({c.path.parent for c in curves}) > 1
+    rates = list({c.path: c for c in curves if "lr" in c.columns}.values())
+    several = len({_group(c) for c in curves}) > 1
+    several_runs = len({c.path.parent for c in curves}) > 1
     with _picture(output, len(panels) + bool(rates)) as (figure, axes):
         for axis, panel in zip(axes, panels):
             for curve in _readable(curves, panel) if several else curves:
                 _draw(axis, curve, panel, styles)
             axis.set(title=panel.title, ylabel=f"{panel.title.split()[-1]} ({panel.unit})")
         for curve in rates:
-            color = styles[curve.path].color if several else INK
+            color = styles[_key(curve)].color if several_runs else INK
             axes[-1].plot(curve.steps, curve.columns["lr"], color=color, lw=1.6)
             axes[-1].set(title="Learning rate", ylabel="Learning rate")
         first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
@@ -138,15 +143,24 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
 
 def _readable(curves: Sequence[Curve], panel: Panel) -> list[Curve]:
     """Return what one panel shows of several runs: errors on single batches only of runs without better ones."""
-    validated = {c.path.parent for c in curves if c.kind == VALIDATION and _has(c, panel)}
-    return [c for c in curves if c.kind == VALIDATION or c.path.parent not in validated]
+    validated = {_group(c) for c in curves if c.kind == VALIDATION and _has(c, panel)}
+    return [c for c in curves if c.kind == VALIDATION or _group(c) not in validated]
 
 
-def _keys(curves: Sequence[Curve], styles: Mapping[Path, CurveStyle]) -> dict[str, Any]:
+def _group(curve: Curve) -> tuple[Path, str]:
+    """Return what has one color where there are several: the folder of a run, and the task."""
+    return curve.path.parent, curve.task
+
+
+def _key(curve: Curve) -> tuple[Path, str]:
+    return curve.path, curve.task
+
+
+def _keys(curves: Sequence[Curve], styles: Styles) -> dict[str, Any]:
     """Return the entries of the legend of several runs: the color of each run, the dashes of each set of weights."""
     from matplotlib.lines import Line2D
 
-    chosen = [styles[c.path] for c in curves]
+    chosen = [styles[_key(c)] for c in curves]
     runs = {s.run: Line2D([], [], color=s.color, lw=2.0) for s in chosen}
     weights = {s.weights: Line2D([], [], color=INK, lw=2.0, ls=s.line) for s in chosen}
     return runs | (weights if len(weights) > 1 else {})
@@ -261,8 +275,8 @@ def _draw_errors(axis: Any, error: Array, unit: str) -> None:
     axis.grid(False)
 
 
-def _draw(axis: Any, curve: Curve, panel: Panel, styles: Mapping[Path, CurveStyle]) -> None:
-    style = styles[curve.path]
+def _draw(axis: Any, curve: Curve, panel: Panel, styles: Styles) -> None:
+    style = styles[_key(curve)]
     if curve.kind == VALIDATION:
         if _has(curve, panel):
             values = curve.columns[panel.full]
@@ -278,8 +292,7 @@ def _draw(axis: Any, curve: Curve, panel: Panel, styles: Mapping[Path, CurveStyl
         return
     for name, values in columns:
         train = name.startswith(f"{panel.batch}_trn")
-        task = name.removeprefix(f"{panel.batch}_{'trn' if train else 'val'}").lstrip("_")
-        label = style.label(("training batch" if train else "validation batches") + (f" of {task}" if task else ""))
+        label = style.label("training batch" if train else "validation batches")
         axis.plot(curve.steps, panel.factor * values, color=style.batches[not train], lw=0.9, ls=style.line,
                   alpha=0.45 if train else 0.8, zorder=TRAIN_LEVEL + (not train), label=label)  # fmt: skip
 
@@ -302,28 +315,30 @@ def _running_mean(values: Array) -> Array:
     return np.where(numbers > 0, np.exp(sums / np.maximum(numbers, 1)), np.nan)
 
 
-def _styles(curves: Sequence[Curve]) -> dict[Path, CurveStyle]:
-    """Return file to style: in one run each set of weights has its color, of several runs each run has."""
-    folders = list(dict.fromkeys(c.path.parent for c in curves))
+def _styles(curves: Sequence[Curve]) -> Styles:
+    """Return file and task to style: in one run each set of weights has its color, of several runs each run has."""
+    groups = list(dict.fromkeys(_group(c) for c in curves))
+    folders = list(dict.fromkeys(folder for folder, _ in groups))
     names = [folder.resolve().name for folder in folders]
-    titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)}
+    titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)} if len(folders) > 1 else {}
     # the average called ema comes first, so that it has its color whatever stands beside it
     weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
     averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MOST_MARKED else ""
     styles = {}
     for curve in curves:
-        own, live = curve.path.parent, curve.weights == LIVE
+        own, live = _group(curve), curve.weights == LIVE
         place = 0 if live else 1 + weights.index(curve.weights)
         words = "live weights" if live else curve.weights
-        if len(folders) > 1:
-            color = RUN_COLORS[folders.index(own) % len(RUN_COLORS)]
-            style = CurveStyle(color, (color, color), LINES[place % len(LINES)], titles[own], words)
+        if len(groups) > 1:
+            color = RUN_COLORS[groups.index(own) % len(RUN_COLORS)]
+            title = ", ".join(filter(None, (titles.get(own[0], ""), own[1]))) or own[0].resolve().name
+            style = CurveStyle(color, (color, color), LINES[place % len(LINES)], title, words)
         elif live:
             style = CurveStyle(LIVE_COLOR, (TRAIN_COLOR, LIVE_BATCHES), "-", "", words, marker)
         else:
             color = averages[(place - 1) % len(averages)]
             style = CurveStyle(color, (color, color), "-", "", words, marker)
-        styles[curve.path] = style
+        styles[_key(curve)] = style
     return styles
 
 

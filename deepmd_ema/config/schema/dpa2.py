@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import not_negative, option, options, positive_int, redefined
 from deepmd_ema.config.schema import shared
@@ -17,6 +17,8 @@ from deepmd_ema.config.schema.texts import ActivationName
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
+
+Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,42 +319,19 @@ class DPA2Config(TypeEmbeddedOptions):
     @property
     def first_block(self) -> SeAttenConfig:
         """Return the options of ``repinit`` as those of the descriptor that it is."""
-        first = self.repinit
-        return SeAttenConfig(
-            sel=first.nsel,
-            rcut=first.rcut,
-            rcut_smth=first.rcut_smth,
-            neuron=first.neuron,
-            axis_neuron=first.axis_neuron,
-            activation_function=first.activation_function,
-            resnet_dt=first.resnet_dt,
-            type_one_side=first.type_one_side,
-            trainable=self.trainable,
-            exclude_types=self.exclude_types,
-            env_protection=self.env_protection,
-            attn_layer=0,
-            set_davg_zero=first.set_davg_zero,
-            tebd_dim=first.tebd_dim,
-            tebd_input_mode=first.tebd_input_mode,
-            smooth_type_embedding=self.smooth,
-        )
+        return _block(self, SeAttenConfig, sel=self.repinit.nsel, attn_layer=0, smooth_type_embedding=self.smooth)
 
     @property
     def angle_block(self) -> SeE3TebdConfig:
         """Return the options of the angles of ``repinit`` as those of the descriptor that they are."""
         first = self.repinit
-        return SeE3TebdConfig(
+        return _block(
+            self,
+            SeE3TebdConfig,
             sel=first.three_body_sel,
             rcut=first.three_body_rcut,
             rcut_smth=first.three_body_rcut_smth,
             neuron=first.three_body_neuron,
-            tebd_dim=first.tebd_dim,
-            tebd_input_mode=first.tebd_input_mode,
-            resnet_dt=first.resnet_dt,
-            activation_function=first.activation_function,
-            trainable=self.trainable,
-            exclude_types=self.exclude_types,
-            env_protection=self.env_protection,
             smooth=self.smooth,
         )
 
@@ -368,3 +347,11 @@ class DPA2Config(TypeEmbeddedOptions):
                 yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
         if isinstance(later.nsel, int) and later.nsel == first.nsel:
             yield "repformer.nsel", f" = {later.nsel}: expected less than repinit.nsel = {first.nsel}."
+
+
+def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
+    """Return the options of ``repinit``, and those of the whole that its parts read, as a section ``kind``."""
+    both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}
+    values = {name: getattr(whole.repinit, name) for name in both}
+    values |= {name: getattr(whole, name) for name in ("trainable", "exclude_types", "env_protection")}
+    return kind(**(values | changes))

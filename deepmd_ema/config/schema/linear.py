@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import show
@@ -13,9 +13,7 @@ from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DescriptorConfig, HybridConfig
 from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
-
-if TYPE_CHECKING:
-    from deepmd_ema.geometry import NeighborStatistics
+from deepmd_ema.config.schema.sections import TotalNeighborList
 
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 
@@ -70,12 +68,11 @@ class NetworkPartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairTableConfig:
+class PairTableConfig(TotalNeighborList):
     """Pair energies from a table as a part of the model, such as a dispersion correction. Nothing of it is trained."""
 
     type: ClassVar[str] = "pairtab"
     aliases: ClassVar[tuple[str, ...]] = ()
-    neighbors_option: ClassVar[str] = "sel"
     precision: ClassVar[str] = "float64"
     numbers_per_pair: ClassVar[int] = 8
     vacuum_needs: ClassVar[str] = ""
@@ -96,26 +93,6 @@ class PairTableConfig:
         doc="Distance from which the energies are 0. They are cut off there, so the table should end in zeros.",
     )
     sel: int | list[int] | str = shared.sel_option()
-
-    @property
-    def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        return shared.total_sel(self.sel)
-
-    def with_neighbors(self, found: NeighborStatistics) -> PairTableConfig:
-        """Return the section with ``sel: auto`` as a number."""
-        return replace(self, sel=shared.auto_total_sel(self.sel, found))
-
-    def with_neighbors_of(self, saved: DescriptorConfig) -> PairTableConfig:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, PairTableConfig) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
 
     @property
     def seen(self) -> PairTableConfig:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-Section = TypeVar("Section", bound="ListSection")
+Section = TypeVar("Section", bound="NeighborList")
 
 
 def _is_list_sel(value: Any) -> bool:
@@ -70,16 +70,50 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListSection:
+class NeighborList:
+    """What sections tell of one cutoff and one list of neighbors."""
+
+    if TYPE_CHECKING:
+        rcut: float
+        sel: Any
+
+    neighbors_option: ClassVar[str] = "sel"
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``rcut``."""
+        return self.rcut
+
+    def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
+        """Return the section with ``sel: auto`` as in ``saved``."""
+        if isinstance(saved, type(self)) and isinstance(self.sel, str):
+            return replace(self, sel=saved.sel)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalNeighborList(NeighborList):
+    """What sections tell that keep the nearest ``sel`` neighbors in one list for all elements."""
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
+        return shared.total_sel(self.sel)
+
+    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
+        """Return the section with ``sel: auto`` as a number."""
+        return replace(self, sel=shared.auto_total_sel(self.sel, found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListSection(NeighborList):
     """Options of descriptors with one cutoff, one list of neighbors and an embedding network."""
 
     if TYPE_CHECKING:
-        sel: Any
         precision: str
 
     type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
-    neighbors_option: ClassVar[str] = "sel"
 
     rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
     rcut_smth: float = option(
@@ -96,17 +130,6 @@ class ListSection:
         "bends into a tanh above; T of `silut` is 3."
     )
     resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
-
-    @property
-    def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
-
-    def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, type(self)) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
 
     def summary(self) -> str:
         """Return the main options in words."""
@@ -171,17 +194,8 @@ class PerElementSection(ListSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneListSection(ListSection):
-    """What sections tell that keep the nearest ``sel`` neighbors in one list for all elements."""
+class OneListSection(TotalNeighborList, ListSection):
+    """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
 
     sel: int | list[int] | str = shared.sel_option()
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        return shared.total_sel(self.sel)
-
-    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with ``sel: auto`` as a number."""
-        return replace(self, sel=shared.auto_total_sel(self.sel, found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.kernels.env_mat import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
     from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
     from deepmd_ema.config.schema.se_e3 import SeE3Config
+
+E = TypeVar("E", Environment, RadialEnvironment)
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
 
@@ -102,6 +105,12 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         if self.one_side:
             return [self.networks]
         return [[self.networks[centre + neighbor * self.num_types] for neighbor in types] for centre in types]
+
+    def _environment_matrix(self, kind: type[E], batch: Batch) -> E:
+        """Return the normalised environment matrix of all slots, of the columns that ``kind`` has."""
+        distance = torch.linalg.vector_norm(batch.vector, dim=-1)
+        parts = radial_parts(distance, self.rcut, self.rcut_smth, self.protection)
+        return kind(batch.vector, parts, *self._normalisation(batch), self._dropped(batch), self.dtype)
 
     def _normalisation(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return mean and spread of each slot (A, K, C) in float64."""

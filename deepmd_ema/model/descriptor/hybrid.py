@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,12 @@ class HybridDescriptor(nn.Module):
     Args:
         config: the section ``model.descriptor``.
         parts: one descriptor for each section of ``list``.
+
+    Attributes:
+        knows_cutoffs: whether each part sees only the neighbors inside its own cutoff.
     """
+
+    knows_cutoffs: ClassVar[bool] = False
 
     def __init__(self, config: HybridConfig, parts: Sequence[Descriptor]) -> None:
         super().__init__()
@@ -102,7 +107,7 @@ class HybridDescriptor(nn.Module):
 
     def _views(self, batch: Batch) -> list[View]:
         whole = self.layout(frozenset())
-        return [view_of(batch, whole, part.layout(frozenset())) for part in self.descriptors]
+        return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.descriptors]
 
 
 class HybridVjp:

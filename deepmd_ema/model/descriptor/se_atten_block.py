@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
+from deepmd_ema.model.descriptor.env_statistics import normalised
+from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
-from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
+from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 # F frames
 
 
-class SeAttenBlock(nn.Module):
+class SeAttenBlock(ElementBlock):
     """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``, R_k the normalised row of neighbor k.
 
     ``G_k`` is a network of ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k E(elements))`` with two networks
@@ -38,21 +39,9 @@ class SeAttenBlock(nn.Module):
         seed: of the initial parameters.
     """
 
-    mean: Tensor
-    stddev: Tensor
-
     def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
-        self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
-        self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
-        self.strip, self.one_side = options.tebd_input_mode == "strip", options.type_one_side
-        self.num_channels, self.num_axis = options.neuron[-1], options.axis_neuron
-        width = options.tebd_dim * (1 if self.one_side else 2)
-
-        self.embedding = embedding_network(options, 1 if self.strip else 1 + width, dtype, seed_for("embedding", seed))
-        self.pair_embedding: Network | None = None
-        if self.strip:
-            self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
+        super().__init__(options, sel, num_types, dtype, seed, num_elements=1 if options.type_one_side else 2)
+        self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
@@ -75,7 +64,6 @@ class SeAttenBlock(nn.Module):
         )
         if not options.trainable:
             freeze(self, False)
-        add_normalisation(self, (num_types, sel, 4), dtype)
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:

@@ -40,15 +40,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
 
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
-        env = Environment(
-            batch.vector,
-            *self._normalisation(batch),
-            rcut=self.rcut,
-            rcut_smth=self.rcut_smth,
-            protection=self.protection,
-            dropped=self._dropped(batch),
-            dtype=self.dtype,
-        )
+        env = self._environment_matrix(Environment, batch)
         groups = [[self._moments(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
         summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch)) / sum(self.sel)

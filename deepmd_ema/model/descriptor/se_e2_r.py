@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
 from deepmd_ema.model.kernels.env_mat import RadialEnvironment
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 
 # A atoms, K neighbor slots, S slots up to sel, M channels
 
@@ -25,17 +22,9 @@ class SeE2RDescriptor(ByTypeDescriptor):
 
     DeepPot-SE (Zhang et al., arXiv:1805.09003), the radial part. An empty slot has ``s = -mean / spread``; a pair of
     ``exclude_types`` has ``s = 0`` and still adds ``G(0)``.
-
-    Args:
-        config: the section ``model.descriptor``; ``sel`` must be numbers.
-        num_types: number of elements.
-        seed: of the initial parameters when the section has none.
     """
 
     num_columns: ClassVar[int] = 1
-
-    def __init__(self, config: SeE2RConfig, num_types: int, seed: int) -> None:
-        super().__init__(config, num_types, seed)
 
     @property
     def dim_out(self) -> int:
@@ -44,15 +33,7 @@ class SeE2RDescriptor(ByTypeDescriptor):
 
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2RVjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
-        env = RadialEnvironment(
-            batch.vector,
-            *self._normalisation(batch),
-            rcut=self.rcut,
-            rcut_smth=self.rcut_smth,
-            protection=self.protection,
-            dropped=self._dropped(batch),
-            dtype=self.dtype,
-        )
+        env = self._environment_matrix(RadialEnvironment, batch)
         # values and derivatives (A', K', M) of each section, for all atoms or for those of each type
         groups = [
             [net.value_and_derivative(rows.contiguous()) for rows, net in part]

@@ -14,7 +14,6 @@ from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.vjp import with_vjp
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e3 import SeE3Config
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, J and K slots of two sections, M channels, T types
@@ -26,15 +25,7 @@ class SeE3Descriptor(ByTypeDescriptor):
     R are the normalised angular rows of the environment matrix. Three-body embedding: Wang et al., Nucl. Fusion 62,
     126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns have no mean, which would depend on the
     orientation.
-
-    Args:
-        config: the section ``model.descriptor``; ``sel`` must be numbers.
-        num_types: T.
-        seed: of the initial parameters when the section has none.
     """
-
-    def __init__(self, config: SeE3Config, num_types: int, seed: int) -> None:
-        super().__init__(config, num_types, seed)
 
     @property
     def dim_out(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
+from deepmd_ema.model.descriptor.env_statistics import normalised
+from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
+from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # M channels
 
 
-class SeTTebdBlock(nn.Module):
+class SeTTebdBlock(ElementBlock):
     """``D = sum_jk c_jk G_jk / S^2`` with ``c_jk = R_j . R_k``, R_j the normalised angular row of neighbor j.
 
     ``G_jk`` is a network of ``c_jk`` and the elements of j and k (``concat``), or ``G(c_jk) (1 + w_j w_k E(elements))``
@@ -38,23 +38,9 @@ class SeTTebdBlock(nn.Module):
         seed: of the initial parameters.
     """
 
-    mean: Tensor
-    stddev: Tensor
-
     def __init__(self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
-        super().__init__()
-        self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
-        self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
-        self.strip = options.tebd_input_mode == "strip"
-        self.num_channels = options.neuron[-1]
-        width = 2 * options.tebd_dim
-
-        self.embedding = embedding_network(options, 1 if self.strip else 1 + width, dtype, seed_for("embedding", seed))
-        self.pair_embedding: Network | None = None
-        if self.strip:
-            self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
+        super().__init__(options, sel, num_types, dtype, seed, num_elements=2)
         freeze(self, options.trainable)
-        add_normalisation(self, (num_types, sel, 4), dtype)
 
     @property
     def dim_out(self) -> int:

@@ -9,14 +9,17 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.kernels.vjp import with_vjp
+from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
+    from deepmd_ema.config.schema.se_atten import SeAttenV2Config
+    from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, S slots up to sel, T types, D features, E numbers of a type embedding
@@ -121,6 +124,42 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         """Return the vectors of a matrix, and which pairs do not see each other, or None."""
         hood = batch.within(environment.rcut, environment.most)
         return hood.vector, self.excluded(batch, hood)
+
+
+class ElementBlock(nn.Module):
+    """Networks of neighbors and of elements, and the environment matrix that they see.
+
+    Args:
+        options: of the block, with the names that they have in the section of its descriptor.
+        sel: S, most neighbors.
+        num_types: T.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+        num_elements: how many type embeddings a network sees at once.
+    """
+
+    mean: Tensor
+    stddev: Tensor
+
+    def __init__(
+        self,
+        options: SeAttenV2Config | SeE3TebdConfig,
+        sel: int,
+        num_types: int,
+        dtype: torch.dtype,
+        seed: int,
+        num_elements: int,
+    ) -> None:
+        super().__init__()
+        self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
+        self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
+        self.num_channels, width = options.neuron[-1], num_elements * options.tebd_dim
+        strip = options.tebd_input_mode == "strip"
+        self.embedding = embedding_network(options, 1 if strip else 1 + width, dtype, seed_for("embedding", seed))
+        self.pair_embedding: Network | None = None
+        if strip:
+            self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
+        add_normalisation(self, (num_types, sel, 4), dtype)
 
 
 class OneBlockDescriptor(TypeEmbeddedDescriptor):

@@ -64,11 +64,9 @@ class Environment:
 
     Args:
         vector: (A, K, 3) float64, angstrom.
+        parts: of the lengths of ``vector``.
         mean: (A, K, 4) float64, subtracted from the rows.
         spread: (A, K, 4) float64, the rows are divided by it.
-        rcut: cutoff radius, angstrom.
-        rcut_smth: start of the switch, angstrom.
-        protection: added to distances before division, angstrom.
         dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
         dtype: precision of the rows.
 
@@ -79,20 +77,15 @@ class Environment:
     def __init__(
         self,
         vector: Tensor,
+        parts: RadialParts,
         mean: Tensor,
         spread: Tensor,
-        *,
-        rcut: float,
-        rcut_smth: float,
-        protection: float = 0.0,
-        dropped: Tensor | None = None,
-        dtype: torch.dtype = torch.float64,
+        dropped: Tensor | None,
+        dtype: torch.dtype,
     ) -> None:
-        distance = torch.linalg.vector_norm(vector, dim=-1)
-        self._vector = vector
-        self._parts = radial_parts(distance, rcut, rcut_smth, protection)
+        self._vector, self._parts = vector, parts
         self._scale = spread.reciprocal()
-        raw = torch.cat([self._parts.s.unsqueeze(-1), self._parts.c.unsqueeze(-1) * vector], -1)
+        raw = torch.cat([parts.s.unsqueeze(-1), parts.c.unsqueeze(-1) * vector], -1)
         rows = raw.sub_(mean).mul_(self._scale)
         if dropped is not None:
             keep = (~dropped).unsqueeze(-1).to(rows.dtype)
@@ -118,17 +111,12 @@ class RadialEnvironment:
     def __init__(
         self,
         vector: Tensor,
+        parts: RadialParts,
         mean: Tensor,
         spread: Tensor,
-        *,
-        rcut: float,
-        rcut_smth: float,
-        protection: float = 0.0,
-        dropped: Tensor | None = None,
-        dtype: torch.dtype = torch.float64,
+        dropped: Tensor | None,
+        dtype: torch.dtype,
     ) -> None:
-        distance = torch.linalg.vector_norm(vector, dim=-1)
-        parts = radial_parts(distance, rcut, rcut_smth, protection)
         scale = spread.reciprocal()
         if dropped is not None:
             scale = scale * (~dropped).unsqueeze(-1)
