@@ -19,7 +19,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,10 @@ KINDS = {
     "se_e3_tebd": ("descriptor", "type embedding"),
     "dpa2": MIXED,
     "dpa3": MIXED,
+    "dpa2 add_tebd_to_repinit_out": ("descriptor",),
 }
 CASES = [f"{kind}/{way}" for kind, ways in KINDS.items() for way in ways]
+APART = ("dpa2 add_tebd_to_repinit_out/descriptor",)  # cases in which the peer leaves something out, see the page
 STATISTICS = ("se_e2_a/descriptor", "dpa1/descriptor and fitting", "dpa2/descriptor", "se_e3_tebd/descriptor")
 STEPS = 20
 ORDER = [list(TASKS)[k] for k in np.random.default_rng(7).choice(2, STEPS, p=list(SHARES.values()))]
@@ -96,7 +99,7 @@ def main() -> None:
         line for case in STATISTICS if case in args.cases for line in _statistics_rows(args.work, case, python)
     ]
     common.publish(_page(rows, statistics, args.cases), args.output)
-    if any(max(row[1:]) > TOLERANCE for row in rows):
+    if any(max(row[1:]) > TOLERANCE for row in rows if row[0] not in APART):
         raise SystemExit(f"something differs by more than {TOLERANCE:g}")
 
 
@@ -131,8 +134,11 @@ def input_of(case: str, work: Path, shares: Mapping[str, float] = SHARES) -> dic
     from deepmd_ema.interchange import read_dp
 
     kind, _, way = case.partition("/")
-    config, _, _ = read_dp(GOLDEN / f"{kind}.dp")
+    name, _, option = kind.partition(" ")
+    config, _, _ = read_dp(GOLDEN / f"{name}.dp")
     own = _without_null(to_dict(config)["descriptor"])
+    if option:
+        own[option] = True
     descriptors, nets = WAYS[way]
     text = json.dumps([descriptors or (own, own), nets])
     descriptors, nets = json.loads(text)
@@ -182,6 +188,7 @@ def peer_side(work: Path, cases: list[str]) -> None:
     for case in cases:
         os.chdir(folder_of(work, case))
         trainer = _peer_trainer()
+        trainer.get_data = partial(_with_exact_flags, trainer.get_data)
         trainer.save_model(Path("start.pt"), lr=START_LR, step=0)
         first = {name: value.clone() for name, value in trainer.wrapper.state_dict().items() if name != "_extra_state"}
         batches = {task: trainer.get_data(is_train=True, task_key=task) for task in TASKS}
@@ -207,6 +214,12 @@ def peer_side(work: Path, cases: list[str]) -> None:
         np.savez("peer.npz", **found)
         order = iter(ORDER)
         trainer.run()
+
+
+def _with_exact_flags(get: Callable[..., tuple], **which: Any) -> tuple:
+    """Return a batch in which the flags of labels are no numbers of float32, to which they would round prefactors."""
+    given, label, log = get(**which)
+    return given, {name: float(v) if name.startswith("find_") else v for name, v in label.items()}, log
 
 
 def _peer_trainer() -> Any:
@@ -373,7 +386,11 @@ def _page(rows: list[tuple], statistics: list[list[str]], cases: list[str]) -> s
         "",
         common.table(header, [[row[0], *(f"{value:.1e}" for value in row[1:])] for row in rows]),
         "",
-        "The peer fails where tasks share a part of a hybrid (`DescrptHybrid` has no `descriptor_list`).",
+        "The flags of labels, numbers of float32 in the peer, are given to its loss in float64: as they are they",
+        "round the prefactors, which alone changes losses by 4e-8 and the weights after 20 steps by up to 5e-9.",
+        "",
+        "`dpa2` with `add_tebd_to_repinit_out`: at level 0 the peer shares all of the descriptor but `tebd_transform`;",
+        "here that is shared too. Where tasks share a part of a hybrid, the peer fails (no `descriptor_list`).",
         "",
         "Statistics of new models: `descriptor` its means and spreads, `the rest` those of frame parameters and the",
         "energies of the elements.",

@@ -12,6 +12,7 @@ import pytest
 from infer_models import write_run
 
 from deepmd_ema import cli
+from deepmd_ema.cli.main import COMMANDS
 from deepmd_ema.config import config_from_dict, ignored_options
 from deepmd_ema.config.manual import manual
 
@@ -20,6 +21,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", ROOT / "configs" / "README.md",
      ROOT / "benchmarks" / "README.md", *(ROOT / "doc").rglob("*.md")]
 )  # fmt: skip
+PROGRAM = ROOT / "deepmd_ema"
 SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -109,6 +111,16 @@ def test_every_behaviour_of_averages_has_its_test():
     assert sorted(codes) == sorted(CODES)
     for row in rows:
         assert re.fullmatch(r"(`[^`]+::test_\w+`(<br>|$))+", row[-1]), row
+
+
+@pytest.mark.parametrize("package", sorted(path.parent.name for path in PROGRAM.glob("*/__init__.py")))
+def test_the_architecture_names_every_module_and_no_other(package):
+    [row] = re.findall(rf"^\| `{package}` \| (.*) \|$", (ROOT / "doc" / "architecture.md").read_text(), flags=re.M)
+    named = {name.partition("/")[0] for name in re.findall(r"`(\w+(?:/\w*)?)`", row)}
+    there = {path.stem for path in (PROGRAM / package).iterdir()} - {"__init__", "__pycache__"}
+    if package == "cli":
+        there -= {name.replace("-", "_") for name in COMMANDS}  # "one file per command"
+    assert named == there
 
 
 @pytest.mark.parametrize(("page", "fewest"), [(PROOFS, 100), (PROOFS.with_name("defects_tests.md"), 5)])

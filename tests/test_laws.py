@@ -441,3 +441,15 @@ def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descripto
         patch.setattr(torch, "tensor", made_here)
         sum(value.square().sum() for value in model(batch).values()).backward()
     assert all(p.grad.device.type == "meta" for p in model.parameters() if p.requires_grad)
+
+
+@every_descriptor
+def test_no_number_of_a_model_is_read_and_no_tensor_is_made_elsewhere(descriptor):
+    """Tensors without numbers stand for those of a GPU: reading one, or one of the CPU beside them, is an error."""
+    _, model = toy_model(descriptor, {"exclude_types": [[0, 1]]}, {"dim_case_embd": 2}, atom_exclude_types=[1])
+    batch = batch_of(model, frame(natoms=4), (*toy_atoms(1, 3), None)).to(torch.device("meta"))
+    model = model.to("meta")
+    sum(value.sum() for value in model.train()(batch).values()).backward()
+    out = model.eval()(batch, need_hessian=True)
+    assert {value.device.type for value in out.values()} == {"meta"}
+    assert out["hessian"].shape == (12**2 + 9**2,)

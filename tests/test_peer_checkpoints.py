@@ -204,6 +204,13 @@ def test_show_says_what_a_checkpoint_of_deepmd_kit_holds(capsys):
     assert "live weights of step 4" in out
 
 
+def test_show_says_what_each_model_of_a_checkpoint_of_deepmd_kit_is(capsys):
+    assert cli.main(["show", str(FILES / "pt_heads.pt")]) == 0
+    out = capsys.readouterr().out
+    assert "water, ice: O H" in out
+    assert "water, ice: se_e2_a" in out
+
+
 PEER_SCRIPT = """
 import sys, torch
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,43 @@ def test_each_head_is_a_model_of_its_own_live_and_averaged(desk):
             if options:
                 assert_same(dict(average.model.state_dict()), dict(loaded.model.state_dict()))
     assert len({float(np.ravel(e)[0]) for e in energies.values()}) == 4
+
+
+def test_the_energies_of_one_head_change_in_a_file_of_all(desk, capsys):
+    write(desk, input_of("all"))
+    assert cli.main(["train", "input.json"]) == 0
+    before = load("model.ckpt-8.pt")["model"]
+    assert cli.main(["change-bias", "model.ckpt.pt", "-s", "ice2", "--head", "ICE", "-o", "one.pt"]) == 0
+    said = capsys.readouterr().out
+    assert "model.ckpt.pt: ice, live weights of step 8\noutput bias: moved by a fit" in said
+    assert "wrote one.pt, in which water stays as it is" in said
+    after = load("one.pt")["model"]
+    own = {"ice.out_bias", "ice.out_std"}
+    assert_same({n: v for n, v in after.items() if n not in own}, {n: v for n, v in before.items() if n not in own})
+    assert not torch.equal(after["ice.out_bias"], before["ice.out_bias"])
+    assert cli.main(["change-bias", "one.pt", "-b", "-3", "-2", "--head", "water", "-o", "both.pt"]) == 0
+    assert {head: load_model("both.pt", head=head).info.bias["mode"] for head in ("water", "ice")} == {
+        "water": "given", "ice": "change",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert cli.main(["show", "both.pt"]) == 0
+    said = capsys.readouterr().out
+    assert "water: set to values given" in said
+    assert "ice: moved by a fit of label minus prediction, 4 frames of ice2" in said
+    assert torch.equal(load("both.pt")["model"]["ice.out_bias"], after["ice.out_bias"])
+    assert load("both.pt")["model"]["water.out_bias"].view(-1).tolist() == [-3, -2]
+    assert cli.main(["freeze", "-c", "both.pt", "--head", "water", "-o", "water.dp"]) == 0
+    assert cli.main(["train", "input.json", "--init-model", "both.pt"]) == 0
+
+
+def test_the_energies_of_one_head_change_in_a_checkpoint_of_deepmd_kit(desk):
+    file = Path(__file__).parent / "golden" / "peer_checkpoints" / "pt_heads.pt"
+    assert cli.main(["change-bias", str(file), "-b", "-3", "-2", "--head", "ice", "-o", "changed.pt"]) == 0
+    for head in ("water", "ice"):
+        before, after = (load_model(path, head=head).model for path in (file, "changed.pt"))
+        expected = torch.tensor([[[-3.0], [-2.0]]], dtype=torch.float64) if head == "ice" else before.out_bias
+        assert torch.equal(after.out_bias, expected)
+        assert_same({**after.state_dict(), "out_bias": 0}, {**before.state_dict(), "out_bias": 0})
 
 
 def test_without_a_head_the_message_names_them(desk, capsys):

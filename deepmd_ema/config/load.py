@@ -99,11 +99,17 @@ class SavedModels:
 def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedModels:
     """Return the models of a config of a whole run, or of one that has the section ``model`` only.
 
+    The latter names no shared parts: several models without a run are each a model of their own.
+
     Raises:
         ConfigError: with every mistake of the config.
     """
     if not has_tasks(values):
         return SavedModels({"": model_config_from_dict(values["model"], source)}, (), {"": dict(values)})
+    if "training" not in values:
+        sections = values["model"]["model_dict"]
+        own = {name: model_config_from_dict(section, source) for name, section in sections.items()}
+        return SavedModels(own, (), {name: {"model": section} for name, section in sections.items()})
     run = config_from_dict(values, source)
     configs = {name: task.model for name, task in run.tasks.items()}
     return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})

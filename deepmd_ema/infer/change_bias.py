@@ -12,15 +12,18 @@ import torch
 
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.checkpoint.names import name_of_weights
+from deepmd_ema.config import choose_head
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, first_few
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_model
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
+from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.tensors import prefix_of
 from deepmd_ema.weights import LIVE
 
 Array: TypeAlias = np.ndarray
@@ -56,7 +59,8 @@ class ChangedBias:
 
     Attributes:
         path: the file that was written.
-        loaded: the model as it was.
+        source: all models of the file as they were.
+        head: which of them has another bias.
         record: what the file says of the change: mode, frames, source.
         before: (T,) eV.
         after: (T,) eV.
@@ -65,12 +69,18 @@ class ChangedBias:
     """
 
     path: Path
-    loaded: LoadedModel
+    source: ModelFile
+    head: str
     record: Mapping[str, Any]
     before: Array
     after: Array
     frames: FrameEnergies | None = None
     undetermined: tuple[str, ...] = ()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model as it was."""
+        return self.source.models[self.head]
 
     def residuals(self) -> tuple[Array, Array]:
         """Return label minus prediction per atom (F,), eV, of the model as it was and as it is now."""
@@ -91,7 +101,10 @@ class ChangedBias:
             before, after = ([_milli(r.mean()), _milli(np.sqrt(np.mean(r**2)))] for r in self.residuals())
             lines.append("label minus prediction, meV/atom:")
             lines += [f"  {what} {old} before, {new} after" for what, old, new in zip(("mean", "RMSE"), before, after)]
-        return "\n".join([*lines, f"wrote {self.path}"])
+        others = [name for name in self.source.models if name != self.head]
+        stay = f", in which {', '.join(others)} stay as they are" if len(others) > 1 else ""
+        stay = f", in which {others[0]} stays as it is" if len(others) == 1 else stay
+        return "\n".join([*lines, f"wrote {self.path}{stay}"])
 
     def table(self) -> Table:
         """Return the bias of each element before and after."""
@@ -122,7 +135,7 @@ def write_changed(
     head: str | None = None,
     device: str | None = None,
 ) -> ChangedBias:
-    """Write a model file with another output bias; everything else in it stays.
+    """Write a model file with another output bias; everything else in it stays, other models too.
 
     Of a checkpoint (``.pt``) the result is a file of kind ``weights``: the live weights or one average, without what a
     restart needs. Of a ``.dp`` or ``.yaml`` file it is a file of that format.
@@ -134,19 +147,21 @@ def write_changed(
             checkpoint names weights and step.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
-        head: which model of a file that holds several; the result holds this one.
+        head: which model of a file that holds several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
 
     Raises:
         UserError: if the model or the data cannot be read, no frame has an energy, the values are not one per element,
             or the file cannot be written.
     """
-    loaded = load_model(model, use_average=use_average, average=average, head=head)
+    file = load_models(model, use_average=use_average, average=average)
+    head = choose_head({name: each.config.model_branch_alias for name, each in file.models.items()}, head, str(model))
+    loaded = file.models[head]
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if request.values is not None:
         record: dict[str, Any] = {"mode": GIVEN, "source": "values given"}
-        done = ChangedBias(path, loaded, record, before, _given(request.values, loaded.config.type_map))
+        done = ChangedBias(path, file, head, record, before, _given(request.values, loaded.config.type_map))
         _write(done, None)
         return done
     systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
@@ -158,7 +173,7 @@ def write_changed(
         raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")
     fit: BiasFit = set_bias(frames) if request.mode == SET else change_bias(frames, before)
     record = {"mode": request.mode, "frames": len(frames), "source": request.source or first_few(names, 3)}
-    done = ChangedBias(path, loaded, record, before, fit.bias, frames, fit.undetermined)
+    done = ChangedBias(path, file, head, record, before, fit.bias, frames, fit.undetermined)
     _write(done, fit.std)
     return done
 
@@ -172,17 +187,20 @@ def record_in_words(record: Mapping[str, Any]) -> str:
 
 
 def _write(done: ChangedBias, std: Array | None) -> None:
-    loaded, info = done.loaded, done.loaded.info
+    info = done.loaded.info
     if info.path.suffix.lower() in FROZEN_SUFFIXES:
         interchange.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
         return
-    weights = loaded.model.state_dict()
-    weights["out_bias"] = torch.from_numpy(done.after).view_as(weights["out_bias"])
+    models = done.source.models
+    weights, prefix = ModelSet({name: each.model for name, each in models.items()}).state_dict(), prefix_of(done.head)
+    weights[f"{prefix}out_bias"] = torch.from_numpy(done.after).view_as(weights[f"{prefix}out_bias"])
     if std is not None:
-        weights["out_std"] = torch.from_numpy(std).view_as(weights["out_std"])
-    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
+        weights[f"{prefix}out_std"] = torch.from_numpy(std).view_as(weights[f"{prefix}out_std"])
+    distances = unnested({name: each.info.min_nbor_dist for name, each in models.items()})
+    head = checkpoint.payload_head("weights", info.weights, info.step, done.source.config, distances)
     average = {"average": dict(info.average)} if info.average else {}
-    checkpoint.save(done.path, {**head, "bias": dict(done.record), **average, "model": dict(weights)})
+    records = {name: each.info.bias for name, each in models.items() if each.info.bias} | {done.head: dict(done.record)}
+    checkpoint.save(done.path, {**head, "bias": unnested(records), **average, "model": weights})
 
 
 def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -> Path:

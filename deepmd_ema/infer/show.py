@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from deepmd_ema.config import config_from_dict, config_summary, rows_of_tasks, s
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.change_bias import record_in_words
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, average_in_words, load_model
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, average_in_words, load_models
 from deepmd_ema.labels import METRICS
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import facts, render
 from deepmd_ema.weights import LIVE
 
@@ -38,11 +40,15 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     path = Path(path)
     payload = None if path.suffix.lower() in FROZEN_SUFFIXES else _own_payload(path)
     if payload is None:
-        loaded = load_model(path)
-        path, info = loaded.info.path, loaded.info
-        kind, version, config, tensors = info.kind, info.version, info.config, loaded.model.state_dict()
+        file = load_models(path)
+        infos = {name: loaded.info for name, loaded in file.models.items()}
+        info = next(iter(infos.values()))
+        info = replace(info, head="" if len(infos) > 1 else info.head)
+        path, kind, version, config = info.path, info.kind, info.version, file.config
+        tensors = ModelSet({name: loaded.model for name, loaded in file.models.items()}).state_dict()
         weights = iter([("weights", info.in_words()), *_bias(info.bias)])
-        model, state = loaded.config.summary(), _nearest(info.min_nbor_dist)
+        model = rows_of_tasks({name: loaded.config.summary() for name, loaded in file.models.items()}, ())
+        state = _nearest({name: own.min_nbor_dist for name, own in infos.items()})
     else:
         path = checkpoint.resolve(path)
         kind, version = payload["kind"], f"dp-ema {payload['version']}"
@@ -114,8 +120,14 @@ def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
 
 
 def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    if record:
-        yield "bias", record_in_words(record)
+    """Yield the rows of the output bias.
+
+    Args:
+        record: how it was changed, or that by task.
+        refitted: the weights of a run for which it was fitted at the end.
+    """
+    for task, own in ({"": record} if "mode" in record else record).items():
+        yield "bias", f"{task}: {record_in_words(own)}" if task else record_in_words(own)
     names = ", ".join(refitted)
     if names:
         yield "bias", f"fitted again after training, for {names}; a restart goes on from the one before"
