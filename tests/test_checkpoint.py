@@ -149,9 +149,9 @@ def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
     checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
     with pytest.raises(CheckpointError, match=r"the average 'ema' of step 7.*--restart model.ckpt-7.pt.*--init-model"):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
-    for weights in ("live", "ema"):
-        best = payload(4, "best", weights)
-        name = "best.ckpt-4.t-1.pt" if weights == "live" else "best_ema.ckpt-4.t-1.pt"
+    names = {"best": "live", "best_ema": "ema", "best_ice": "live", "best_ice_ema": "ema"}  # the last two of a task
+    for stem, weights in names.items():
+        best, name = payload(4, "best", weights), f"{stem}.ckpt-4.t-1.pt"
         checkpoint.save(name, best)
         with pytest.raises(CheckpointError, match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt"):
             checkpoint.require_training(best, name)
