@@ -1,13 +1,12 @@
 """One checkpoint file: written whole, read with every way it can be wrong named."""
 
-import errno
 import os
 import shutil
 import zipfile
 
 import pytest
 import torch
-from helpers import config_parts, training_parts
+from helpers import FullDisk, config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
@@ -150,9 +149,9 @@ def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
     checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
     with pytest.raises(CheckpointError, match=r"the average 'ema' of step 7.*--restart model.ckpt-7.pt.*--init-model"):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
-    for weights in ("live", "ema"):
-        best = payload(4, "best", weights)
-        name = "best.ckpt-4.t-1.pt" if weights == "live" else "best_ema.ckpt-4.t-1.pt"
+    names = {"best": "live", "best_ema": "ema", "best_ice": "live", "best_ice_ema": "ema"}  # the last two of a task
+    for stem, weights in names.items():
+        best, name = payload(4, "best", weights), f"{stem}.ckpt-4.t-1.pt"
         checkpoint.save(name, best)
         with pytest.raises(CheckpointError, match=r"best weights.* of step 4 .*--restart model.ckpt-7.pt"):
             checkpoint.require_training(best, name)
@@ -176,22 +175,6 @@ def test_weights_of_another_model_are_listed_in_one_message():
     many = {f"layer{i}": (i,) for i in range(1000)}
     with pytest.raises(CheckpointError, match="and 990 more"):
         check_weights(many, {}, "x.pt")
-
-
-class FullDisk:
-    """A file on a disk that has room for some bytes only."""
-
-    def __init__(self, file, room=100):
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.file.write(data)
-
-    def flush(self):
-        self.file.flush()
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, monkeypatch):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -23,7 +22,7 @@ from deepmd_ema.errors import (
     UserError,
 )
 
-QUICK_S = 0.3  # what --help may take
+QUICK_S = 0.3  # of a processor, which --help may take
 
 
 def run_python(*words, **options):
@@ -46,9 +45,12 @@ def failing(monkeypatch):
 def test_help_answers_in_a_moment():
     fastest = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        # on a busy machine the clock goes on while the process waits for its turn
+        before = os.times()
         result = run_python("-m", "deepmd_ema", "--help")
-        fastest = min(fastest, time.perf_counter() - start)
+        after = os.times()
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        fastest = min(fastest, used)
     assert result.returncode == 0
     for name in cli.COMMANDS:
         assert name in result.stdout

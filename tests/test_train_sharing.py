@@ -191,6 +191,19 @@ def test_without_a_head_the_message_names_them(desk, capsys):
     assert "heads     water, ice" in told
     assert "dp-ema test -m model_ema.ckpt.pt --head water --valid-data input.json --plot" in told
     assert "dp-ema freeze -c model_ema.ckpt.pt --head water" in told
+    values = input_of("all")
+    parts, loss = values["model"]["shared_dict"], values.pop("loss_dict")["ice"]
+    one = {"type_map": parts["elements"], "descriptor": DPA, "fitting_net": NET}
+    training = values["training"]
+    training |= training.pop("data_dict")["ice"]
+    del training["model_prob"]
+    write(desk, {**values, "model": one, "loss": loss}, "one.json")
+    assert cli.main(["train", "--restart", "model.ckpt.pt", "one.json"]) == 2
+    told = capsys.readouterr().err
+    assert "of a run of several tasks (ice, water), and the input has one task: no restart" in told
+    assert "--finetune, and --model-branch" in told
+    assert cli.main(["train", "--init-model", "model.ckpt.pt", "--model-branch", "steam", "one.json"]) == 2
+    assert "choose one with --model-branch or finetune_head." in capsys.readouterr().err
     for command in (["freeze"], ["test", "-m", "model.ckpt.pt", "-s", "ice2"], ["change-bias", "model.ckpt.pt"]):
         assert cli.main(command) == 2
         assert "several models; which? It has water, ice: choose one with --head." in capsys.readouterr().err

@@ -57,9 +57,10 @@ def name_of_weights(file: str, weights: str, step: int | None) -> str:
 
 def training_series(file: str, weights: str) -> str:
     """Return the series of training checkpoints of the run that wrote ``file``, a file of the weights ``weights``."""
+    if best := re.fullmatch(r"best(?:_[^.]+)?\.([^-]+)(?:-.*)?\.pt", file):  # best_ema, best_ice, best_ice_ema
+        return f"model.{best[1]}"
     found = series_and_step(file)
-    series = (found[0] if found is not None else file).replace(f"_{weights}.", ".", 1)
-    return f"model.{series.removeprefix('best.').split('-')[0]}" if series.startswith("best.") else series
+    return (found[0] if found is not None else file).replace(f"_{weights}.", ".", 1)
 
 
 def files_by_step(folder: Path, pattern: str) -> dict[int, list[Path]]:

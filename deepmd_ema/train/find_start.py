@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
 ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
+_CHOOSES = "--model-branch or finetune_head"
 
 
 def find_start(
@@ -79,7 +80,7 @@ def _fine_tune(file: str, heads: Mapping[str, str | None]) -> FineTune:
 
 def _named(known: Mapping[str, Sequence[str]], head: str, file: str) -> str:
     """Return which model of a file a head is."""
-    return "" if set(known) == {""} and head == ONLY else choose_head(known, head, file)
+    return "" if set(known) == {""} and head == ONLY else choose_head(known, head, file, _CHOOSES)
 
 
 def _tell_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> None:

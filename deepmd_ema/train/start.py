@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -233,6 +233,12 @@ class Restart(FromWeights):
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
+        if ("" in self._tasks) != ("" in config.tasks):
+            raise ConfigError(
+                f"{self.path}: of a run of {_tasks_in_words(self._tasks)}, and the input has "
+                f"{_tasks_in_words(config.tasks)}: no restart. Start anew from its weights with --finetune, "
+                f"{'and --model-branch' if '' in config.tasks else 'and finetune_head for each task'}."
+            )
         before, now = self.payload["config"], to_dict(config)
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
@@ -306,6 +312,10 @@ class Restart(FromWeights):
     def _weights(self) -> Mapping[str, Tensor]:
         raw: Mapping[str, Tensor] = self.payload["model"]  # whatever was made of them after training
         return raw
+
+
+def _tasks_in_words(tasks: Collection[str]) -> str:
+    return "one task" if "" in tasks else f"several tasks ({', '.join(sorted(tasks))})"
 
 
 def digest(config: Mapping[str, Any], start: str) -> str:

@@ -285,13 +285,14 @@ def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
     return result
 
 
-def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: str) -> str:
+def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: str, option: str = "--head") -> str:
     """Return which of several models is meant by a name or one of its aliases, in capitals or not.
 
     Args:
         names: aliases by name; the name of a model that needs none is empty.
         head: what is asked for; None where there is one model only.
         source: the file, for messages.
+        option: what chooses, for messages.
 
     Raises:
         ConfigError: if there is no such model, or there are several and none is asked for.
@@ -304,5 +305,5 @@ def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: st
     known |= {name.lower(): name for name in names}
     if head is None or head.lower() not in known:
         wanted = "several models; which?" if head is None else f"no head {head!r}."
-        raise ConfigError(f"{source}: {wanted} It has {', '.join(names)}: choose one with --head.")
+        raise ConfigError(f"{source}: {wanted} It has {', '.join(names)}: choose one with {option}.")
     return known[head.lower()]
