@@ -209,6 +209,29 @@ def cpu_seconds(pid: int) -> float:
     return total
 
 
+def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict[str, np.ndarray]) -> None:
+    """Write frames of one system; without the array ``box`` it is open."""
+    (folder / "set.000").mkdir(parents=True)
+    np.savetxt(folder / "type.raw", types, fmt="%d")
+    (folder / "type_map.raw").write_text("\n".join(names) + "\n")
+    if "box" not in arrays:
+        (folder / "nopbc").touch()
+    for name, values in arrays.items():
+        np.save(folder / "set.000" / f"{name}.npy", values.reshape(len(values), -1))
+
+
+def write_doubled(system: Path, folder: Path) -> None:
+    """Write the frames of a periodic system with each cell twice, one beside the other, and what follows for labels."""
+    arrays = {file.stem: np.load(file) for file in sorted((system / "set.000").glob("*.npy"))}
+    kinds = np.loadtxt(system / "type.raw", dtype=int)
+    coord, box = arrays["coord"].reshape(-1, len(kinds), 3), arrays["box"].reshape(-1, 3, 3)
+    wide = box.copy()
+    wide[:, 0] *= 2
+    doubled = {"coord": np.concatenate([coord, coord + box[:, :1]], 1), "box": wide}
+    doubled |= {"force": np.tile(arrays["force"], 2)} | {name: 2 * arrays[name] for name in ("energy", "virial")}
+    write_system(folder, np.tile(kinds, 2), (system / "type_map.raw").read_text().split(), doubled)
+
+
 def read_errors(text: str) -> dict[str, float]:
     """Return what `test` of either program printed: energy, eV/atom, and force, eV/angstrom, as RMSE."""
     # the last of several lines is the weighted average over systems

@@ -1,198 +1,336 @@
-"""What `torch.compile` makes of a model, and whether eager steps are as fast as in an older version.
+"""Seconds of a step compiled, eager and in DeePMD-kit, and what compiling costs, for every descriptor.
 
-usage: python benchmarks/compile.py [--base DIR] [--output PAGE]
+usage: python benchmarks/compile.py [--peer DIR] [--kinds se_e2_a ...] [--stage cost step forward] [--output PAGE]
 
-First part: `torch.compile(run, dynamic=True)` for 1 and 3 models of one structure over batches of different sizes:
-graph breaks, graphs, seconds, and the largest difference of a parameter gradient from eager. Second part: time of
-forward and backward of one batch of water, eager here, eager in the checkout --base, and compiled here (with inductor
-among --backends); the processes take turns, and the ratio is the median of the ratios of the turns.
+The models are in compile.json; the data are frames of water, doubled to 192 atoms, one frame per batch. Results are
+kept in --work and not measured again; each stage may be run at another time:
+
+- ``cost``: a process of its own with an empty cache makes the graphs of a model, for training and for validation; wall
+  time, and processor time with all child processes, beside the number of operations of an eager step.
+- ``step``: training runs of all programs are started and halted with SIGSTOP; they then go on in turns, one at a time.
+  The time of a step is that between rows of lcurve.out, so all are timed by one clock: loader, forward, backward,
+  optimizer. A ratio is the median of the ratios of the turns.
+- ``forward``: a model in evaluation mode, eagerly and by its graph, in turns in one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+import common
 
-BATCHES = [
-    [(6, 9)],
-    [(5, 12)],
-    [(7, 8)],
-    [(6, 9), (4, 4)],
-    [(3, 8), (9, 5)],
-    [(8, 12), (2, 5), (4, 7)],
-    [(1, 6)],
-    [(0, 6)],
-]
-WATER = Path("examples/water/data/train_300K")
+MODELS = common.ROOT / "benchmarks" / "compile.json"
+FITTING = {"neuron": [120, 120, 120], "resnet_dt": True}
+STAGES = ("cost", "step", "forward")
+NAMES = {"eager": "dp-ema", "compiled": "dp-ema, compiled", "pt": "dp --pt", "pt_expt": "dp --pt_expt, compiled"}
+ROW_S = 0.3  # between two rows of lcurve.out, about
 
 
 def main() -> None:
-    """Measure and print the page, or be one of the processes that take turns."""
+    """Measure what is asked for, and print the page of all that is known; or be one of the measured processes."""
     args = _arguments()
-    if args.turns:
-        _take_turns(args)
+    if args.one is not None:
+        print(json.dumps({"cost": _cost, "forward": _forward}[args.stage[0]](args.one, args)))
         return
-    import common
-
-    page = [f"# Compiled and eager steps, {common.today()}"]
-    rows = [row for number in args.models for row in _compile_rows(number, args)]
-    page.append(
-        f"`torch.compile(run, dynamic=True, backend=...)`, se_e2_a, neuron {args.neuron}, two elements, "
-        "both sides; breaks and graphs are cumulative."
-    )
-    header = ["backend", "models", "frames", "atoms by type", "slots", "breaks", "graphs", "s", "gradient error"]
-    page.append(common.table(header, rows))
-    if args.base is not None:
-        page += ["## Time of a step", _step_table(args)]
-    page.append(f"On {common.machine(common.programs(None), args.threads, 'cpu')}.")
-    common.publish("\n\n".join(page), args.output)
+    models = json.loads(MODELS.read_text())
+    kinds = args.kinds or list(models)
+    found = {}
+    for kind in kinds:
+        for stage in STAGES:
+            file = _folder(args, kind) / f"{stage}.json"
+            if stage in args.stage and not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                result = _steps(kind, args) if stage == "step" else _in_a_process(stage, kind, args)
+                file.write_text(json.dumps(result | {"load": os.getloadavg()[0]}))
+                print(kind, stage, result, flush=True)
+            if file.exists():
+                found[kind, stage] = json.loads(file.read_text())
+    common.publish(_page(found, kinds, args), args.output)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", type=Path, help="a checkout of an older version to compare eager steps with")
-    parser.add_argument("--backends", nargs="*", default=["aot_eager", "inductor"])
-    parser.add_argument("--models", nargs="+", type=int, default=[1, 3], help="models of one structure")
-    parser.add_argument("--neuron", nargs="+", type=int, default=[4, 8, 16], help="of the embedding in the first part")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
-    parser.add_argument("--repeats", type=int, default=15, help="turns of each process")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="also write the page here")
-    parser.add_argument("--turns", choices=("eager", "inductor"), help=argparse.SUPPRESS)
+    common.add_common_options(parser)
+    parser.add_argument("--kinds", nargs="+", help="names in compile.json; all if not given")
+    parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
+    parser.add_argument("--precision", default="float64", choices=("float64", "float32"))
+    parser.add_argument("--turns", type=int, default=7, help="of each program")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
+    parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
+    parser.add_argument("--programs", nargs="+", default=list(NAMES), choices=NAMES, help="of the stage step")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.set_defaults(threads=1)
     return parser.parse_args()
 
 
-def _compile_rows(number: int, args: argparse.Namespace) -> list[list[str]]:
-    import torch
-    from torch._dynamo.utils import counters
-
-    from deepmd_ema.model.energy import run
-
-    rows = []
-    for backend in args.backends:
-        torch._dynamo.reset()
-        counters.clear()
-        compiled = torch.compile(run, dynamic=True, backend=backend)
-        models = [_model(args.neuron, [16, 16], [40, 80], 4, seed) for seed in range(number)]
-        for model in models:
-            for counts in BATCHES:
-                batch = _toy_batch(model, counts)
-                start = time.perf_counter()
-                found = _gradients(compiled, model, batch)
-                seconds = time.perf_counter() - start
-                wanted = _gradients(run, model, batch)
-                error = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(found, wanted))
-                rows.append(
-                    [backend, str(number), str(len(counts)), str(batch.type_counts), str(batch.slots),
-                     str(sum(counters["graph_break"].values())), str(counters["stats"]["unique_graphs"]),
-                     f"{seconds:.2f}", f"{error:.1e}"]
-                )  # fmt: skip
-    return rows
+def _folder(args: argparse.Namespace, kind: str) -> Path:
+    name = kind.replace(", ", "-").replace(" ", "_")
+    return args.work.resolve() / "compile" / f"{args.precision}-{args.threads}" / name
 
 
-def _step_table(args: argparse.Namespace) -> str:
-    import common
-
-    roots = {"older, eager": (args.base.resolve(), "eager"), "eager": (common.ROOT, "eager")}
-    if "inductor" in args.backends:
-        roots["inductor"] = (common.ROOT, "inductor")
-    processes = {name: _start(root, kind, args) for name, (root, kind) in roots.items()}
-    times: dict[str, list[float]] = {name: [] for name in roots}
-    for turn in range(args.repeats + 1):
-        order = list(roots) if turn % 2 else list(roots)[::-1]
-        for name in order:
-            seconds = _turn(processes[name])
-            if turn:  # the first one warms up and compiles
-                times[name].append(seconds)
-    for process in processes.values():
-        process.communicate("", timeout=60)
-    rows = []
-    for name, values in times.items():
-        ratios = [older / own for older, own in zip(times["older, eager"], values)]
-        rows.append([name, f"{1000 * statistics.median(values):.1f}", f"{statistics.median(ratios):.3f}",
-                     f"{min(ratios):.2f} to {max(ratios):.2f}"])  # fmt: skip
-    return common.table(["", "ms/step", "older / this", "least to most"], rows)
+# --- processes that make and run a graph
 
 
-def _start(root: Path, kind: str, args: argparse.Namespace) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(args.threads)}
-    command = [sys.executable, __file__, "--turns", kind, "--steps", str(args.steps)]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            cwd=Path(__file__).resolve().parents[1])  # fmt: skip
+def _in_a_process(stage: str, kind: str, args: argparse.Namespace) -> dict:
+    words = [sys.executable, __file__, "--stage", stage, "--one", kind, "--precision", args.precision, "--threads",
+             str(args.threads), "--work", str(args.work), "--turns", str(args.turns)]  # fmt: skip
+    env = common.environment(args.threads, args.device)
+    done = subprocess.run(words, env=env, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def _turn(process: subprocess.Popen[str]) -> float:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return float(process.stdout.readline())
+def _cost(kind: str, args: argparse.Namespace) -> dict:
+    """Return what the graph of training takes, and what it is made of."""
+    from deepmd_ema.train.compile import _Probe
+
+    model, batch = _model_and_batch(kind, args)
+    probe = _Probe.measure([(1.0, model.train(), batch)], 1)
+    return {
+        "operations": probe.operations,
+        "step": probe.seconds,
+        "training": _traced(_compiler(kind, args), model, batch),
+    }
 
 
-def _take_turns(args: argparse.Namespace) -> None:
-    """Answer every line on stdin with the median time of a step, in seconds of this process's CPU."""
+def _traced(compiler, model, batch) -> dict:
+    """Make the graph of a model, and return the wall and the processor time, and whether the code was in the cache."""
+    wall, cpu = time.perf_counter(), common.cpu_seconds(os.getpid())
+    compiler.trace(model, batch)
+    found = {"wall": time.perf_counter() - wall, "cpu": common.cpu_seconds(os.getpid()) - cpu}
+    return found | {"cached": any(graph.cached for graph in compiler.graphs)}
+
+
+def _forward(kind: str, args: argparse.Namespace) -> dict:
+    """Return seconds of turns of a model in evaluation mode, eagerly and compiled, and what its graph takes."""
+    from functools import partial
+
+    model, batch = _model_and_batch(kind, args)
+    compiler = _compiler(kind, args)
+    validation = _traced(compiler, model.eval(), batch)
+    calls = {"eager": model, "compiled": partial(compiler, model)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(args.turns + 1):
+        for name in list(calls) if turn % 2 else list(calls)[::-1]:
+            count, start = 0, time.perf_counter()
+            while count < 3 or time.perf_counter() < start + 0.5:
+                calls[name](batch)
+                count += 1
+            if turn:
+                times[name].append((time.perf_counter() - start) / count)
+    return {"times": times, "validation": validation}
+
+
+def _compiler(kind: str, args: argparse.Namespace):
+    from deepmd_ema.config.schema.training import CompileConfig
+    from deepmd_ema.model.compile import Compiler
+
+    return Compiler(CompileConfig(cache_dir=str(_folder(args, kind) / "cache")))
+
+
+def _model_and_batch(kind: str, args: argparse.Namespace):
+    import numpy as np
     import torch
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    model = _model([25, 50, 100], [240, 240, 240], [46, 92], 16, 0)
-    coord = np.load(WATER / "set.000" / "coord.npy")[0].reshape(-1, 3)
-    box = np.load(WATER / "set.000" / "box.npy")[0].reshape(3, 3)
-    batch = _batch(model, [(coord, np.loadtxt(WATER / "type.raw", dtype=int), box)])
-    call = _call
-    if args.turns == "inductor":
-        from deepmd_ema.model.energy import run
-
-        call = torch.compile(run, dynamic=True)
-    for _ in sys.stdin:
-        times = []
-        for _ in range(args.steps):
-            start = time.process_time()  # a busy machine takes turns away from the process, not from this clock
-            _gradients(call, model, batch)
-            times.append(time.process_time() - start)
-        print(statistics.median(times), flush=True)
-
-
-def _call(model, batch):
-    return model(batch)
-
-
-def _model(neuron: list[int], fitting: list[int], sel: list[int], axis: int, seed: int):
     from deepmd_ema.config import model_config_from_dict
+    from deepmd_ema.data.collate import collate
+    from deepmd_ema.data.source import Frame
     from deepmd_ema.model.build import build_model
 
-    descriptor = {"type": "se_e2_a", "sel": sel, "rcut": 6.0, "rcut_smth": 0.5, "neuron": neuron, "axis_neuron": axis}
-    section = {"type_map": ["O", "H"], "descriptor": descriptor, "fitting_net": {"neuron": fitting}}
-    return build_model(model_config_from_dict(section), seed).train()
+    torch.set_num_threads(args.threads)
+    config = _config(kind, args)
+    model = build_model(model_config_from_dict(config["model"]), 1)
+    system = Path(config["training"]["training_data"]["systems"][0])
+    coord, box = (np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
+    return model, collate([Frame(coord, np.loadtxt(system / "type.raw", dtype=np.int64), box)], model.layout)
 
 
-def _toy_batch(model, counts: list[tuple[int, int]]):
-    rng = np.random.default_rng(0)
-    frames = []
-    for first, second in counts:
-        types = np.repeat([0, 1], [first, second])
-        grid = np.stack(np.meshgrid(*[np.arange(3.0)] * 3), -1).reshape(-1, 3)[: len(types)] * 1.7
-        frames.append((grid + rng.uniform(-0.3, 0.3, grid.shape), types, None))
-    return _batch(model, frames)
+def _config(kind: str, args: argparse.Namespace) -> dict:
+    """Return an input that both programs read: of a model, one frame of 192 atoms per step."""
+    config = common.bare(common.read_input(args.input, args.data))
+    training = config["training"]
+    system = args.work.resolve() / "compile" / "water-192"
+    if not system.exists():
+        common.write_doubled(Path(training["training_data"]["systems"][0]), system)
+    training |= {"numb_steps": 10**7, "training_data": {"systems": [str(system)], "batch_size": 1}}
+    config["learning_rate"] = {"type": "exp", "start_lr": 1e-4, "stop_lr": 1e-5, "decay_steps": 10**5}
+    config["model"] |= {"descriptor": json.loads(MODELS.read_text())[kind], "fitting_net": dict(FITTING)}
+    return common.with_precision(config, args.precision)
 
 
-def _batch(model, frames):
-    from deepmd_ema.data.collate import Frame, collate  # Frame from where --base has it, too
-
-    return collate([Frame(np.asarray(c, float), np.asarray(t, np.int64), b) for c, t, b in frames], model.layout)
+# --- training runs that take turns
 
 
-def _gradients(call, model, batch):
-    out = call(model, batch)
-    model.zero_grad()
-    (out["energy"].sum() + out["force"].square().sum()).backward()
-    return [p.grad.clone() for p in model.parameters()]
+@dataclass
+class _Run:
+    """A training run that is halted but for its turns.
+
+    Attributes:
+        folder: where it runs.
+        process: leader of a group of its own.
+        rows: step to the time at which its row of lcurve.out was seen.
+    """
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    rows: dict[int, float] = field(default_factory=dict)
+    size: int = 0
+
+    def wait_for(self, step: int, until: float) -> int:
+        """Return the first row after ``step``, waiting for it; its time is in ``rows``."""
+        while max(self.rows, default=0) <= step:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"ended: {(self.folder / 'train.log').read_text()[-2000:]}")
+            if time.perf_counter() > until:
+                raise TimeoutError
+            self.size = common.note_rows(self.folder / "lcurve.out", self.size, self.rows)
+            time.sleep(common.POLL_S)
+        return max(self.rows)
+
+    def halt(self) -> None:
+        """Stop until :meth:`turn`."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def turn(self, seconds: float, wait: float) -> float:
+        """Go on for about ``seconds``, and return the seconds of a step."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        until = time.perf_counter() + wait
+        last = first = self.wait_for(max(self.rows, default=0), until)
+        while last == first or self.rows[last] < self.rows[first] + seconds:
+            last = self.wait_for(last, until)
+        self.halt()
+        return (self.rows[last] - self.rows[first]) / (last - first)
+
+    def end(self) -> None:
+        """Kill it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def _steps(kind: str, args: argparse.Namespace) -> dict:
+    """Return seconds per step in the turns of each program, and the seconds that each took to begin."""
+    runs, begin, failed = {}, {}, {}
+    try:
+        for name in args.programs:
+            start = time.perf_counter()
+            run = _start(name, kind, args)
+            if run is None:
+                continue
+            try:
+                run.wait_for(0, start + args.wait)
+                runs[name], begin[name] = run, time.perf_counter() - start
+                run.halt()
+            except (RuntimeError, TimeoutError) as error:
+                run.end()
+                failed[name] = str(error) or f"not begun after {args.wait:.0f} s"
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(args.turns + 1):
+            for name in list(runs) if turn % 2 else list(runs)[::-1]:
+                seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait)
+                if turn:  # the first one wakes up
+                    times[name].append(seconds)
+    finally:
+        for run in runs.values():
+            run.end()
+    return {"times": times, "begin": begin, "failed": failed}
+
+
+def _start(name: str, kind: str, args: argparse.Namespace) -> _Run | None:
+    found = common.programs(args.peer)
+    ours = name in ("eager", "compiled")
+    if not ours and "peer" not in found:
+        return None
+    folder = _folder(args, kind) / name
+    config = _config(kind, args)
+    eager = json.loads((_folder(args, kind) / "cost.json").read_text())["step"]
+    training = config["training"] | {"disp_freq": max(2, round(ROW_S / eager))}
+    config["training"] = training
+    if name == "compiled":
+        options = {"cache_dir": str(_folder(args, kind) / "cache")}
+        training |= {"enable_compile": True, "compile_options": options}
+        config["validating"] = {"compiled_infer": False}
+    elif name == "pt_expt":
+        training["enable_compile"] = True
+    common.write_input(folder, config)
+    env = common.environment(args.threads, args.device)
+    env |= {} if ours else {"TORCHINDUCTOR_CACHE_DIR": str(_folder(args, kind) / "peer_cache")}
+    command = found["ours"].command if ours else (found["peer"].command[0], f"--{name}")
+    with (folder / "train.log").open("w") as log:
+        words = [*command, "train", "input.json", "--skip-neighbor-stat"]
+        return _Run(
+            folder, subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+        )
+
+
+# --- the page
+
+
+def _page(found: dict, kinds: list[str], args: argparse.Namespace) -> str:
+    parts = [f"# Compiled and eager steps, {common.today()}"]
+    for title, make in (("Time of a step", _step_rows), ("Forward only", _forward_rows), ("Compiling", _cost_rows)):
+        header, rows = make(found, kinds)
+        if rows:
+            parts += [f"## {title}", common.table(header, rows)]
+    loads = [value["load"] for value in found.values()]
+    parts.append(
+        f"Water, 192 atoms, one frame per batch, {args.precision}; load of the machine {min(loads):.1f} to "
+        f"{max(loads):.1f}.  \nOn {common.machine(common.programs(args.peer), args.threads, args.device)}."
+    )
+    return "\n\n".join(parts)
+
+
+def _step_rows(found: dict, kinds: list[str]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for kind in kinds:
+        if (kind, "step") not in found:
+            continue
+        times = found[kind, "step"]["times"]
+        cells = [f"{1000 * statistics.median(times[name]):.1f}" if times.get(name) else "" for name in NAMES]
+        ratios = [_ratio(times, name) for name in NAMES if name != "compiled"]
+        rows.append([kind, *cells, *ratios, f"{found[kind, 'step']['load']:.1f}"])
+    ratios = [f"{NAMES[name]} / compiled" for name in NAMES if name != "compiled"]
+    return ["", *(f"{name}, ms" for name in NAMES.values()), *ratios, "load"], rows
+
+
+def _ratio(times: dict[str, list[float]], name: str, to: str = "compiled") -> str:
+    if not times.get(name) or not times.get(to):
+        return ""
+    ratios = [one / other for one, other in zip(times[name], times[to])]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _forward_rows(found: dict, kinds: list[str]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for kind in kinds:
+        if (kind, "forward") in found:
+            times = found[kind, "forward"]["times"]
+            cells = [f"{1000 * statistics.median(times[name]):.1f}" for name in ("eager", "compiled")]
+            rows.append([kind, *cells, _ratio(times, "eager")])
+    return ["", "eager, ms", "compiled, ms", "eager / compiled"], rows
+
+
+def _cost_rows(found: dict, kinds: list[str]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for kind in kinds:
+        if (kind, "cost") not in found:
+            continue
+        one, validation = found[kind, "cost"], found.get((kind, "forward"), {}).get("validation", {"cached": True})
+        cells = [f"{one['training'][clock]:.0f}" for clock in ("cpu", "wall")]
+        cells += ["", ""] if validation["cached"] else [f"{validation[clock]:.0f}" for clock in ("cpu", "wall")]
+        per_operation = 1000 * one["training"]["cpu"] / one["operations"]
+        rows.append([kind, f"{one['operations']}", *cells, f"{per_operation:.0f}", f"{one['load']:.1f}"])
+    header = ["", "operations of a step", "training, processor s", "wall s", "validation, processor s", "wall s",
+              "training, processor ms per operation", "load"]  # fmt: skip
+    return header, rows
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,12 @@ class Batch:
         distance = torch.linalg.vector_norm(vector.detach(), dim=-1)
         near = self.occupied[:, :width] if rcut is None else distance < rcut  # empty slots are at 2 * rcut of the list
         # where each slot of the list went, for `reverse`: also slot A * K, which is none
-        place = torch.arange(num_atoms * width, device=near.device).view(num_atoms, width)
-        place = torch.where(near, place, num_atoms * width)
-        # a filling of torch.nn.functional.pad would be a number of a compiled graph: one graph for each size of a batch
-        place = torch.constant_pad_nd(place, (0, total - width), num_atoms * width)
-        place = torch.constant_pad_nd(place.flatten(), (0, 1), num_atoms * width)
+        none = num_atoms * width
+        place = torch.arange(none, device=near.device).view(num_atoms, width)
+        # less than none, filled up with 0: torch.compile takes no filling that depends on the size of the batch
+        place = torch.where(near, place - none, 0)
+        place = nn.functional.pad(place, (0, total - width))
+        place = nn.functional.pad(place.flatten(), (0, 1)) + none
         return Neighborhood(
             neighbor=torch.where(near, self.neighbor[:, :width], num_atoms),
             vector=vector,

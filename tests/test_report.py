@@ -252,11 +252,11 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
     progress.close()
     lines = [r.getMessage().removeprefix("Batch       1: ") for r in caplog.records]
     assert lines[:3] == [
-        "trn water: rmse = 2.00e+00, rmse_e = 1.00e+00, lr = 1.00e-03",
-        "trn ice: rmse = 3.00e+00, lr = 1.00e-03",
-        "val ice: rmse = 4.00e+00",
+        "water_trn: rmse = 2.00e+00, rmse_e = 1.00e+00, lr = 1.00e-03",
+        "ice_trn: rmse = 3.00e+00, lr = 1.00e-03",
+        "ice_val: rmse = 4.00e+00",
     ]
-    assert lines[4:] == ["ema water: rmse = 2.00e+00, rmse_e = 1.00e+00", "ema ice: rmse = 3.00e+00"]
+    assert lines[4:] == ["water_ema: rmse = 2.00e+00, rmse_e = 1.00e+00", "ice_ema: rmse = 3.00e+00"]
     assert "rmse water 2.00e+00, ice 3.00e+00, lr 1.0e-03" in stream.getvalue()
 
 

@@ -69,10 +69,9 @@ class Progress:
         split: str = "",
     ) -> None:
         """Log the errors of a displayed step, the time of its interval, and when the run will end."""
-        for of_task, values in _lines_of("trn", training):
-            logger.info("Batch %7d: %s: %s, lr = %8.2e", step, of_task, values, lr)
-        for of_task, values in _lines_of("val", validation):
-            logger.info("Batch %7d: %s: %s", step, of_task, values)
+        for task, of_task in training.items():
+            _log(step, task, "trn", of_task, f", lr = {lr:8.2e}")
+            _log(step, task, "val", validation.get(task, {}))
         left = self._mean_seconds(step, seconds_per_step) * (self._num_steps - step)
         rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
         logger.info(
@@ -108,8 +107,8 @@ class Progress:
 
     def show_average(self, step: int, name: str, errors: ValuesByTask) -> None:
         """Log the displayed errors of an average on the same batches."""
-        for of_task, values in _lines_of(name, errors):
-            logger.info("Batch %7d: %s: %s", step, of_task, values)
+        for task, of_task in errors.items():
+            _log(step, task, name, of_task)
 
     def show_validation(self, step: int, results: Mapping[str, HasMetrics]) -> None:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
@@ -183,8 +182,8 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2]) if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def _lines_of(what: str, values: ValuesByTask) -> Iterator[tuple[str, str]]:
-    """Yield of each task that has errors what they are of and the errors, in the units of lcurve.out."""
-    for task, of_task in values.items():
-        if of_task:
-            yield f"{what} {task}".strip(), ", ".join(f"{name} = {of_task[name]:8.2e}" for name in sorted(of_task))
+def _log(step: int, task: str, what: str, errors: Mapping[str, float], more: str = "") -> None:
+    """Log the errors of a task, in the units of lcurve.out, as DeePMD-kit does; nothing where there are none."""
+    if errors:
+        values = ", ".join(f"{name} = {errors[name]:8.2e}" for name in sorted(errors))
+        logger.info("Batch %7d: %s: %s%s", step, f"{task}_{what}" if task else what, values, more)

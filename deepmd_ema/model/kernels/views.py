@@ -97,7 +97,7 @@ def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], reach: float) -> V
     place = torch.full((num_atoms * total + 1,), none, device=device)
     # every slot of the list is named once, but for the last entry: that of none, which is not read
     place = place.index_put((slot,), torch.arange(none, device=device).view(num_atoms, width))
-    place = torch.constant_pad_nd(place[:-1], (0, 1), none)
+    place = torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none  # torch.compile takes no filling but a number
     is_none = slot == num_atoms * total
     own = torch.arange(num_atoms, device=device)[:, None]
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
