@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import RankLostError, UserError, counted
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
@@ -71,7 +71,8 @@ def compile_models(
     except UserError as error:
         if probe is None:
             raise
-        logger.warning("%s The run goes on eagerly.", error)
+        why = f"{OPTION}: another rank cannot compile" if isinstance(error, RankLostError) else str(error).rstrip(".")
+        logger.warning("%s. The run goes on eagerly.", why)
         return _decided(config, False)
     if probe is not None:
         seconds = world.broadcast_from_rank0(partial(_seconds, compiler, steps))
