@@ -107,7 +107,10 @@ def input_of(data: Path, stage: int, ranks: int, backend: str | None, cache: Pat
     if backend is not None:
         training["compile_options"] = {"backend": backend, "cache_dir": str(cache)}
     return {
-        "model": {"shared_dict": {"elements": ["O", "H"], "radial": descriptor}, "model_dict": {t: model for t in tasks}},
+        "model": {
+            "shared_dict": {"elements": ["O", "H"], "radial": descriptor},
+            "model_dict": dict.fromkeys(tasks, model),
+        },
         "learning_rate": {"start_lr": 0.01, "stop_lr": 0.001},
         "loss_dict": {"crystal": {"start_pref_v": 1, "limit_pref_v": 1}},
         "validating": {"full_validation": True, "ema_full_validation": True, "validation_freq": HALF // 2},
@@ -148,8 +151,11 @@ def compared(folder: Path, other: Path) -> dict[str, float]:
              for part, places in PLACES.items()}  # fmt: skip
     for kind in ("lcurve*.out", "val*.log"):
         names = sorted(path.name for path in other.glob(kind))
-        assert names and names == sorted(path.name for path in folder.glob(kind)), kind
-        rows = [[[row.split() for row in rows_after(where / name, HALF)] for name in names] for where in (folder, other)]
+        assert names, kind
+        assert names == sorted(path.name for path in folder.glob(kind)), kind
+        rows = [
+            [[row.split() for row in rows_after(where / name, HALF)] for name in names] for where in (folder, other)
+        ]
         found[kind] = largest_of_tables(*rows)
     return found
 
