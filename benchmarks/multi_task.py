@@ -8,13 +8,17 @@ with fitting nets of their own; both with a shared fitting net that is told the 
 for twice the steps. A run of two tasks has twice the steps of one and draws each task with probability 1/2, so that
 each task gets as many steps as alone: equal are the steps of a task in the first three, and the steps of a run in the
 last three. Learning rate, loss weights and the length of the average follow the share of the run that is done. Live
-and averaged weights are validated on all validation frames on the way. What is finished in --work is not done again.
+and averaged weights are validated on all validation frames on the way. Of the first seed the gradients of the two
+losses in what is shared are compared, with the first and the last weights. What is finished in --work is not done
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +42,7 @@ OWN, SHARED = "together, own fitting nets", "together, shared fitting net"
 COLORS = {ALONE: "#000000", TWICE: "#999999", OWN: "#0072B2", SHARED: "#D55E00"}
 QUANTITIES = ("energy", "force")
 WEIGHTS = ("live", "averaged")
+GRADIENT_BATCHES = 20  # of each task
 
 
 @dataclass
@@ -161,6 +166,13 @@ def _page(found: dict[str, Errors], args: argparse.Namespace) -> str:
     for task, errors in found.items():
         for quantity in QUANTITIES:
             parts += [f"## {TASKS[task]}: {quantity}, {UNITS[quantity]}", _table(errors, quantity)]
+    parts += [
+        "## Gradients in what is shared",
+        f"Seed {args.seeds[0]}, {GRADIENT_BATCHES} batches of each task: the median norm of the gradient of the loss "
+        "of water over that of molecules, and the cosine between the two mean gradients. Adam divides by the size of "
+        "past gradients of both: the one that is larger decides how long a step is.",
+        common.table(["trained", "weights", "part", "norm, water over molecules", "cosine"], _gradient_rows(args)),
+    ]
     return "\n\n".join(parts)
 
 
@@ -177,6 +189,62 @@ def _table(errors: Errors, quantity: str) -> str:
             cells += [median_and_each(last), "1" if what == ALONE else f"{statistics.median(ratios):.3f} ({each})"]
         rows.append(cells)
     return common.table(header, rows)
+
+
+def _gradient_rows(args: argparse.Namespace) -> list[list[str]]:
+    rows = []
+    for what, parts in ((OWN, ("descriptor",)), (SHARED, ("descriptor", "fitting"))):
+        (folder,) = _runs(what, args.seeds[0], args)
+        for when, start in (("first", None), ("last", str(folder / TRAINED))):
+            found = _gradients(folder / "input.json", start, parts)
+            for part, (one, other) in found.items():
+                ratio = one.norm(dim=1).median() / other.norm(dim=1).median()
+                a, b = one.mean(0), other.mean(0)
+                rows.append([what, when, part, f"{ratio:.2g}", f"{a @ b / a.norm() / b.norm():.2f}"])
+    return rows
+
+
+def _gradients(input_file: Path, start: str | None, parts: tuple[str, ...]) -> dict[str, list]:
+    """Return the gradients of each task, (batches, parameters), by the part of its model.
+
+    Args:
+        input_file: of a run of the two tasks.
+        start: checkpoint at its end; None for the weights and the prefactors that it starts with.
+        parts: that the tasks share.
+    """
+    import torch
+
+    from deepmd_ema.config import load_config
+    from deepmd_ema.dist.world import World
+    from deepmd_ema.optim.schedule import build_schedule
+    from deepmd_ema.train.assemble import assemble
+    from deepmd_ema.train.find_start import find_start
+    from deepmd_ema.train.prepare import prepare
+
+    world, weights, found = World(), find_start(None, start), {part: [] for part in parts}
+    config = weights.adopt_from_checkpoint(load_config(input_file))
+    steps = config.training.numb_steps
+    rate = build_schedule(config.learning_rate, steps)(1 if start is None else steps)
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        prepared = prepare(config, weights, world, skip_neighbor_stat=True)
+        trainer = assemble(prepared, weights, world)
+        for task in trainer.tasks:
+            model, gradients = prepared.models.by_task[task.name], {part: [] for part in parts}
+            for _ in range(GRADIENT_BATCHES):
+                batch = next(task.train_loader)
+                prepared.models.zero_grad()
+                prediction = task.models(task.name, batch, **task.loss.needs(batch))
+                task.loss(prediction, batch, rate)[0].backward()
+                for part, rows in gradients.items():
+                    own = [p.grad.flatten() for p in getattr(model, part).parameters() if p.grad is not None]
+                    rows.append(torch.cat(own))
+            for part, rows in gradients.items():
+                found[part].append(torch.stack(rows))
+        trainer.tasks.close()
+        os.chdir(here)
+    return found
 
 
 def _panel(errors: Errors, task: str, quantity: str) -> Panel:

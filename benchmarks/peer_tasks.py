@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=CASES, help=f"of {', '.join(CASES)}")
     parser.add_argument("--work", type=Path, default=common.RUNS / "peer_tasks", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
+    parser.add_argument("--no-train", action="store_true", help="take what the peer has computed in --work before")
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_peer:
@@ -84,16 +85,10 @@ def main() -> None:
         return
     if args.peer is None:
         raise SystemExit("peer_tasks.py compares with DeePMD-kit: give --peer DIR.")
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.work = args.work.resolve()
-    for task, (frames, grid) in TASKS.items():
-        write_system(args.work / task, frames, grid, np.random.default_rng(frames))
-    for case in args.cases:
-        common.write_input(folder_of(args.work, case), input_of(case, args.work))
     python = str(Path(args.peer).resolve() / "bin" / "python")
-    words = [python, __file__, "--as-peer", "--work", args.work, "--cases", *args.cases]
-    env = common.environment(1, "cpu")
-    subprocess.run(words, check=True, env=env, stdout=sys.stderr)
+    args.work = args.work.resolve()
+    if not args.no_train:
+        _run_peer(python, args.work, args.cases)
     rows = [_row(args.work, case) for case in args.cases]
     statistics = [
         line for case in STATISTICS if case in args.cases for line in _statistics_rows(args.work, case, python)
@@ -101,6 +96,17 @@ def main() -> None:
     common.publish(_page(rows, statistics, args.cases), args.output)
     if any(max(row[1:]) > TOLERANCE for row in rows if row[0] not in APART):
         raise SystemExit(f"something differs by more than {TOLERANCE:g}")
+
+
+def _run_peer(python: str, work: Path, cases: list[str]) -> None:
+    """Write data and inputs, and let the peer compute its side of all cases."""
+    work.mkdir(parents=True, exist_ok=True)
+    for task, (frames, grid) in TASKS.items():
+        write_system(work / task, frames, grid, np.random.default_rng(frames))
+    for case in cases:
+        common.write_input(folder_of(work, case), input_of(case, work))
+    words = [python, __file__, "--as-peer", "--work", work, "--cases", *cases]
+    subprocess.run(words, check=True, env=common.environment(1, "cpu"), stdout=sys.stderr)
 
 
 def folder_of(work: Path, case: str) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -168,13 +171,58 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
             "batch_size": 2,
             "numb_btch": 1,
         }
+    return changed(config, changes)
+
+
+def trains_in(root, monkeypatch, data, options):
+    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how).
+
+    Args:
+        root: where the folders are made.
+        monkeypatch: of the test.
+        data: the systems to train on, and those to validate on.
+        options: of all its runs, as keys of ``tiny_input``.
+    """
+
+    from deepmd_ema.train.run import run_training
+
+    def start(name, num_steps=20, more=None, **how):
+        folder = root / name
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        config = tiny_input(*data, num_steps=num_steps, **{**options, **(more or {})})
+        (folder / "input.json").write_text(json.dumps(config))
+        run_training("input.json", device="cpu", **how)
+        return folder
+
+    return start
+
+
+def changed(values, changes):
+    """Return ``values`` with sections, or keys of them after ``__``, replaced in place."""
     for where, value in changes.items():
         *sections, key = where.split("__")
-        place = config
+        place = values
         for section in sections:
             place = place.setdefault(section, {})
         place[key] = value
-    return config
+    return values
+
+
+class FullDisk:
+    """A file on a disk with room for ``room`` bytes more."""
+
+    def __init__(self, file, room=100):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def flush(self):
+        self.file.flush()
 
 
 def config_parts():

@@ -1,12 +1,11 @@
 """From an entry of an input to its average and what that does; files of averages when a run stops and goes on."""
 
-import json
 import signal
 
 import pytest
 import torch
 from averaging_nets import Net, copies, make_net, move
-from helpers import assert_same, tiny_input
+from helpers import assert_same, tiny_input, trains_in
 from test_train import InAveragedPassOfStep8, StopAfter, load
 
 from deepmd_ema import checkpoint
@@ -16,7 +15,6 @@ from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.train.averages import tracked_averages
-from deepmd_ema.train.run import run_training
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -137,16 +135,7 @@ NAMES = {"ema", "slow", "p05"}
 def start(tmp_path, monkeypatch, water_like, water_like_valid):
     """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
 
-    def run(name, num_steps, options=None, **how):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        config = tiny_input([water_like], [water_like_valid], num_steps=num_steps, **{**OPTIONS, **(options or {})})
-        (folder / "input.json").write_text(json.dumps(config))
-        run_training("input.json", device="cpu", **how)
-        return folder
-
-    return run
+    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), OPTIONS)
 
 
 def best_of(folder, prefix):

@@ -69,6 +69,20 @@ def test_F3_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path
         assert again.info(name) == bank.info(name)
 
 
+def test_modules_inside_the_sharded_one_see_the_average(tmp_path):
+    """A compiled run at zero_stage 2 validated the averages with the live weights: gathered ones hid the average."""
+    with sharded_twins(tmp_path) as (net, twin):
+        bank, twin_bank = AverageBank(dict(net.named_children()), [PLAIN], around=net), AverageBank(twin, [PLAIN])
+        train(net, bank, 5)
+        train(twin, twin_bank, 5)
+        x = torch.ones(2, 3, dtype=torch.float64)
+        live = net(x)  # leaves the weights gathered
+        with bank.swapped_in("ema"), twin_bank.swapped_in("ema"):
+            assert torch.equal(net(x), twin(x))
+            assert not torch.equal(net(x), live)
+        assert torch.equal(net(x), live)
+
+
 def test_D3_sharded_and_whole_averages_are_the_same_bits(tmp_path):
     with sharded_twins(tmp_path) as (net, twin):
         bank, twin_bank = AverageBank(net, KINDS), AverageBank(twin, KINDS)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from bad_inputs import GOOD, USER, Desk, sit_down, write_systems
+from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.locks import locked
@@ -170,22 +171,6 @@ def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
 
 
 # ---- where a run writes to
-
-
-class FullDisk:
-    """A file on a disk with room for ``room`` bytes more."""
-
-    def __init__(self, file, room):
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.file.write(data)
-
-    def flush(self):
-        self.file.flush()
 
 
 @pytest.mark.parametrize("files_that_fit", [0, 1])

@@ -1,13 +1,12 @@
 """One checkpoint file: written whole, read with every way it can be wrong named."""
 
-import errno
 import os
 import shutil
 import zipfile
 
 import pytest
 import torch
-from helpers import config_parts, training_parts
+from helpers import FullDisk, config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
@@ -176,22 +175,6 @@ def test_weights_of_another_model_are_listed_in_one_message():
     many = {f"layer{i}": (i,) for i in range(1000)}
     with pytest.raises(CheckpointError, match="and 990 more"):
         check_weights(many, {}, "x.pt")
-
-
-class FullDisk:
-    """A file on a disk that has room for some bytes only."""
-
-    def __init__(self, file, room=100):
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.file.write(data)
-
-    def flush(self):
-        self.file.flush()
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, monkeypatch):

@@ -1,23 +1,49 @@
-"""``torch.compile(run, dynamic=True)``: no graph break, few graphs, the numbers of eager mode."""
+"""Compiled models: no graph break, one graph for all tasks and sizes, and the numbers and gradients of eager mode."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from config_inputs import write
+from helpers import assert_same as assert_same_checkpoints
+from helpers import tiny_input, write_system
+from test_train import load
 from torch._dynamo.utils import counters
 from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
-from deepmd_ema.model.build import DESCRIPTORS
+from deepmd_ema import cli
+from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.config.schema.run import Link
+from deepmd_ema.config.schema.training import CompileConfig
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import UserError
+from deepmd_ema.infer import evaluate as evaluating
+from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.model import compile as compiling
+from deepmd_ema.model.build import DESCRIPTORS, share_parts
+from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import run
+from deepmd_ema.train import compile as train_compile
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 
 SMALL = {"neuron": [2], "axis_neuron": 2, "nlayers": 1}
 SMALLER = {"dpa2": {"use_three_body": False}}  # the block of se_e3_tebd
-# the first batch has equal numbers everywhere, so that a graph that took them for one number would be wrong later
-SLOW = ("dpa2", "hybrid")
-SIZES = [(3, 3, 3), (4, 3, 2), (2, 5, 3), (5, 4, 3)]
+NET = {"neuron": [2], "numb_fparam": 1, "numb_aparam": 2}
+LOSS = EnerLossConfig(start_pref_v=1, limit_pref_v=1)
+TRACED = CompileConfig(backend="aot_eager")
+# what two tasks share; without an embedding of elements the third way is the fourth
+WAYS = {
+    "all": [("descriptor", 0), ("fitting_net", 0)],
+    "the fitting network": [("fitting_net", 0)],
+    "the type embedding": [("descriptor", 1)],
+    "nothing": [],
+}
+# elements of the atoms, and the cell: sizes 0 and 1 and equal numbers are where torch makes graphs of their own
+FRAMES = [((0, 0, 1, 1, 2, 2), TRICLINIC), ((1, 0, 1, 1, 2), TRICLINIC), ((1,), None), ((0, 2, 2, 0), None)]
 
 
 @pytest.fixture(autouse=True)
@@ -28,33 +54,197 @@ def fresh_graphs():
     torch._dynamo.reset()
 
 
-def batch_with(model, counts):
-    coord, _ = toy_atoms(0, sum(counts))
-    return batch_of(model, (coord, np.repeat(np.arange(3), counts), TRICLINIC))
+def batches_of(model):
+    rng = np.random.default_rng(0)
+    for types, box in FRAMES:
+        labels = {"energy": rng.normal(), "force": rng.normal(size=(len(types), 3)), "virial": rng.normal(size=9)}
+        conditions = {"fparam": rng.normal(size=1), "aparam": rng.normal(size=(len(types), 2))}
+        yield batch_of(model, (toy_atoms(1, len(types))[0], types, box), labels=labels, **conditions)
 
 
-def outputs_and_gradients(call, model, batch):
-    model.zero_grad()
+def outputs_loss_and_gradients(call, model, batch):
     out = call(model, batch)
-    sum(value.square().sum() for value in out.values()).backward()
-    return [*(v.detach() for v in out.values()), *(p.grad.clone() for p in model.parameters())]
+    loss, shown = EnergyLoss(LOSS, 0.01, World())(out, batch, 0.005)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [*(v.detach() for v in out.values()), loss.detach(), *shown.values(), *gradients]
+
+
+def assert_same(found, expected, tolerance=1e-10):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def two_tasks(descriptor, way):
+    """Return the models of two tasks that share parts, with numbers of their own in every buffer that is not shared."""
+    toy = partial(toy_model, descriptor, SMALL | SMALLER.get(descriptor, {}), NET)
+    models = {name: toy(seed=seed)[1].train() for name, seed in (("water", 3), ("ice", 4))}
+    links = [
+        Link(task, part, part, level)
+        for task in models
+        for part, level in WAYS[way]
+        if not level or hasattr(models[task].descriptor, "type_embedding")
+    ]
+    share_parts(models, [Link(link.task, link.part, link.key, link.level * (link.task == "ice")) for link in links])
+    with torch.no_grad():
+        for number, model in enumerate(models.values()):
+            model.out_bias += number
+            model.fitting.get_buffer("fparam_avg").add_(0.0)
+    return models
 
 
 @pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
-def test_models_of_one_structure_share_a_graph_for_batches_of_many_sizes(descriptor):
-    """A graph of 3+3+3 atoms would give wrong energies for 4+3+2 if it had these numbers baked in.
-
-    Models of messages had a graph for each number of atoms: the filling of a padding was a number of the graph.
-    """
-    compiled = torch.compile(run, dynamic=True, backend="aot_eager")
-    for seed in (3, 4):
-        _, model = toy_model(descriptor, SMALL | SMALLER.get(descriptor, {}), {"neuron": [2]}, seed=seed)
-        model.train()
-        for counts in SIZES[descriptor in SLOW :]:  # whose graphs take so long that a second one is not waited for
-            batch = batch_with(model, counts)
-            assert batch.type_counts == counts
-            found = outputs_and_gradients(compiled, model, batch)
-            for a, b in zip(found, outputs_and_gradients(run, model, batch), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share_parts(descriptor):
+    compiler = Compiler(TRACED)
+    for way in WAYS:
+        models = two_tasks(descriptor, way)
+        for model in models.values():
+            if not compiler.graphs:
+                compiler.trace(model, next(batches_of(model)))
+            for batch in batches_of(model):
+                found = outputs_loss_and_gradients(compiler, model, batch)
+                assert_same(found, outputs_loss_and_gradients(run, model, batch))
     assert sum(counters["graph_break"].values()) == 0
-    assert counters["stats"]["unique_graphs"] <= 2  # the second one where the first assumed equal numbers
+    assert [graph.purpose for graph in compiler.graphs] == ["training"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_numbers(caplog):
+    caplog.set_level("INFO")
+    compiler = Compiler(TRACED)
+    sections = [{}, {"sel": [40, 40, 40]}, {"rcut": 3.5}, {"exclude_types": [[0, 1]]}]
+    for changes in sections:
+        _, model = toy_model("se_e2_r", SMALL | changes, NET)
+        for batch in batches_of(model.train()):
+            found = outputs_loss_and_gradients(compiler, model, batch)
+            assert_same(found, outputs_loss_and_gradients(run, model, batch))
+    assert 2 <= len(compiler.graphs) <= len(sections) + 1
+    lines = [r.message for r in caplog.records if r.message.startswith("compiled graph")]
+    assert len(lines) == len(compiler.graphs)
+    assert all(graph.reason for graph in compiler.graphs[1:])
+
+
+def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
+    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
+    _, model = toy_model("se_e2_r", SMALL, {"neuron": [2]})
+    for natoms in (5, 6, 6, 5, 6):
+        coord, _ = toy_atoms(natoms, natoms, spread=2.6)
+        batch = batch_of(model.train(), (coord, [0, 0, 1, 1, 2, 2][:natoms], None))
+        assert_same(compiler(model, batch).values(), run(model, batch).values())
+    assert len(compiler.graphs) <= 2  # for 5 batches of 5 sizes
+
+
+def test_evaluation_has_a_graph_without_gradients_that_sees_new_weights():
+    compiler = Compiler(TRACED)
+    _, model = toy_model("se_e2_r", SMALL, NET)
+    for batch in batches_of(model.eval()):
+        assert_same(compiler(model, batch).values(), run(model, batch).values(), 1e-12)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+            model.out_bias.add_(0.5)
+    assert [graph.purpose for graph in compiler.graphs] == ["validation"]
+    assert not compiler(model, batch)["energy"].requires_grad
+
+
+TINY = {
+    "model__descriptor": {"type": "se_e2_r", "sel": [20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]},
+    "model__fitting_net": {"neuron": [2]},
+    "training__compile_options": {"backend": "aot_eager"},
+    "training__enable_ema": True,
+    "training__save_freq": 3,
+    "training__disp_freq": 2,
+    "validating": {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0},
+}
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    for n, natoms in enumerate((5, 7)):
+        write_system(tmp_path / f"train_{n}", frames=4, natoms=natoms, seed=n)
+    write_system(tmp_path / "validation", frames=3, natoms=6, seed=9)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(folder, *arguments, **changes):
+    """Train in a folder of its own and return the last checkpoints, live and averaged."""
+    folder.mkdir(exist_ok=True)
+    systems = [folder.parent / f"train_{n}" for n in (0, 1)]
+    write(folder, tiny_input(systems, [folder.parent / "validation"], num_steps=6, **(TINY | changes)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main(["train", *arguments, "input.json"]) == 0
+    return [load(folder / name) for name in ("model.ckpt-6.pt", "model_ema.ckpt-6.pt")]
+
+
+def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk, caplog):
+    caplog.set_level("INFO")
+    eager = train(desk / "eager")
+    whole = train(desk / "whole", training__enable_compile=True)
+    assert_same([*whole[0]["model"].values(), *whole[1]["model"].values()],
+                [*eager[0]["model"].values(), *eager[1]["model"].values()])  # fmt: skip
+    assert (desk / "whole" / "val_ema.log").read_text() == (desk / "eager" / "val_ema.log").read_text()
+    torch._dynamo.reset()
+    first = str(desk / "whole" / "model.ckpt-3.pt")
+    parts = train(desk / "parts", "--restart", first, training__enable_compile=True)
+    for one, other in zip(whole, parts):
+        assert_same_checkpoints(one["model"], other["model"])
+    purposes = [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")]
+    assert purposes == ["training", "validation"] * 2
+    assert "compiled  2 graphs in" in caplog.text
+
+
+def test_auto_goes_on_eagerly_where_a_run_is_short_and_a_restart_adopts_that(desk, caplog):
+    caplog.set_level("INFO")
+    auto = train(desk / "auto", training__enable_compile="auto")
+    assert "the run goes on eagerly" in caplog.text
+    assert auto[0]["config"]["training"]["enable_compile"] is False
+    caplog.clear()
+    train(desk / "auto", "--restart", "model.ckpt-3.pt", training__enable_compile="auto")
+    assert "training.enable_compile = auto" not in caplog.text
+
+
+def test_auto_takes_compiled_code_if_a_step_is_measured_to_be_faster(desk, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)
+    monkeypatch.setattr(train_compile, "FASTER", 1e9)
+    compiled = train(desk / "fast", training__enable_compile="auto")
+    assert compiled[0]["config"]["training"]["enable_compile"] is True
+    assert "it is tried" in caplog.text
+    assert "the run goes on compiled" in caplog.text
+
+
+def test_without_a_compiler_the_message_says_what_to_install_and_auto_goes_on(desk, caplog, monkeypatch, capsys):
+    def fail(*_):
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(compiling.Compiler, "trace", fail)
+    monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)
+    caplog.set_level("INFO")
+    train(desk / "auto", training__enable_compile="auto")
+    assert "Install g++" in caplog.text
+    assert "The run goes on eagerly." in caplog.text
+    values = tiny_input([desk / "train_0"], num_steps=2, **TINY, training__enable_compile=True)
+    write(desk, values)
+    assert cli.main(["train", "input.json"]) == 2
+    message = capsys.readouterr().err
+    assert "training.enable_compile: no C++ compiler was found" in message
+    assert "Traceback" not in message
+    with pytest.raises(UserError, match="could not compile the model"), explained("here", "Leave it out"):
+        raise RuntimeError("no kernel for this")
+
+
+def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, monkeypatch):
+    train(desk / "run")
+    monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
+    command = ["test", "-m", str(desk / "run" / "model_ema.ckpt.pt"), "-s", str(desk / "validation")]
+    found = []
+    for more in ([], ["--compile"]):
+        capsys.readouterr()
+        assert cli.main([*command, *more]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    assert counters["stats"]["unique_graphs"] >= 1

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from config_inputs import GOOD, write
+from helpers import changed
 from test_config_errors import problems_of
 
 from deepmd_ema.config import config_from_dict, config_summary, config_warnings, ignored_options, load_config, to_dict
@@ -35,13 +36,7 @@ def tasks(**changes):
             "numb_steps": 100,
         },
     }
-    for path, value in changes.items():
-        *above, name = path.split("__")
-        section = values
-        for key in above:
-            section = section.setdefault(key, {})
-        section[name] = value
-    return copy.deepcopy(values)
+    return changed(copy.deepcopy(values), copy.deepcopy(changes))
 
 
 def test_tasks_have_the_parts_that_they_name():

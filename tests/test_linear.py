@@ -7,17 +7,28 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
-from toy_models import SECTIONS, TRICLINIC, TYPES, batch_of, disturb, evaluate, numerical_forces, toy_atoms
+from toy_models import (
+    SECTIONS,
+    TRICLINIC,
+    TYPES,
+    assert_parameter_gradients,
+    assert_tree_refused,
+    batch_of,
+    disturb,
+    evaluate,
+    numerical_forces,
+    toy_atoms,
+)
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.config.schema.shared import auto_sel
-from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.export import freeze
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interchange import read_dp, write_dp
-from deepmd_ema.interchange.dp.files import read_tree, write_tree
+from deepmd_ema.interchange.dp.files import read_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.statistics import collect_statistics
@@ -146,20 +157,8 @@ def test_parameter_gradients_of_a_loss_of_all_outputs_are_right():
     _, model = linear()
     batch = batch_of(model.train(), *FRAMES)
     generator = torch.Generator().manual_seed(1)
-    loss = lambda: sum((v * w).sum() for v, w in zip(model(batch).values(), weights))  # noqa: E731
     weights = [torch.randn(v.shape, generator=generator, dtype=v.dtype) for v in model(batch).values()]
-    grads = torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
-    for parameter, grad in zip(model.parameters(), grads):
-        direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        values = []
-        for sign in (1, -1):
-            with torch.no_grad():
-                parameter += sign * 1e-5 * direction
-            values.append(loss().item())
-            with torch.no_grad():
-                parameter -= sign * 1e-5 * direction
-        expected = (values[0] - values[1]) / 2e-5
-        assert abs(float((grad * direction).sum()) - expected) <= 1e-6 * max(1, abs(expected))
+    assert_parameter_gradients(model, lambda: sum((v * w).sum() for v, w in zip(model(batch).values(), weights)))
 
 
 def test_a_batch_gives_what_its_frames_give_alone():
@@ -219,12 +218,7 @@ def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
 ])  # fmt: skip
 def test_what_a_model_of_another_program_may_have_beside_is_refused(tmp_path, change, phrase):
     config, model = linear()
-    write_dp(tmp_path / "a.dp", model, config)
-    tree = read_tree(tmp_path / "a.dp")
-    change(tree["model"])
-    write_tree(tmp_path / "b.dp", tree)
-    with pytest.raises(CheckpointError, match=phrase):
-        read_dp(tmp_path / "b.dp")
+    assert_tree_refused(tmp_path, config, model, change, phrase)
 
 
 def test_a_table_of_other_elements_is_read_by_their_names():

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import math
 import re
 import shutil
@@ -11,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input
+from helpers import assert_same, tiny_input, trains_in
 from infer_models import random_model, tiny_config
 from test_train import StopAfter, load
 
@@ -24,7 +23,6 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.train.averages import tracked_averages
-from deepmd_ema.train.run import run_training
 from deepmd_ema.train.saver import StateBuilder
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,16 +50,7 @@ NAMES = ["ema", *(entry["name"] for entry in BANK)]
 def start(tmp_path, monkeypatch, water_like, water_like_valid):
     """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
 
-    def run(name, num_steps=20, options=None, **how):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        config = tiny_input([water_like], [water_like_valid], num_steps=num_steps, **{**OPTIONS, **(options or {})})
-        (folder / "input.json").write_text(json.dumps(config))
-        run_training("input.json", device="cpu", **how)
-        return folder
-
-    return run
+    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), OPTIONS)
 
 
 def files_of(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from deepmd_ema.config import model_config_from_dict
@@ -10,6 +11,9 @@ from deepmd_ema.config.fields import keys_of, options
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.interchange import read_dp, write_dp
+from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 
@@ -195,3 +199,31 @@ def numerical_forces(model, coord, types, step=1e-4):
         up, down = evaluate(model, *((c, types, TRICLINIC) for c in moved))["energy"]
         forces[place] = -(up - down) / (2 * step)
     return forces
+
+
+def assert_parameter_gradients(model, loss, chosen=slice(None)):
+    """The gradients of ``loss()`` by the ``chosen`` parameters are those of differences along random directions."""
+    generator = torch.Generator().manual_seed(1)
+    model.zero_grad()
+    loss().backward()
+    for name, parameter in list(model.named_parameters())[chosen]:
+        assert parameter.grad is not None, name
+        direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        ends = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=step)
+                ends.append(float(loss()))
+                parameter.sub_(direction, alpha=step)
+        expected = (ends[0] - ends[1]) / 2e-5
+        assert abs(expected - float((parameter.grad * direction).sum())) < 1e-6 * max(1.0, abs(expected)), name
+
+
+def assert_tree_refused(folder, config, model, change, phrase):
+    """A ``.dp`` file of a model is not read after ``change`` of its tree, with a message that has ``phrase``."""
+    write_dp(folder / "a.dp", model, config)
+    tree = read_tree(folder / "a.dp")
+    change(tree["model"])
+    write_tree(folder / "b.dp", tree)
+    with pytest.raises(CheckpointError, match=phrase):
+        read_dp(folder / "b.dp")

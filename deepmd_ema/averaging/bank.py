@@ -37,13 +37,20 @@ class AverageBank:
         modules: the module whose parameters are averaged, or several by task name. Names of tensors are those of the
             bare module, whatever wraps it (``module.``, ``_orig_mod.``), after ``<task>.`` when there are tasks.
         profiles: one per average, names all different.
+        around: the module around them, if it may be what FSDP has sharded.
 
     Raises:
         ConfigError: if no parameter is trained, or two averages have one name.
     """
 
-    def __init__(self, modules: nn.Module | Mapping[str, nn.Module], profiles: Sequence[Profile]) -> None:
+    def __init__(
+        self,
+        modules: nn.Module | Mapping[str, nn.Module],
+        profiles: Sequence[Profile],
+        around: nn.Module | None = None,
+    ) -> None:
         self._modules = {"": modules} if isinstance(modules, nn.Module) else dict(modules)
+        self._around = around
         self._profiles = tuple(profiles)
         names = [p.name for p in self._profiles]
         if len(set(names)) < len(names):
@@ -105,13 +112,13 @@ class AverageBank:
         exchange = Exchange(self._averages[name])
         try:
             with signals_wait():
-                reshard(self._modules.values())
+                self._reshard()
                 self._exchange = exchange
                 exchange.swap_in()
             yield
         finally:
             with signals_wait():
-                reshard(self._modules.values())
+                self._reshard()
                 exchange.swap_out()
                 self._exchange = None
 
@@ -242,12 +249,15 @@ class AverageBank:
                 average.seed(self._steps)
         self._averages = averages
 
+    def _reshard(self) -> None:
+        reshard(self._modules.values() if self._around is None else [self._around])
+
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._exchange is None, "a bank is pickled while an average is swapped in"
         # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
-        return AverageBank, (self._modules, self._profiles), state.getvalue()
+        return AverageBank, (self._modules, self._profiles, self._around), state.getvalue()
 
     def __setstate__(self, state: bytes) -> None:
         self.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))

@@ -21,6 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
     parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", type=file_to_write,
                         help="parity plots (parity.png)")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile the model first: for many frames; needs g++")
     add_weights(parser)
     add_device(parser)
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
         head=args.head,
         device=args.device,
         rglob_patterns=patterns,
+        compiled=args.compile,
     )
     print(report.text())
     if args.detail_file is not None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 from tqdm import tqdm
 
+from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
@@ -25,6 +29,9 @@ from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
@@ -144,6 +151,7 @@ def measure(
     head: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
+    compiled: bool = False,
 ) -> ErrorReport:
     """Return the errors of a model on systems; those of second derivatives too, where frames have them as a label.
 
@@ -157,14 +165,15 @@ def measure(
         head: which model of a file that holds several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
+        compiled: whether the model is compiled first, for many frames.
 
     Raises:
-        UserError: if the model or the data cannot be read, or no frame has a label.
+        UserError: if the model or the data cannot be read, no frame has a label, or the model cannot be compiled.
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
     labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
     opened = open_labelled(systems, loaded.config, (*labels, HESSIAN), rglob_patterns)
-    report = predict(loaded, opened, first_frames(opened, num_frames), device, labels)
+    report = predict(loaded, opened, first_frames(opened, num_frames), device, labels, compiled=compiled)
     if not any(frame.label for frame in report.frames):
         raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
     return report
@@ -177,6 +186,7 @@ def predict(
     device: str | None = None,
     labels: Sequence[str] = (),
     cache: PairCache | None = None,
+    compiled: bool = False,
 ) -> ErrorReport:
     """Return the predictions of a model, and their errors where there are labels.
 
@@ -187,19 +197,38 @@ def predict(
         device: ``cpu``, ``cuda``; where the file or the machine says if not given.
         labels: names of the labels of ``systems``.
         cache: neighbor lists shared with other models; without it they are computed and not kept.
+        compiled: whether the model is compiled first.
 
     Raises:
         DataError: if the model gives no finite numbers for a frame.
+        UserError: if the model cannot be compiled.
     """
     network, where = loaded.on(device)
-    batches = sequential_batches(systems, network.layout, cache, labels=labels, frames=frames)
+    made = partial(sequential_batches, systems, network.layout, cache, labels=labels, frames=frames)
+    evaluated: nn.Module = _compiled(network, next(made()).to(where)) if compiled else network
+    batches = made()
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
-        total = evaluate(network, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
+        total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
     _refuse_non_finite(report, loaded.config.descriptor)
     return report
+
+
+def _compiled(network: nn.Module, first: Batch) -> nn.Module:
+    """Return a model that is evaluated by compiled code, which is made here.
+
+    Raises:
+        UserError: if it cannot be compiled, or is compiled already.
+    """
+    if not isinstance(network, EnergyModel):
+        raise UserError("--compile: the file holds compiled code already. Leave it out.")
+    models = ModelSet({"": network})
+    models.compiler = Compiler(CompileConfig(), in_training=False)
+    with explained("--compile", "Leave it out"):
+        models.compiler.trace(network, first)
+    return models.of("")
 
 
 def refuse_details(prefix: str | Path) -> None:

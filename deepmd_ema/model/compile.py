@@ -95,38 +95,41 @@ class Compiler:
 
     def _evaluate(self, model: EnergyModel, batch: Batch, up: Round) -> dict[str, Tensor]:
         filled = fill(batch, model.layout, up)
-        before, began = _count(), time.perf_counter()
+        before, hits, began = _count(), _cache_hits(), time.perf_counter()
         if self.options.mode in _IN_CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
         with _settings():
             prediction = self._run(model, filled.batch)  # with virials: tasks without them share the graph
         if _count() > before:
-            self._note("training" if model.training else "validation", time.perf_counter() - began)
+            seconds, reason = time.perf_counter() - began, _reason() if self.graphs else ""
+            purpose = "training" if model.training else "validation"
+            self._add(Graph(purpose, seconds, cached=_cache_hits() > hits, reason=reason))
         return filled.take(prediction)
 
-    def _note(self, purpose: str, seconds: float) -> None:
-        hits = sum(counters[kind][name] for kind, name in _CACHE_HITS)
-        cached = hits > sum(graph.cached for graph in self.graphs)
-        graph = Graph(purpose, seconds, cached, _reason() if self.graphs else "")
+    def _add(self, graph: Graph) -> None:
         self.graphs.append(graph)
         logger.info(
-            "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), purpose, seconds,
-            " (code from the cache)" if cached else "", f": {graph.reason}" if graph.reason else "",
+            "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), graph.purpose, graph.seconds,
+            " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
         )  # fmt: skip
 
     def in_words(self) -> str:
         """Return how many graphs there are and what they took."""
-        if not self.graphs:
-            return ""
-        seconds, cached = sum(graph.seconds for graph in self.graphs), sum(graph.cached for graph in self.graphs)
-        return f"{counted(len(self.graphs), 'graph')} in {seconds:.1f} s, code of {cached} from the cache"
+        cached = sum(graph.cached for graph in self.graphs)
+        return f"{counted(len(self.graphs), 'graph')} in {self.seconds:.1f} s, code of {cached} from the cache"
 
-
-_CACHE_HITS = (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph_cache_hit"))
+    @property
+    def seconds(self) -> float:
+        """Seconds that all graphs took."""
+        return sum(graph.seconds for graph in self.graphs)
 
 
 def _count() -> int:
     return int(counters["stats"]["unique_graphs"])
+
+
+def _cache_hits() -> int:
+    return int(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
 
 
 def _reason() -> str:
@@ -148,11 +151,12 @@ def _settings() -> Iterator[None]:
 
 
 @contextmanager
-def explained(place: str) -> Iterator[None]:
+def explained(place: str, otherwise: str) -> Iterator[None]:
     """Turn what torch raises when it cannot compile into a message.
 
     Args:
         place: the option that asks for compiled code.
+        otherwise: how to go on without it.
 
     Raises:
         UserError: saying what is missing, and how to go on without.
@@ -165,18 +169,18 @@ def explained(place: str) -> Iterator[None]:
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
-        raise UserError(f"{place}: {_explanation(chain)}") from error
+        raise UserError(f"{place}: {_explanation(chain)} {otherwise}.") from error
 
 
 def _explanation(chain: list[BaseException]) -> str:
     from torch._inductor.exc import InvalidCxxCompiler
 
     if any(isinstance(error, InvalidCxxCompiler) for error in chain) or "InvalidCxxCompiler" in str(chain[0]):
-        return without_compiler("compiled code is made with")
+        return f"{without_compiler('compiled code is made with')}."
     first = str(chain[0]).strip().splitlines()
     return (
         f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: "
-        f"{first[0][:300] if first else 'no message'}). Set it to false to train eagerly; --debug shows all of it."
+        f"{first[0][:300] if first else 'no message'}). --debug shows all of it."
     )
 
 

@@ -63,7 +63,7 @@ def assemble(
     used = compile_models(config, models, tasks, prepared.shares, num_steps, world)
     module = parallelize(models, world, config.training.zero_stage)
     averages = tracked_averages(config, tasks.steps_per, should_update)
-    bank = AverageBank(models.by_task, averages) if averages else None
+    bank = AverageBank(models.by_task, averages, around=models) if averages else None
     builder = StateBuilder(
         models,
         bank,

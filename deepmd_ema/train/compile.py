@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig
+from deepmd_ema.config.schema.training import AUTO_COMPILE
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.labels import ENERGY, FORCE
@@ -30,6 +31,7 @@ OPTION = "training.enable_compile"
 # measured, benchmarks/results/2026-11-22-compile.md: of one operation of an eager step, on one core
 SECONDS_PER_OPERATION = 0.03
 LARGEST_SHARE = 0.05  # of a run that "auto" spends on trying
+TURNS = 5  # of measuring: the least time counts
 FASTER = 0.97  # a step that takes less of an eager one's time is worth it
 
 
@@ -59,35 +61,29 @@ def compile_models(
     batches = {name: batch.to(world.device) for name, batch in first.items()}
     steps = [(share, models.by_task[name].train(), batches[name]) for name, share in shares.items() if share]
     probe = None
-    if wanted == "auto":
-        probe = world.broadcast_from_rank0(partial(_Probe.measure, steps, num_steps))
+    if wanted == AUTO_COMPILE:
+        probe = world.broadcast_from_rank0(partial(_Probe.measure, steps))
         logger.info("%s = auto: %s", OPTION, probe.in_words(num_steps))
         wanted = probe.worth_trying(num_steps)
     compiler = Compiler(config.training.compile_options, bool(wanted), bool(wanted if infer is None else infer))
-    if not (compiler.in_training or compiler.in_validation):
-        return _decided(config, False)
     try:
-        _on_all_ranks(partial(_trace, compiler, models, batches), world)
+        if compiler.in_training:
+            _on_all_ranks(partial(_trace, compiler, models.train(), batches), world)
+        if probe is not None and compiler.in_training:
+            compiler.in_training = world.broadcast_from_rank0(partial(_is_faster, compiler, steps))
+            compiler.in_validation = compiler.in_validation and (compiler.in_training or bool(infer))
+        if compiler.in_validation:
+            _on_all_ranks(partial(_trace, compiler, models.eval(), batches), world)
     except UserError as error:
         if probe is None:
             raise
         logger.warning("%s The run goes on eagerly.", error)
-        return _decided(config, False)
-    if probe is not None:
-        seconds = world.broadcast_from_rank0(partial(_seconds, compiler, steps))
-        is_faster = seconds < FASTER * probe.seconds
-        logger.info(
-            "%s = auto: a compiled step takes %.1f ms, %.2f times as fast: the run goes on %s", OPTION, 1000 * seconds,
-            probe.seconds / seconds, "compiled" if is_faster else "eagerly",
-        )  # fmt: skip
-        if not is_faster:
-            return _decided(config, False)
-    models.compiler = compiler
-    return _decided(config, compiler.in_training)
-
-
-def _decided(config: RunConfig, compiled: bool) -> RunConfig:
-    return replace(config, training=replace(config.training, enable_compile=compiled))
+        compiler.in_training = compiler.in_validation = False
+    models.train()
+    if compiler.in_training or compiler.in_validation:
+        models.compiler = compiler
+        logger.info("compiled: %s", compiler.in_words())
+    return replace(config, training=replace(config.training, enable_compile=compiler.in_training))
 
 
 def _on_all_ranks(make: Callable[[], None], world: World) -> None:
@@ -99,13 +95,9 @@ def _on_all_ranks(make: Callable[[], None], world: World) -> None:
 
 
 def _trace(compiler: Compiler, models: ModelSet, batches: Mapping[str, Batch]) -> None:
-    was_training = models.training
-    with explained(OPTION):
-        for training in (mode for mode in (True, False) if (compiler.in_training if mode else compiler.in_validation)):
-            for name, model in models.by_task.items():
-                compiler.trace(model.train(training), batches[name])
-    models.train(was_training)
-    logger.info("compiled: %s", compiler.in_words())
+    with explained(OPTION, "Set it to false to train eagerly"):
+        for name, model in models.by_task.items():
+            compiler.trace(model, batches[name])
 
 
 Steps = list[tuple[float, EnergyModel, Batch]]
@@ -124,12 +116,13 @@ class _Probe:
     operations: int
 
     @classmethod
-    def measure(cls, steps: Steps, num_steps: int) -> _Probe:
+    def measure(cls, steps: Steps) -> _Probe:
+        """Take some steps that change nothing."""
         counter = _Counter()
         with plain_kernels(), counter:
             for _, model, batch in steps:
                 _step(model, batch, model)
-        return cls(_seconds(None, steps), counter.count)
+        return cls(min(_seconds(steps) for _ in range(TURNS)), counter.count)
 
     @property
     def compile_seconds(self) -> float:
@@ -166,19 +159,27 @@ class _Counter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _seconds(compiler: Compiler | None, steps: Steps, repeats: int = 3) -> float:
-    """Return the seconds of a step, the least of some, each task with its share."""
+def _is_faster(compiler: Compiler, steps: Steps) -> bool:
+    """Whether a step of compiled code is measured to be faster; both take turns."""
+    turns = [(_seconds(steps), _seconds(steps, compiler)) for _ in range(TURNS)]
+    eager, compiled = map(min, zip(*turns))
+    faster = compiled < FASTER * eager
+    logger.info(
+        "%s = auto: a step takes %.1f ms eagerly and %.1f ms compiled: the run goes on %s", OPTION, 1000 * eager,
+        1000 * compiled, "compiled" if faster else "eagerly",
+    )  # fmt: skip
+    return faster
+
+
+def _seconds(steps: Steps, compiler: Compiler | None = None) -> float:
+    """Return the seconds of a step, each task with its share."""
     total = 0.0
     for share, model, batch in steps:
-        call = model if compiler is None else partial(compiler, model)
-        best = float("inf")
-        for _ in range(repeats):
-            _wait(batch)
-            began = time.perf_counter()
-            _step(model, batch, call)
-            _wait(batch)
-            best = min(best, time.perf_counter() - began)
-        total += share * best
+        _wait(batch)
+        began = time.perf_counter()
+        _step(model, batch, model if compiler is None else partial(compiler, model))
+        _wait(batch)
+        total += share * (time.perf_counter() - began)
     return total
 
 

@@ -31,6 +31,9 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
         ("errors", f"{name}, step {trainer.reporter.validated_step:,}, MAE / RMSE: {errors_in_words(errors)}")
         for name, errors in trainer.reporter.validated.items()
     ]
+    compiler = trainer.validator.models.compiler
+    if compiler is not None:
+        pairs.append(("compiled", f"{compiler.in_words()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     model = next(iter(averages.values()), saver.link)
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]

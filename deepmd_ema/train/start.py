@@ -19,6 +19,7 @@ from deepmd_ema.config.differences import differences_of, shortened, without_tas
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.config.schema.training import AUTO_COMPILE
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.train import changed_tasks
@@ -132,8 +133,18 @@ class FromWeights(Start):
     payload: Mapping[str, Any]
 
     def model_section(self, given: Any) -> Any:
-        """Return the section ``model`` of the file, in place of that of the input."""
-        return self.payload["config"]["model"]
+        """Return the section ``model`` of the file, in place of that of the input.
+
+        Raises:
+            ConfigError: if it has several models, of another program, which does not say what they share.
+        """
+        config = self.payload["config"]
+        if "model_dict" in config["model"] and "training" not in config:
+            raise ConfigError(
+                f"--use-pretrain-script: {self.path} has several models and does not say what they share. Write the "
+                "section model into the input (`dp-ema show --config` prints the model of each)."
+            )
+        return config["model"]
 
     def needs_statistics(self, config: RunConfig) -> bool:
         """Whether statistics of the data are needed: all of them are in the file."""
@@ -215,12 +226,14 @@ class Restart(FromWeights):
         return int(self.payload["step"])
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with ``sel`` and the seed as in the file where the input leaves them open."""
+        """Return ``config`` with what the input leaves open as in the file: ``sel``, the seed, whether to compile."""
         config = super().adopt_from_checkpoint(config)
-        if config.training.seed is None:
-            seed = self.payload["config"]["training"]["seed"]
-            config = replace(config, training=replace(config.training, seed=seed))
-        return config
+        training, saved = config.training, self.payload["config"]["training"]
+        if training.seed is None:
+            training = replace(training, seed=saved["seed"])
+        if training.enable_compile == AUTO_COMPILE:  # measured again, it might come out otherwise
+            training = replace(training, enable_compile=saved.get("enable_compile", False))
+        return replace(config, training=training)
 
     def check_tasks(self, config: RunConfig) -> None:
         """Check nothing: ``check_resumable`` tells of tasks that come and go."""

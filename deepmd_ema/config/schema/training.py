@@ -35,6 +35,7 @@ _patterns = Check(
     lambda v: all(map(_is_pattern, v)),
     'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
 )
+AUTO_COMPILE = "auto"
 _batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
 _auto_prob = Check(
     lambda v: is_readable(SystemProbability, v),
@@ -222,7 +223,7 @@ class TrainingOptions:
     )
     enable_compile: bool | str = option(
         False,
-        check=Check(lambda v: isinstance(v, bool) or v == "auto", 'true, false or "auto"'),
+        check=Check(lambda v: isinstance(v, bool) or v == AUTO_COMPILE, 'true, false or "auto"'),
         doc="Whether models are compiled with `torch.compile`, all tasks of one structure in one graph. It takes "
         "minutes at the first start. `auto` compiles if the run is long enough to pay it back, and uses the code if "
         "a step is measured to be faster with it.",
