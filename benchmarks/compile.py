@@ -94,7 +94,7 @@ def _cost(kind: str, args: argparse.Namespace) -> dict:
     from deepmd_ema.train.compile import _Probe
 
     model, batch = _model_and_batch(kind, args)
-    probe = _Probe.measure([(1.0, model.train(), batch)], 1)
+    probe = _Probe.measure([(1.0, model.train(), batch)])
     compiler = _compiler(kind, args)
     training = _traced(compiler, model, batch)
     pairs = zip(_numbers(partial(compiler, model), model, batch), _numbers(model, model, batch))
