@@ -23,6 +23,7 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
+from deepmd_ema.model.compile import without_compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended import ExtendedModel
 
@@ -220,14 +221,11 @@ def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
 
 
 def _refuse_without_compiler(path: Path) -> None:
-    from torch._inductor import config as options
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        names = ", ".join(name for name in options.cpp.cxx if name)
-        raise UserError(
-            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. {_OTHER_COMPILER}"
-        ) from error
+        advice = without_compiler("a .pt2 file is made with")
+        raise UserError(f"-o {path}: {advice}; or write a .dp file.") from error

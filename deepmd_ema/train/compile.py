@@ -16,7 +16,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.training import AUTO_COMPILE
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import RankLostError, UserError, counted
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
@@ -78,7 +78,8 @@ def compile_models(
     except UserError as error:
         if probe is None:
             raise
-        logger.warning("%s The run goes on eagerly.", error)
+        why = f"{OPTION}: another rank cannot compile" if isinstance(error, RankLostError) else str(error).rstrip(".")
+        logger.warning("%s. The run goes on eagerly.", why)
         compiler.in_training = compiler.in_validation = False
     models.train()
     if compiler.in_training or compiler.in_validation:
