@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import common
@@ -89,16 +90,27 @@ def _in_a_process(stage: str, kind: str, args: argparse.Namespace) -> dict:
 
 
 def _cost(kind: str, args: argparse.Namespace) -> dict:
-    """Return what the graph of training takes, and what it is made of."""
+    """Return what the graph of training takes, what it is made of, and how far its numbers are from eager ones."""
     from deepmd_ema.train.compile import _Probe
 
     model, batch = _model_and_batch(kind, args)
-    probe = _Probe.measure([(1.0, model.train(), batch)], 1)
-    return {
-        "operations": probe.operations,
-        "step": probe.seconds,
-        "training": _traced(_compiler(kind, args), model, batch),
-    }
+    probe = _Probe.measure([(1.0, model.train(), batch)])
+    compiler = _compiler(kind, args)
+    training = _traced(compiler, model, batch)
+    pairs = zip(_numbers(partial(compiler, model), model, batch), _numbers(model, model, batch))
+    difference = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-300)) for a, b in pairs)
+    return {"operations": probe.operations, "step": probe.seconds, "training": training, "difference": difference}
+
+
+def _numbers(call, model, batch) -> list:
+    """Return what is predicted, and the gradient of something like a loss by every parameter."""
+    import torch
+
+    out = call(batch)
+    total = out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
+    parameters = list(model.parameters())
+    return [*(value.detach() for value in out.values()),
+            *torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)]  # fmt: skip
 
 
 def _traced(compiler, model, batch) -> dict:
@@ -111,8 +123,6 @@ def _traced(compiler, model, batch) -> dict:
 
 def _forward(kind: str, args: argparse.Namespace) -> dict:
     """Return seconds of turns of a model in evaluation mode, eagerly and compiled, and what its graph takes."""
-    from functools import partial
-
     model, batch = _model_and_batch(kind, args)
     compiler = _compiler(kind, args)
     validation = _traced(compiler, model.eval(), batch)
@@ -327,9 +337,10 @@ def _cost_rows(found: dict, kinds: list[str]) -> tuple[list[str], list[list[str]
         cells = [f"{one['training'][clock]:.0f}" for clock in ("cpu", "wall")]
         cells += ["", ""] if validation["cached"] else [f"{validation[clock]:.0f}" for clock in ("cpu", "wall")]
         per_operation = 1000 * one["training"]["cpu"] / one["operations"]
-        rows.append([kind, f"{one['operations']}", *cells, f"{per_operation:.0f}", f"{one['load']:.1f}"])
+        rows.append([kind, f"{one['operations']}", *cells, f"{per_operation:.0f}", f"{one['difference']:.0e}",
+                     f"{one['load']:.1f}"])  # fmt: skip
     header = ["", "operations of a step", "training, processor s", "wall s", "validation, processor s", "wall s",
-              "training, processor ms per operation", "load"]  # fmt: skip
+              "training, processor ms per operation", "largest difference from eager", "load"]  # fmt: skip
     return header, rows
 
 

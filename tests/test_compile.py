@@ -205,6 +205,16 @@ def test_auto_goes_on_eagerly_where_a_run_is_short_and_a_restart_adopts_that(des
     assert "training.enable_compile = auto" not in caplog.text
 
 
+@pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa3"])
+def test_the_estimate_counts_tasks_of_one_structure_once_whatever_their_first_batches_are(descriptor):
+    models = [toy_model(descriptor, SMALL, NET, seed=seed)[1].train() for seed in range(len(FRAMES))]
+    steps = [(0.25, model, batch) for model, batch in zip(models, batches_of(models[0]), strict=True)]
+    alone, together, twice = (train_compile._Probe.measure(tasks) for tasks in (steps[:1], steps, [*steps, *steps]))
+    assert alone.operations == together.operations == twice.operations > 500
+    other = toy_model("se_e2_r", SMALL, NET)[1].train()
+    assert train_compile._Probe.measure([*steps, (0.5, other, next(batches_of(other)))]).operations > alone.operations
+
+
 def test_auto_takes_compiled_code_if_a_step_is_measured_to_be_faster(desk, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)

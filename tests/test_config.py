@@ -390,6 +390,11 @@ WITHOUT_EFFECT = [
     ({"learning_rate.warmup_start_factor": 0.1}, "learning_rate.warmup_start_factor = 0.1: no effect, there is no"),
     ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
     ({"optimizer": {"type": "HybridMuon", "flash_muon": False}}, "optimizer.flash_muon = false: no effect"),
+    ({"training.compile_options": {"dynamic": False}}, "training.compile_options = "),
+    (
+        {"training.enable_compile": True, "training.compile_options": {"backend": "aot_eager", "cache_dir": "code"}},
+        'training.compile_options.cache_dir = "code": no effect, only the backend inductor keeps code',
+    ),
     ({"optimizer": {"type": "LKF"}}, "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate"),
     ({"loss.huber_delta": 0.1}, "loss.huber_delta = 0.1: no effect"),
     ({"loss.loss_func": "mae", "loss.use_huber": True}, "loss.use_huber = true: no effect, loss_func is mae"),

@@ -87,3 +87,13 @@ def test_half_octaves_are_few_and_not_smaller():
     assert all(n <= m <= max(2, 1.5 * n) for n, m in zip(range(1, 1000), found))
     assert sorted(set(found))[:8] == [2, 3, 4, 6, 8, 12, 16, 24]
     assert len(set(found)) == 19
+
+
+@pytest.mark.parametrize("kind", ["se_e2_a", "dpa3"])
+def test_filling_reads_no_number_and_makes_no_tensor_elsewhere(kind):
+    """Tensors without numbers stand for those of a GPU: reading one, or one of the CPU beside them, is an error."""
+    _, model = toy_model(kind)
+    batch = batch_with(model, BATCHES["several"]).to(torch.device("meta"))
+    filled = fill(batch, model.layout)
+    tensors = [v for f in fields(filled.batch) if isinstance(v := getattr(filled.batch, f.name), torch.Tensor)]
+    assert {tensor.device.type for tensor in (*tensors, filled.rows)} == {"meta"}

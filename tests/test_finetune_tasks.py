@@ -215,6 +215,12 @@ def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk, capsys)
             ["--finetune", "one.pt"],
             'fresh fitting network ("finetune_head": "RANDOM" in model.model_dict.ice)',
         ),
+        (
+            "nothing",
+            {},
+            ["--init-model", PEER_FILE, "--use-pretrain-script"],
+            "has several models and does not say what they share",
+        ),
         ("nothing", {}, ["--init-model", "one.pt"], "one model without a name, and none for water, ice of the input"),
     ],
 )

@@ -98,3 +98,12 @@ def test_ranks_that_talk_through_nccl_train_to_the_numbers_of_one_process(start,
     for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt"):
         a, b = load(alone / name)["model"], load(folder / name)["model"]
         assert all(torch.allclose(a[n], b[n], rtol=1e-7, atol=1e-9) for n in a), name
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead", "dynamic": False}], ids=["default", "CUDA graphs"])
+def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, options):
+    compiled = {"training__enable_compile": True, "training__compile_options": options}
+    eager, whole = start("eager", 6), start("compiled", 6, compiled)
+    a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
+    assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)

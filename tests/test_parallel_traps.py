@@ -16,6 +16,9 @@ from helpers import tiny_input
 from parallel_runs import run_ranks, train, train_here
 
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.dist.world import open_world
+from deepmd_ema.errors import UserError
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -180,3 +183,19 @@ def test_F9_mallopt_is_called_before_any_thread_is_started(tmp_path, water_like)
     (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=1)))
     for ended in run_ranks(2, threads_when_memory_is_set_up, str(tmp_path)):
         assert ended.value == [(1, False)]
+
+
+def fail_in_a_body_inside_another():
+    """Fail on rank 0 only, two bodies deep that all ranks run."""
+    with open_world("cpu", find_launch()) as world, world.all_ranks_ok():
+        world.broadcast_from_rank0(lambda: refuse("no"))
+
+
+def refuse(message):
+    raise UserError(message)
+
+
+def test_a_mistake_that_all_ranks_know_of_is_told_at_once_by_the_rank_that_made_it():
+    """Without g++ a compiled run of two ranks said after 10 s that rank 0 was killed, and not why."""
+    ended = run_ranks(2, fail_in_a_body_inside_another, may_fail=True)
+    assert [(e.error, e.message) for e in ended] == [("UserError", "no"), ("ReportedElsewhere", "")]

@@ -133,6 +133,10 @@ def _unused(config: RunConfig) -> Unused:
     yield from _of_validating(config)
 
 
+def _inductor(run: RunConfig) -> bool:
+    return run.compiles and run.training.compile_options.backend == "inductor"
+
+
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
 _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
@@ -161,6 +165,10 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
         ("training.mixed_precision", lambda _: True, "precision of descriptor and fitting_net says it"),
         ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
+        ("training.compile_options", lambda run: not run.compiles, "enable_compile is false"),
+        ("training.compile_options.mode", lambda run: not _inductor(run), "only the backend inductor has modes"),
+        ("training.compile_options.cache_dir", lambda run: not _inductor(run), "only the backend inductor keeps code"),
+        ("validating.compiled_infer", lambda run: not run.has_validation_data, "there are no validation data"),
     ),
     "average": (
         ("half_life_unit", lambda a: a.average.length[0] == "decay", "decay is given, and no half_life"),

@@ -25,6 +25,7 @@ T = TypeVar("T")
 # whose machine is gone. NCCL does not notice an end: there the launcher ends the others, or these limits do.
 STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
 PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
+_TOLD = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class World(Launch):
         try:
             yield
         except Exception as error:
-            if self.size == 1 or is_peer_lost(error):
-                raise  # there is nobody to tell
+            if self.size == 1 or is_peer_lost(error) or getattr(error, _TOLD, False):
+                raise  # there is nobody to tell, or a body inside this one has told them
             own_error = error
         failed = 0
         try:
@@ -99,6 +100,7 @@ class World(Launch):
             if own_error is None:
                 raise
         if own_error is not None:
+            setattr(own_error, _TOLD, True)
             raise own_error
         if failed:
             raise RankLostError(f"ended because rank {failed - 1} could not go on; its message says why")

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count, islice
@@ -23,6 +23,7 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
+from deepmd_ema.model.compile import without_compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended import ExtendedModel
 
@@ -158,8 +159,9 @@ def _exported(model: EnergyModel, config: ModelConfig, device: torch.device) -> 
     copy.evaluate_all_blocks()  # a graph is for all elements
     samples = _samples(copy, config)
     frames, extended, atoms, slots = (Dim(name, min=1) for name in ("frames", "extended", "atoms", "slots"))
-    shapes = ({0: frames, 1: extended}, {0: frames, 1: extended}, {0: frames, 1: atoms, 2: slots},
-              {0: frames, 1: extended}, *_shapes_of_conditions(config, frames, atoms))  # fmt: skip
+    on_images, fitting = {0: frames, 1: extended}, config.fitting_net
+    conditions = [{0: frames}] * (fitting.numb_fparam > 0) + [{0: frames, 1: atoms}] * (fitting.numb_aparam > 0)
+    shapes = (on_images, on_images, {0: frames, 1: atoms, 2: slots}, on_images, *conditions)
     traced = make_fx(_with_conditions(copy, config), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*samples)
     exported = torch.export.export(
         traced, samples, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
@@ -178,11 +180,6 @@ def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., d
         return found
 
     return run
-
-
-def _shapes_of_conditions(config: ModelConfig, frames: Any, atoms: Any) -> list[Mapping[int, Any]]:
-    fitting = config.fitting_net
-    return [{0: frames}] * (fitting.numb_fparam > 0) + [{0: frames, 1: atoms}] * (fitting.numb_aparam > 0)
 
 
 def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
@@ -224,14 +221,11 @@ def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
 
 
 def _refuse_without_compiler(path: Path) -> None:
-    from torch._inductor import config as options
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        names = ", ".join(name for name in options.cpp.cxx if name)
-        raise UserError(
-            f"-o {path}: no C++ compiler was found ({names}), which a .pt2 file is made with. {_OTHER_COMPILER}"
-        ) from error
+        advice = without_compiler("a .pt2 file is made with")
+        raise UserError(f"-o {path}: {advice}; or write a .dp file.") from error

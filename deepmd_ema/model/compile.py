@@ -72,7 +72,7 @@ class Compiler:
             with writing(f"{place}: {self.options.cache_dir}", "Name another folder, or leave the option out."):
                 os.makedirs(self.options.cache_dir, exist_ok=True)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(self.options.cache_dir)
-        mode = None if self.options.mode == "default" else self.options.mode
+        mode = self.options.mode if self.options.backend == "inductor" else None
         self._run = torch.compile(run, backend=self.options.backend, dynamic=self.options.dynamic, mode=mode)
         self._up: Round = at_least_two if self.options.dynamic else to_half_octave
 

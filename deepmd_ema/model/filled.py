@@ -90,7 +90,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     rows = _places(batch.type_counts, counts, device)
     added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(0, rows, False)
     number = added.cumsum(0) - 1  # of each added atom among them
-    types = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+    types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])
 
     def per_atom(values: Tensor, rest: Tensor | None = None) -> Tensor:
         return (values.new_zeros(len(added), *values.shape[1:]) if rest is None else rest).index_copy(0, rows, values)
@@ -98,7 +98,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     def per_frame(values: Tensor) -> Tensor:
         return torch.cat([values, values.new_zeros(more_frames, *values.shape[1:])])
 
-    sizes = torch.ones(more_frames, dtype=torch.int64)
+    sizes = batch.num_atoms.new_ones(more_frames)
     sizes[-1] += sum(counts) - num_atoms - more_frames
     neighbor, vector, reverse = _joined(
         batch, rows, _places(batch.slots, slots, device), (len(added), total), layout.rcut
@@ -113,7 +113,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         atom_type=types,
         atom_frame=per_atom(batch.atom_frame, batch.num_frames + number.clamp(max=more_frames - 1)),
         atom_order=per_atom(batch.atom_order, num_atoms + number),
-        num_atoms=torch.cat([batch.num_atoms, sizes.to(device)]),
+        num_atoms=torch.cat([batch.num_atoms, sizes]),
         coord=per_atom(batch.coord),
         box=per_frame(batch.box),
         periodic=per_frame(batch.periodic),
@@ -147,7 +147,8 @@ def _joined(
     place = (rows[:, None] * shape[1] + columns).flatten()  # of each slot among the new ones
     own = torch.arange(shape[0], device=rows.device)
     neighbor = own.repeat_interleave(shape[1])  # an empty slot holds the atom itself
-    vector = batch.vector.new_tensor([2 * rcut, 0.0, 0.0]).repeat(none, 1)
+    vector = batch.vector.new_zeros(none, 3)
+    vector[:, 0] = 2 * rcut
     reverse = torch.full((shape[0], batch.reverse.shape[1]), none, device=rows.device)
     return (
         neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(shape),
@@ -159,4 +160,5 @@ def _joined(
 def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
     """Return where the elements of groups of ``used`` sizes go in groups of ``filled`` sizes, one after the other."""
     starts = accumulate(filled, initial=0)
-    return torch.cat([torch.arange(start, start + n) for n, start in zip(used, starts)]).to(device)
+    # made on the device: a copy from the host would wait for it
+    return torch.cat([torch.arange(start, start + n, device=device) for n, start in zip(used, starts)])

@@ -16,10 +16,11 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.training import AUTO_COMPILE
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import RankLostError, UserError, counted
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.filled import fill
 from deepmd_ema.model.kernels.twin import plain_kernels
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.progress import duration
@@ -28,8 +29,8 @@ from deepmd_ema.train.task import TaskMixture
 logger = logging.getLogger(__name__)
 
 OPTION = "training.enable_compile"
-# measured, benchmarks/results/2026-11-22-compile.md: of one operation of an eager step, on one core
-SECONDS_PER_OPERATION = 0.03
+# measured, benchmarks/results/2026-11-22-compile.md: 0.09 to 0.13 s of one core for each operation of an eager step
+SECONDS_PER_OPERATION = 0.1
 LARGEST_SHARE = 0.05  # of a run that "auto" spends on trying
 TURNS = 5  # of measuring: the least time counts
 FASTER = 0.97  # a step that takes less of an eager one's time is worth it
@@ -77,7 +78,8 @@ def compile_models(
     except UserError as error:
         if probe is None:
             raise
-        logger.warning("%s The run goes on eagerly.", error)
+        why = f"{OPTION}: another rank cannot compile" if isinstance(error, RankLostError) else str(error).rstrip(".")
+        logger.warning("%s. The run goes on eagerly.", why)
         compiler.in_training = compiler.in_validation = False
     models.train()
     if compiler.in_training or compiler.in_validation:
@@ -109,7 +111,7 @@ class _Probe:
 
     Attributes:
         seconds: of an eager step, without its optimizer.
-        operations: of one step of every task.
+        operations: of one step of each graph; tasks that do the same in the same order share one.
     """
 
     seconds: float
@@ -118,11 +120,12 @@ class _Probe:
     @classmethod
     def measure(cls, steps: Steps) -> _Probe:
         """Take some steps that change nothing."""
-        counter = _Counter()
-        with plain_kernels(), counter:
-            for _, model, batch in steps:
-                _step(model, batch, model)
-        return cls(min(_seconds(steps) for _ in range(TURNS)), counter.count)
+        graphs = set()
+        for _, model, batch in steps:
+            with plain_kernels(), _Recorder() as recorder:
+                _step(model, fill(batch, model.layout).batch, model)
+            graphs.add(tuple(recorder.operations))
+        return cls(min(_seconds(steps) for _ in range(TURNS)), sum(map(len, graphs)))
 
     @property
     def compile_seconds(self) -> float:
@@ -145,17 +148,17 @@ class _Probe:
         )
 
 
-class _Counter(TorchDispatchMode):
-    """Counts the operations that torch carries out within it."""
+class _Recorder(TorchDispatchMode):
+    """Notes the operations that torch carries out within it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.operations: list[str] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.count += 1
+        self.operations.append(str(function))
         return function(*args, **(kwargs or {}))
 
 

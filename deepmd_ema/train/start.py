@@ -133,8 +133,18 @@ class FromWeights(Start):
     payload: Mapping[str, Any]
 
     def model_section(self, given: Any) -> Any:
-        """Return the section ``model`` of the file, in place of that of the input."""
-        return self.payload["config"]["model"]
+        """Return the section ``model`` of the file, in place of that of the input.
+
+        Raises:
+            ConfigError: if it has several models, of another program, which does not say what they share.
+        """
+        config = self.payload["config"]
+        if "model_dict" in config["model"] and "training" not in config:
+            raise ConfigError(
+                f"--use-pretrain-script: {self.path} has several models and does not say what they share. Write the "
+                "section model into the input (`dp-ema show --config` prints the model of each)."
+            )
+        return config["model"]
 
     def needs_statistics(self, config: RunConfig) -> bool:
         """Whether statistics of the data are needed: all of them are in the file."""

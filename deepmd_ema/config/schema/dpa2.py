@@ -255,17 +255,8 @@ class DPA2Config(TypeEmbeddedOptions):
         """Return the section with numbers of neighbors that are ``auto`` as in ``saved``."""
         if not isinstance(saved, DPA2Config):
             return self
-
-        def chosen(ours: int | str, theirs: int | str) -> int | str:
-            return theirs if isinstance(ours, str) else ours
-
-        first = replace(
-            self.repinit,
-            nsel=chosen(self.repinit.nsel, saved.repinit.nsel),
-            three_body_sel=chosen(self.repinit.three_body_sel, saved.repinit.three_body_sel),
-        )
-        nsel = chosen(self.repformer.nsel, saved.repformer.nsel)
-        return replace(self, repinit=first, repformer=replace(self.repformer, nsel=nsel))
+        repinit = shared.with_sel_of(self.repinit, saved.repinit, "nsel", "three_body_sel")
+        return replace(self, repinit=repinit, repformer=shared.with_sel_of(self.repformer, saved.repformer, "nsel"))
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield the numbers of neighbors of the parts that look less far."""

@@ -228,18 +228,14 @@ class DPA3Config(TypeEmbeddedOptions):
         """Return the section with ``auto`` as numbers."""
         flow = self.repflow
         e_sel = shared.auto_sel_within(flow.e_sel, flow.e_rcut, found)
-        return self._with_sel(e_sel, shared.auto_sel_within(flow.a_sel, flow.a_rcut, found))
+        a_sel = shared.auto_sel_within(flow.a_sel, flow.a_rcut, found)
+        return replace(self, repflow=replace(flow, e_sel=e_sel, a_sel=a_sel))
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> DPA3Config:
         """Return the section with ``auto`` as in ``saved``."""
         if not isinstance(saved, DPA3Config):
             return self
-        ours, theirs = self.repflow, saved.repflow
-        e_sel = theirs.e_sel if isinstance(ours.e_sel, str) else ours.e_sel
-        return self._with_sel(e_sel, theirs.a_sel if isinstance(ours.a_sel, str) else ours.a_sel)
-
-    def _with_sel(self, e_sel: int | str, a_sel: int | str) -> DPA3Config:
-        return replace(self, repflow=replace(self.repflow, e_sel=e_sel, a_sel=a_sel))
+        return replace(self, repflow=shared.with_sel_of(self.repflow, saved.repflow, "e_sel", "a_sel"))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""

@@ -172,6 +172,11 @@ class RunConfig(_Learning):
         return any(task.validation_data is not None for task in self.tasks.values())
 
     @property
+    def compiles(self) -> bool:
+        """Whether training or validation may run compiled code."""
+        return bool(self.training.enable_compile or self.validating.compiled_infer)
+
+    @property
     def fully_validated(self) -> list[str]:
         """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
         live = [LIVE] if self.validating.full_validation else []

@@ -86,9 +86,7 @@ class NeighborList:
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
         """Return the section with ``sel: auto`` as in ``saved``."""
-        if isinstance(saved, type(self)) and isinstance(self.sel, str):
-            return replace(self, sel=saved.sel)
-        return self
+        return shared.with_sel_of(self, saved, "sel") if isinstance(saved, type(self)) else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
@@ -15,6 +15,8 @@ from deepmd_ema.elements import SYMBOLS
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
+
+Section = TypeVar("Section", bound=Any)
 
 LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
 layer_widths = Check(
@@ -107,6 +109,12 @@ def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> i
     if not isinstance(sel, str):
         return sel
     return max(SEL_MULTIPLE, auto_sel([found.max_within(rcut)], ratio_of(sel))[0])  # sums are divided by it
+
+
+def with_sel_of(section: Section, saved: Section, *names: str) -> Section:
+    """Return ``section`` with its options ``names`` that are ``auto`` as in ``saved``, a section of the same class."""
+    left_open = [name for name in names if isinstance(getattr(section, name), str)]
+    return replace(section, **{name: getattr(saved, name) for name in left_open})
 
 
 def sel_text(sel: int | list[int] | str) -> str:
