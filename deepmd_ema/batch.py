@@ -116,14 +116,9 @@ class Batch:
         return self.num_atoms.shape[0]
 
     @property
-    def atoms_by_type(self) -> tuple[slice, ...]:
-        """For each type the slice of its atoms."""
-        return _consecutive(self.type_counts)
-
-    @property
     def sections(self) -> tuple[slice, ...]:
         """For each section the slice of its slots."""
-        return _consecutive(self.slots)
+        return tuple(slice(end - n, end) for end, n in zip(accumulate(self.slots), self.slots))
 
     @property
     def occupied(self) -> Tensor:
@@ -206,7 +201,3 @@ class Batch:
 def both_orders(pairs: Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:
     """Return pairs of types in both orders."""
     return frozenset((i, j) for a, b in pairs for i, j in ((a, b), (b, a)))
-
-
-def _consecutive(counts: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(end - n, end) for end, n in zip(accumulate(counts), counts))

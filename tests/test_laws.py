@@ -232,7 +232,7 @@ def test_float32_is_near_float64(descriptor):
     (_, double), (_, single) = (
         toy_model(descriptor, {"precision": p}, {"precision": p}) for p in ("float64", "float32")
     )
-    assert single.dtype == torch.float32
+    assert single.descriptor.dtype == torch.float32
     for cell in CELLS:
         exact, rough = evaluate(double, frame(cell)), evaluate(single, frame(cell))
         assert all(value.dtype == np.float64 for value in rough.values())

@@ -69,11 +69,6 @@ class EnergyModel(nn.Module):
         self.register_buffer("_counted", counted, persistent=False)
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of the parameters of the descriptor."""
-        return self.descriptor.dtype
-
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
     ) -> dict[str, Tensor]:
