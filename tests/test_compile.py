@@ -12,7 +12,7 @@ from helpers import assert_same as assert_same_checkpoints
 from helpers import tiny_input, write_system
 from test_train import load
 from torch._dynamo.utils import counters
-from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
+from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
 from deepmd_ema.config.schema.optim import EnerLossConfig
@@ -31,7 +31,11 @@ from deepmd_ema.train import compile as train_compile
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 
 SMALL = {"neuron": [2], "axis_neuron": 2, "nlayers": 1}
-SMALLER = {"dpa2": {"use_three_body": False}}  # the block of se_e3_tebd
+# without the block of se_e3_tebd, and with fewer networks
+SMALLER = {
+    "dpa2": {"use_three_body": False},
+    "hybrid": {"list": [SECTIONS["se_e2_r"] | {"neuron": [2]}, SECTIONS["se_e3_tebd"] | {"rcut": 3.5, "neuron": [2]}]},
+}
 NET = {"neuron": [2], "numb_fparam": 1, "numb_aparam": 2}
 LOSS = EnerLossConfig(start_pref_v=1, limit_pref_v=1)
 TRACED = CompileConfig(backend="aot_eager")

@@ -17,7 +17,7 @@ from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.training import AUTO_COMPILE
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import RankLostError, UserError, counted
-from deepmd_ema.labels import ENERGY, FORCE
+from deepmd_ema.labels import ENERGY, FORCE, HESSIAN
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.filled import fill
@@ -66,7 +66,11 @@ def compile_models(
         probe = world.broadcast_from_rank0(partial(_Probe.measure, steps))
         logger.info("%s = auto: %s", OPTION, probe.in_words(num_steps))
         wanted = probe.worth_trying(num_steps)
-    compiler = Compiler(config.training.compile_options, bool(wanted), bool(wanted if infer is None else infer))
+    infers = bool(wanted if infer is None else infer) and config.has_validation_data
+    compiler = Compiler(config.training.compile_options, bool(wanted), infers)
+    if wanted or infers:
+        hessians = "; batches with Hessians are evaluated eagerly" * any(HESSIAN in t.loss.labels for t in tasks)
+        logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, hessians)
     try:
         if compiler.in_training:
             _on_all_ranks(partial(_trace, compiler, models.train(), batches), world)
