@@ -1,6 +1,6 @@
 """Seconds of a step compiled, eager and in DeePMD-kit, and what compiling costs, for every descriptor.
 
-usage: python benchmarks/compile.py [--peer DIR] [--kinds se_e2_a ...] [--stage cost step forward] [--output PAGE]
+usage: python benchmarks/compile.py [--peer DIR] [--kinds se_e2_a ...] [--stage cost step ...] [--output PAGE]
 
 The models are in compile.json; the data are frames of water, doubled to 192 atoms, one frame per batch. Results are
 kept in --work and not measured again; each stage may be run at another time:
@@ -11,6 +11,7 @@ kept in --work and not measured again; each stage may be run at another time:
   The time of a step is that between rows of lcurve.out, so all are timed by one clock: loader, forward, backward,
   optimizer. A ratio is the median of the ratios of the turns.
 - ``forward``: a model in evaluation mode, eagerly and by its graph, in turns in one process.
+- ``auto``: what a short and a long run with `enable_compile: auto` say before their first step.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import common
 
 MODELS = common.ROOT / "benchmarks" / "compile.json"
 FITTING = {"neuron": [120, 120, 120], "resnet_dt": True}
-STAGES = ("cost", "step", "forward")
-NAMES = {"eager": "dp-ema", "compiled": "dp-ema, compiled", "pt": "dp --pt", "pt_expt": "dp --pt_expt, compiled"}
+STAGES = ("cost", "step", "forward", "auto")
+NAMES = {"eager": "dp-ema", "compiled": "dp-ema, compiled", "pt": "dp --pt", "pt_expt": "dp --pt-expt, compiled"}
+OPTION = "training.enable_compile"
 ROW_S = 0.3  # between two rows of lcurve.out, about
 
 
@@ -50,7 +53,8 @@ def main() -> None:
             file = _folder(args, kind) / f"{stage}.json"
             if stage in args.stage and not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                result = _steps(kind, args) if stage == "step" else _in_a_process(stage, kind, args)
+                measure = {"step": _steps, "auto": _auto}.get(stage) or partial(_in_a_process, stage)
+                result = measure(kind, args)
                 file.write_text(json.dumps(result | {"load": os.getloadavg()[0]}))
                 print(kind, stage, result, flush=True)
             if file.exists():
@@ -254,7 +258,22 @@ def _steps(kind: str, args: argparse.Namespace) -> dict:
     return {"times": times, "begin": begin, "failed": failed}
 
 
-def _start(name: str, kind: str, args: argparse.Namespace) -> _Run | None:
+def _auto(kind: str, args: argparse.Namespace) -> dict:
+    """Return for a short and for a long run what they say about compiling."""
+    told = {}
+    for steps in (200, 10**6):
+        run = _start("compiled", kind, args, enable_compile="auto", numb_steps=steps)
+        assert run is not None
+        try:
+            run.wait_for(0, time.perf_counter() + args.wait)
+        finally:
+            run.end()
+        log = (run.folder / "train.log").read_text().splitlines()
+        told[f"{steps:,} steps"] = [line[22:] for line in log if f"{OPTION} = auto" in line or "compiled graph" in line]
+    return told
+
+
+def _start(name: str, kind: str, args: argparse.Namespace, **options: Any) -> _Run | None:
     found = common.programs(args.peer)
     ours = name in ("eager", "compiled")
     if not ours and "peer" not in found:
@@ -265,15 +284,16 @@ def _start(name: str, kind: str, args: argparse.Namespace) -> _Run | None:
     training = config["training"] | {"disp_freq": max(2, round(ROW_S / eager))}
     config["training"] = training
     if name == "compiled":
-        options = {"cache_dir": str(_folder(args, kind) / "cache")}
-        training |= {"enable_compile": True, "compile_options": options}
+        cache = {"cache_dir": str(_folder(args, kind) / "cache")}
+        training |= {"enable_compile": True, "compile_options": cache}
         config["validating"] = {"compiled_infer": False}
     elif name == "pt_expt":
         training["enable_compile"] = True
+    training |= options
     common.write_input(folder, config)
     env = common.environment(args.threads, args.device)
     env |= {} if ours else {"TORCHINDUCTOR_CACHE_DIR": str(_folder(args, kind) / "peer_cache")}
-    command = found["ours"].command if ours else (found["peer"].command[0], f"--{name}")
+    command = found["ours"].command if ours else (found["peer"].command[0], f"--{name.replace('_', '-')}")
     with (folder / "train.log").open("w") as log:
         words = [*command, "train", "input.json", "--skip-neighbor-stat"]
         return _Run(
@@ -290,6 +310,9 @@ def _page(found: dict, kinds: list[str], args: argparse.Namespace) -> str:
         header, rows = make(found, kinds)
         if rows:
             parts += [f"## {title}", common.table(header, rows)]
+    told = [f"- {kind}, {run}: {line}" for kind in kinds for run, lines in found.get((kind, "auto"), {}).items()
+            if run != "load" for line in lines]  # fmt: skip
+    parts += ["## `enable_compile: auto`", "\n".join(told)] if told else []
     loads = [value["load"] for value in found.values()]
     parts.append(
         f"Water, 192 atoms, one frame per batch, {args.precision}; load of the machine {min(loads):.1f} to "

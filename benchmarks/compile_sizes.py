@@ -25,6 +25,7 @@ KINDS = ["se_e2_a", "se_atten, 2 layers", "dpa3"]
 FRAMES = {"training": 6, "validation": 2}  # of each system
 HEIGHT, WIDTH, LAST = 20.0, 0.6, 4.0  # eV, angstrom, angstrom, of the pair potential
 COMPILED = re.compile(r"^\[(.{19})\] compiled graph \d+ for (\w+) in ([\d.]+) s")
+GUARD = re.compile(r"\[__recompiles\]\s+- \d+/\d+: ([^#]+)")
 COLORS = {"steps": "#0072B2", "graphs": "#D55E00"}
 
 
@@ -107,7 +108,7 @@ def _train(kind: str, start: str, systems: dict[str, list[str]], args: argparse.
         if match
     ]
     times = json.loads(file.read_text())
-    reasons = [line.partition("- ")[2] for line in lines if "[__recompiles]" in line and "  - " in line]
+    reasons = [match[1].strip() for match in map(GUARD.search, lines) if match]
     return Result(times["start"], times["end"], times["rows"], graphs, reasons)
 
 

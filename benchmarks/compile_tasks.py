@@ -22,7 +22,15 @@ from pathlib import Path
 
 import common
 
-DESCRIPTOR = {"type": "se_e2_a", "sel": [24, 44], "rcut": 4.5, "rcut_smth": 0.5, "neuron": [4, 8, 16], "axis_neuron": 4}
+DESCRIPTOR = {
+    "type": "se_e2_a",
+    "sel": [24, 44],
+    "rcut": 4.5,
+    "rcut_smth": 0.5,
+    "neuron": [4, 8, 16],
+    "axis_neuron": 4,
+    "type_one_side": True,
+}  # DeePMD-kit compiles no other
 FITTING = {"neuron": [32, 32, 32]}
 WAYS = {"shared": "descriptor shared", "own": "nothing shared"}
 MOST_OF_PEER = 2
@@ -39,8 +47,10 @@ def main() -> None:
     for key in common.programs(args.peer):
         for number, way in cases:
             if key == "ours" or number <= MOST_OF_PEER:
-                rows.append(_row(key, number, way, args))
-                print(rows[-1], flush=True)
+                found = {start: _run(key, number, way, start, args) for start in STARTS}
+                if any(found.values()):
+                    rows.append(_row(key, number, way, found))
+                    print(rows[-1], flush=True)
     costs = ["to the first row, s", "processor s", "memory, MiB"]
     compiled = [f"{start} start: compiling, s" for start in ("first", "second")]
     header = ["", "tasks", "", "graphs", compiled[0], *costs, compiled[1], *costs, f"eager: {costs[0]}", *costs[1:]]
@@ -58,32 +68,37 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     common.add_common_options(parser)
     parser.add_argument("--tasks", nargs="+", type=int, default=[1, 2, 4, 8], help="numbers of tasks")
+    parser.add_argument("--starts", nargs="*", default=STARTS, choices=STARTS, help="what is measured now")
+    parser.add_argument("--programs", nargs="*", default=("ours", "peer"), choices=("ours", "peer"))
     parser.set_defaults(threads=1)
     return parser.parse_args()
 
 
-def _row(key: str, number: int, way: str, args: argparse.Namespace) -> list[str]:
-    found = {start: _run(key, number, way, start, args) for start in STARTS}
-    first, second = found["first"], found["second"]
-    graphs = f"{first['graphs']}" if key == "ours" else ""
-    name = "dp-ema" if key == "ours" else "dp --pt_expt"
-    cells = [name, str(number), WAYS[way] if number > 1 else "", graphs]
-    for one in (first, second):
-        cells += [f"{one['compiling']:.0f}" if key == "ours" else "", *_costs(one)]
-    return cells + _costs(found["eager"])
+def _row(key: str, number: int, way: str, found: dict[str, dict]) -> list[str]:
+    first = found["first"]
+    cells = ["dp-ema" if key == "ours" else "dp --pt-expt", str(number), WAYS[way] if number > 1 else ""]
+    cells.append(f"{first['graphs']}" if key == "ours" and first else "")
+    for start, one in found.items():
+        compiling = f"{one['compiling']:.0f}" if key == "ours" and one else ""
+        cells += ([] if start == "eager" else [compiling]) + _costs(one)
+    return cells
 
 
 def _costs(one: dict) -> list[str]:
+    if not one:
+        return [""] * 3
     return [f"{one['first_row']:.0f}", f"{one['processor']:.0f}", f"{one['memory'] / 2**20:.0f}"]
 
 
 def _run(key: str, number: int, way: str, start: str, args: argparse.Namespace) -> dict:
-    """Return what a run took, which is made if it is not there."""
+    """Return what a run took, which is made if it is not there; nothing if it is not to be made."""
     base = args.work.resolve() / "compile_tasks" / f"{key}-{number}-{way}"
     folder, cache = base / start, base / "cache"
     file = folder / "result.json"
     if file.exists():
         return json.loads(file.read_text())
+    if start not in args.starts or key not in args.programs:
+        return {}
     config = _input(number, way)
     if start != "eager":
         config["training"]["enable_compile"] = True
@@ -94,7 +109,7 @@ def _run(key: str, number: int, way: str, start: str, args: argparse.Namespace) 
         shutil.rmtree(cache, ignore_errors=True)
     common.write_input(folder, config)
     command = list(common.programs(args.peer)[key].command)
-    command[1:] = ["--pt_expt"] if key == "peer" else command[1:]
+    command[1:] = ["--pt-expt"] if key == "peer" else command[1:]
     env = common.environment(args.threads, args.device) | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     found = _watched([*command, "train", "input.json", "--skip-neighbor-stat"], folder, env)
     seconds = [float(match[1]) for match in COMPILED.finditer((folder / "train.log").read_text())]
