@@ -226,7 +226,7 @@ def test_auto_takes_compiled_code_if_a_step_is_measured_to_be_faster(desk, caplo
     compiled = train(desk / "fast", training__enable_compile="auto")
     assert compiled[0]["config"]["training"]["enable_compile"] is True
     assert "it is tried" in caplog.text
-    assert "the run goes on compiled" in caplog.text
+    assert "training goes on compiled" in caplog.text
 
 
 def test_without_a_compiler_the_message_says_what_to_install_and_auto_goes_on(desk, caplog, monkeypatch, capsys):

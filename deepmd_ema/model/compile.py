@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch._dynamo
-import torch._functorch.config
 import torch.fx.experimental._config
 from torch import Tensor
 from torch._dynamo.utils import counters

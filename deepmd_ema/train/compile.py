@@ -35,6 +35,8 @@ LARGEST_SHARE = 0.05  # of a run that "auto" spends on trying
 TURNS = 5  # of measuring: the least time counts
 FASTER = 0.97  # a step that takes less of an eager one's time is worth it
 
+Steps = list[tuple[float, EnergyModel, Batch]]  # share of a task, its model, and a batch of it
+
 
 def compile_models(
     config: RunConfig, models: ModelSet, tasks: TaskMixture, shares: Mapping[str, float], num_steps: int, world: World
@@ -72,13 +74,9 @@ def compile_models(
         hessians = "; batches with Hessians are evaluated eagerly" * any(HESSIAN in t.loss.labels for t in tasks)
         logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, hessians)
     try:
-        if compiler.in_training:
-            _on_all_ranks(partial(_trace, compiler, models.train(), batches), world)
-        if probe is not None and compiler.in_training:
-            compiler.in_training = world.broadcast_from_rank0(partial(_is_faster, compiler, steps))
-            compiler.in_validation = compiler.in_validation and (compiler.in_training or bool(infer))
-        if compiler.in_validation:
-            _on_all_ranks(partial(_trace, compiler, models.eval(), batches), world)
+        _make_code(compiler, models, batches, world)
+        if probe is not None:
+            _keep_what_is_faster(compiler, models, steps, world, chosen=infer is not None)
     except UserError as error:
         if probe is None:
             raise
@@ -89,7 +87,27 @@ def compile_models(
     if compiler.in_training or compiler.in_validation:
         models.compiler = compiler
         logger.info("compiled: %s", compiler.in_words())
-    return replace(config, training=replace(config.training, enable_compile=compiler.in_training))
+    return replace(
+        config,
+        training=replace(config.training, enable_compile=compiler.in_training),
+        validating=replace(config.validating, compiled_infer=compiler.in_validation),
+    )
+
+
+def _make_code(compiler: Compiler, models: ModelSet, batches: Mapping[str, Batch], world: World) -> None:
+    for is_used, training in ((compiler.in_training, True), (compiler.in_validation, False)):
+        if is_used:
+            _on_all_ranks(partial(_trace, compiler, models.train(training), batches), world)
+
+
+def _keep_what_is_faster(compiler: Compiler, models: ModelSet, steps: Steps, world: World, chosen: bool) -> None:
+    """Give up the code of training or of validation, unless it is ``chosen``, if it is measured not to be faster."""
+    if compiler.in_training:
+        models.train()
+        compiler.in_training = world.broadcast_from_rank0(partial(_is_faster, compiler, steps))
+    if compiler.in_validation and not chosen:
+        models.eval()
+        compiler.in_validation = world.broadcast_from_rank0(partial(_is_faster, compiler, steps))
 
 
 def _on_all_ranks(make: Callable[[], None], world: World) -> None:
@@ -104,9 +122,6 @@ def _trace(compiler: Compiler, models: ModelSet, batches: Mapping[str, Batch]) -
     with explained(OPTION, "Set it to false to train eagerly"):
         for name, model in models.by_task.items():
             compiler.trace(model, batches[name])
-
-
-Steps = list[tuple[float, EnergyModel, Batch]]
 
 
 @dataclass(frozen=True)
@@ -167,13 +182,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_faster(compiler: Compiler, steps: Steps) -> bool:
-    """Whether a step of compiled code is measured to be faster; both take turns."""
+    """Whether compiled code is measured to be faster in the mode in which the models are; both take turns."""
+    purpose = "training" if steps[0][1].training else "validation"
     turns = [(_seconds(steps), _seconds(steps, compiler)) for _ in range(TURNS)]
     eager, compiled = map(min, zip(*turns))
     faster = compiled < FASTER * eager
     logger.info(
-        "%s = auto: a step takes %.1f ms eagerly and %.1f ms compiled: the run goes on %s", OPTION, 1000 * eager,
-        1000 * compiled, "compiled" if faster else "eagerly",
+        "%s = auto: a batch takes %.1f ms eagerly and %.1f ms compiled: %s goes on %s", OPTION, 1000 * eager,
+        1000 * compiled, purpose, "compiled" if faster else "eagerly",
     )  # fmt: skip
     return faster
 
@@ -191,8 +207,10 @@ def _seconds(steps: Steps, compiler: Compiler | None = None) -> float:
 
 
 def _step(model: EnergyModel, batch: Batch, call: Callable[[Batch], Mapping[str, Any]]) -> None:
-    """Evaluate a batch and the gradient of something like a loss."""
+    """Evaluate a batch, and in training mode the gradient of something like a loss."""
     prediction = call(batch)
+    if not model.training:
+        return
     total = prediction[ENERGY].sum() + prediction[FORCE].square().sum()
     torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 

@@ -228,12 +228,15 @@ class Restart(FromWeights):
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with what the input leaves open as in the file: ``sel``, the seed, whether to compile."""
         config = super().adopt_from_checkpoint(config)
-        training, saved = config.training, self.payload["config"]["training"]
+        training, validating, saved = config.training, config.validating, self.payload["config"]
         if training.seed is None:
-            training = replace(training, seed=saved["seed"])
+            training = replace(training, seed=saved["training"]["seed"])
         if training.enable_compile == AUTO_COMPILE:  # measured again, it might come out otherwise
-            training = replace(training, enable_compile=saved.get("enable_compile", False))
-        return replace(config, training=training)
+            training = replace(training, enable_compile=saved["training"].get("enable_compile", False))
+            if validating.compiled_infer is None:
+                found = saved.get("validating", {}).get("compiled_infer", False)
+                validating = replace(validating, compiled_infer=found)
+        return replace(config, training=training, validating=validating)
 
     def check_tasks(self, config: RunConfig) -> None:
         """Check nothing: ``check_resumable`` tells of tasks that come and go."""
