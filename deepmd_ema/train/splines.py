@@ -19,11 +19,11 @@ from deepmd_ema.tensors import prefix_of
 logger = logging.getLogger(__name__)
 
 OPTION = "embedding_eval"
-LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-7}  # of the derivative of a net, over its largest value
+LARGEST_ERROR = {torch.float64: 1e-8, torch.float32: 1e-6}  # of the derivative of a net, over its largest value
 FEWEST, FIRST, MOST = 32, 64, 1024  # intervals, powers of two
 CHECK_EVERY = 100  # steps of a task
 MARGIN_TO_COARSEN = 8  # times smaller than the largest error must be what fewer knots are expected to give
-PAIRS_PER_SITE = 10  # from which on "auto" takes knots
+NUMBERS_PER_SITE = 1000  # of layers, from which on "auto" takes knots (decision 0055)
 _ROUNDS = 4  # of measuring before the first step
 
 
@@ -82,11 +82,7 @@ class SplineControl:
         """
         self.checked[task] = step
         for name, (spline, watch) in self._watched(task, batch).items():
-            error = self.world.all_reduce_max(watch.error)
-            wanted = _intervals_for(error, spline)
-            if wanted != spline.intervals:
-                _tell(name, error, spline.intervals, wanted)
-                spline.use(wanted)
+            _use(name, spline, self.world.all_reduce_max(_intervals_for(watch.error, spline)), watch.error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to go on with the same knots."""
@@ -98,16 +94,14 @@ class SplineControl:
         for _ in range(_ROUNDS):
             found = self._watched(task, batch)
             watch = found[name][1]
-            if spline.wanted == "auto" and watch.pairs < PAIRS_PER_SITE * watch.sites:
+            if spline.wanted == "auto" and watch.numbers < NUMBERS_PER_SITE * watch.sites:
                 spline.use(0)
                 return
             wanted = _intervals_for(watch.error, spline)
             if wanted == spline.intervals:
                 return
-            if not wanted:
-                _tell(name, watch.error, spline.intervals, 0)
-            spline.use(wanted)
-            if not wanted:
+            _use(name, spline, wanted, watch.error)
+            if not spline.intervals:
                 return
 
     def _watched(self, task: str, batch: Batch) -> dict[str, tuple[Spline, Watch]]:
@@ -128,24 +122,29 @@ class SplineControl:
 
 
 def _intervals_for(error: float, spline: Spline) -> int:
-    """Return the number of intervals that ``error`` asks for, which goes with its seventh power; 0 if it is too many."""
+    """Return how many intervals ``error`` asks for, which goes with the seventh power of their number."""
     largest, now = LARGEST_ERROR[spline.precision], spline.intervals
     if not math.isfinite(error):  # the step that follows says which
         return now
     if error > largest:
         while now <= MOST and error > largest:
             now, error = 2 * now, error / 2**DEGREE
-        return now if now <= MOST else 0
+        return now
     while now > FEWEST and error * 2**DEGREE * MARGIN_TO_COARSEN < largest:
         now, error = now // 2, error * 2**DEGREE
     return now
 
 
-def _tell(name: str, error: float, before: int, after: int) -> None:
-    if after:
-        logger.info("%s: error %.1e with %d intervals: %d from now on", name, error, before, after)
-    else:
-        logger.warning(
-            "%s: the error of %.1e with %d intervals shows a net that is not smooth: from now on it is evaluated at each "
-            "pair, as with %s = direct", name, error, before, OPTION,
-        )  # fmt: skip
+def _use(name: str, spline: Spline, intervals: int, error: float) -> None:
+    before = spline.intervals
+    if before == intervals:
+        return
+    if intervals <= MOST:
+        logger.debug("%s: %d intervals, after an error of %.1e with %d", name, intervals, error, before)
+        spline.use(intervals)
+        return
+    logger.warning(
+        "%s: with %d intervals, derivatives differ by %.1e of the largest from those of the net, which is not smooth. "
+        "From now on it is evaluated at each pair, as with %s = direct.", name, before, error, OPTION,
+    )  # fmt: skip
+    spline.use(0)

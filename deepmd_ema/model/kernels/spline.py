@@ -34,7 +34,7 @@ from deepmd_ema.model.nn.layers import Network
 DEGREE = 7
 MARGIN = 12  # intervals beyond both ends, over which the effect of the ends decays by 0.535 each
 LEAST_SPACING = 1 / 64  # of knots: nearer ones only amplify the rounding of derivatives
-NUMBERS_IN_CACHE = 1 << 16  # of the dense weights of a portion of atoms, on a CPU
+NUMBERS_IN_CACHE = 1 << 18  # of the dense weights of a portion of atoms, on a CPU
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Spline(nn.Module):
         sites = low.double() + spacing.double() * self.units
         coefficients = self.solve @ net(sites[:, None])
         if self.watch is not None:
-            self.watch.look(s.numel(), coefficients, sites, spacing.double(), self.pieces, net)
+            self.watch.look(s.numel(), net, coefficients, sites, spacing.double(), self.pieces)
         return _spline_sum(left, s, coefficients.to(s.dtype), low, spacing, self.pieces.to(s.dtype))
 
 
@@ -127,20 +127,21 @@ class Watch:
     """What is seen of the splines of one evaluation.
 
     Attributes:
-        pairs: evaluated.
-        sites: at which nets were evaluated instead.
+        numbers: that the layers have for all pairs, if each is evaluated directly.
+        sites: at which nets are evaluated instead.
         error: the largest difference of a derivative in the middle between two knots, over its largest value.
     """
 
-    pairs: int = 0
+    numbers: int = 0
     sites: int = 0
     error: float = 0.0
 
     def look(
-        self, pairs: int, coefficients: Tensor, sites: Tensor, spacing: Tensor, pieces: Tensor, net: Network
+        self, num_pairs: int, net: Network, coefficients: Tensor, sites: Tensor, spacing: Tensor, pieces: Tensor
     ) -> None:
         """Note one net, given its coefficients (B, M), its sites, and what they are made with."""
-        self.pairs, self.sites = self.pairs + pairs, self.sites + len(sites)
+        self.numbers += num_pairs * sum(layer.weight.shape[1] for layer in net.stack)
+        self.sites += len(sites)
         half = torch.full_like(spacing, 0.5) ** torch.arange(DEGREE + 1, device=spacing.device)
         _, slope = (half @ pieces).view(2, -1)
         with torch.no_grad():
@@ -201,8 +202,9 @@ def _basis(s: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int) -
     powers = [torch.ones_like(u), u]
     for _ in range(DEGREE - 1):
         powers.append(powers[-1] * u)
-    values = (torch.stack(powers, -1) @ pieces).unflatten(-1, (2, DEGREE + 1))
-    return Basis(size, first.long(), values / torch.stack([torch.ones_like(spacing), spacing])[:, None])
+    per_s = torch.stack([torch.ones_like(spacing), spacing.reciprocal()]).repeat_interleave(DEGREE + 1)
+    values = torch.mm(torch.stack(powers).flatten(1).T, pieces * per_s)
+    return Basis(size, first.long(), values.view(*s.shape, 2, DEGREE + 1))
 
 
 def _dense(first: Tensor, values: Tensor, size: int) -> Tensor:
@@ -239,13 +241,12 @@ class _SplineSum(torch.autograd.Function):
 
     @staticmethod
     def forward(left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        num_atoms, _, columns = left.shape
-        size = len(coefficients)
+        (num_atoms, _, columns), (size, channels) = left.shape, coefficients.shape
         summed = left.new_empty(num_atoms, columns, size)
         for part in _portions(first, size):
             weights = _dense_once(first[part], values[part, :, :1], size)
             torch.bmm(left[part].transpose(1, 2), weights, out=summed[part])
-        return torch.mm(summed.view(-1, size), coefficients).view(num_atoms, columns, -1), summed
+        return torch.mm(summed.view(-1, size), coefficients).view(num_atoms, columns, channels), summed
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -272,7 +273,7 @@ class _SplineVjp(torch.autograd.Function):
         grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         (num_atoms, num_slots, columns), size = left.shape, len(coefficients)
-        along = torch.mm(grad_value.reshape(-1, grad_value.shape[-1]), coefficients.T)
+        along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
         along = along.view(num_atoms, columns, size).transpose(1, 2).contiguous()
         # rows of all P places from any one on: they overlap, and are only read
         rows = along.as_strided((max(num_atoms * size - DEGREE, 0), (DEGREE + 1) * columns), (columns, 1))
@@ -281,7 +282,8 @@ class _SplineVjp(torch.autograd.Function):
         of_s = left.new_empty(left.shape[:2])
         for part in _portions(first, (DEGREE + 1) * columns):
             picked = rows.index_select(0, start[part].flatten()).view(-1, DEGREE + 1, columns)
-            both = torch.bmm(values[part].reshape(-1, 2, DEGREE + 1), picked).view(-1, num_slots, 2, columns)
+            both = torch.bmm(values[part].reshape(-1, 2, DEGREE + 1), picked)
+            both = both.view(len(start[part]), num_slots, 2, columns)
             of_left[part] = both[:, :, 0]
             of_s[part] = (both[:, :, 1] * left[part]).sum(-1)
         return of_left, of_s
@@ -302,7 +304,7 @@ class _SplineVjp(torch.autograd.Function):
             torch.bmm(both.transpose(1, 2), weights, out=summed[part])
         flat = summed.view(-1, size)
         of_value = torch.mm(flat, coefficients).view(grad_value.shape)
-        of_coefficients = flat.T @ grad_value.reshape(flat.shape[0], -1)
+        of_coefficients = torch.mm(flat.T, grad_value.flatten(0, 1))
         return of_value, of_coefficients, None, None, None
 
 
@@ -311,17 +313,15 @@ def _dense_once(first: Tensor, values: Tensor, size: int) -> Tensor:
     num_atoms, num_slots, parts, _ = values.shape
     places = (first[..., None] + torch.arange(DEGREE + 1, device=first.device))[:, None].expand(-1, parts, -1, -1)
     out = values.new_zeros(num_atoms, parts, num_slots, size)
-    return out.scatter_(-1, places, values.transpose(1, 2)).view(num_atoms, -1, size)
+    return out.scatter_(-1, places, values.transpose(1, 2)).view(num_atoms, parts * num_slots, size)
 
 
 def _portions(first: Tensor, numbers: int) -> list[slice]:
     """Return slices over the atoms: portions that stay in the cache of a CPU, all at once on a GPU."""
     num_atoms, num_slots = first.shape
-    if not num_atoms * num_slots:
-        return []
-    step = num_atoms
+    step = max(1, num_atoms)
     if first.device.type == "cpu":
-        step = max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // (num_slots * numbers))
+        step = max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // max(1, num_slots * numbers))
     return [slice(start, start + step) for start in range(0, num_atoms, step)]
 
 
