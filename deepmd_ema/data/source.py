@@ -125,6 +125,10 @@ class FrameSource(Protocol):
         """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
 
     @property
+    def is_slow(self) -> bool:
+        """Whether reading a frame takes so long that even small ones are worth keeping."""
+
+    @property
     def unread(self) -> Sequence[str]:
         """Frame and atomic parameters that are stored, and that the model does not take."""
 

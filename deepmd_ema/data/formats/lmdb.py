@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -92,6 +92,7 @@ class LmdbFile:
     frame_sizes: Array = field(repr=False)
     left: Mapping[str, int] = field(repr=False)
     unread: Sequence[str] = ()
+    is_slow: ClassVar[bool] = True
 
     @property
     def num_frames(self) -> int:

@@ -44,6 +44,10 @@ class StoredArray(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its shape; the first dimension counts frames."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether a few rows are read from their place in a file, and nothing else."""
+
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
 
@@ -113,6 +117,11 @@ class DeepmdSystem:
     def labels(self) -> tuple[str, ...]:
         """Names of the labels that at least one set has."""
         return tuple(label for label in self.spec.labels if any(label in s.arrays for s in self.sets))
+
+    @cached_property
+    def is_slow(self) -> bool:
+        """Whether reading a frame reads more than its rows, as of a compressed array."""
+        return not all(array.is_direct for part in self.sets for array in part.arrays.values())
 
     @property
     def frame_sizes(self) -> Array:
