@@ -41,6 +41,9 @@ class MemorySource:
                 labels["virial"] = np.asarray(virial).reshape(9)
             self.frames.append(Frame(coord, types, box, labels, source=(name, k)))
 
+    def files(self):
+        return None
+
     def frame(self, index):
         return self.frames[index]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -135,6 +136,9 @@ class FrameSource(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """What a user should know of how the frames are read: units, signs, and what is left out."""
+
+    def files(self) -> Sequence[Path] | None:
+        """Return every file that the frames are read from; None if that cannot be told."""
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""

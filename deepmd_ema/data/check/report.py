@@ -67,6 +67,7 @@ class DataReport:
         if self.problems:
             raise DataError(self.problems)
 
+    @property
     def notes(self) -> list[str]:
         """Return how sources of other formats are read, one line per file and remark."""
         every = self.training + self.validation
@@ -77,7 +78,7 @@ class DataReport:
         out = _table("Training data", self.training, self.type_map)
         if self.validation:
             out += _table("Validation data", self.validation, self.type_map)
-        out += [f"  {note}" for note in self.notes()]
+        out += [f"  {note}" for note in self.notes]
         out += self.units.lines() if self.units is not None else []
         if self.neighbors is None:
             return out

@@ -63,6 +63,10 @@ class ExtxyzFile:
         """What is read from which names, and what is not."""
         return self.inventory.lines()
 
+    def files(self) -> list[Path]:
+        """Return the file."""
+        return [self.path]
+
     def frame(self, index: int) -> Frame:
         """Return one frame."""
         if not 0 <= index < self.num_frames:

@@ -49,6 +49,11 @@ class Hdf5Store:
             values = np.atleast_1d(dataset[()]).ravel().tolist()
             return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
 
+    def text_files(self) -> list[Path]:
+        """Return the HDF5 files that hold the group and its small datasets."""
+        items = [self._item(name) for name in ("type.raw", "type_map.raw", "nopbc")]
+        return [Path(item.file.filename) for item in (self.group, *items) if item is not None]
+
     def array(self, file: str) -> StoredArray | None:
         """Return the dataset ``file``, None if there is no such dataset."""
         dataset, name = self._dataset(file), f"{self.name}/{file}"
@@ -93,6 +98,11 @@ class Hdf5Array:
     name: str
     shape: tuple[int, ...]
     rows: Rows | None
+
+    @property
+    def file(self) -> Path | None:
+        """The file of the dataset, unless it is composed of others."""
+        return None if self.dataset.is_virtual or self.dataset.external else Path(self.dataset.file.filename)
 
     @property
     def is_direct(self) -> bool:

@@ -39,7 +39,7 @@ class _Store:
         self._unpack = partial(msgpack.unpackb, raw=False, strict_map_key=False)
         self._failures = (lmdb.Error, msgpack.UnpackException, ValueError, TypeError, KeyError, AttributeError)
         self.path = path
-        file = path / "data.mdb" if path.is_dir() else path
+        self.file = file = path / "data.mdb" if path.is_dir() else path
         is_there(file)
         with self.readable(f"{path}"):
             self._env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
@@ -104,6 +104,10 @@ class LmdbFile:
         """What is not read."""
         names = [f"{name} in {counted(number, 'frame')}" for name, number in sorted(self.left.items())]
         return [f"does not read {first_few(names)}"] if names else []
+
+    def files(self) -> list[Path]:
+        """Return the file of the data base."""
+        return [self.store.file]
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""

@@ -58,6 +58,10 @@ class NpyStore:
         with _readable(path, "a text file", "one word per line"):
             return path.read_text(encoding="utf-8").split()
 
+    def text_files(self) -> list[Path]:
+        """Return the small files of the folder."""
+        return [path for name in ("type.raw", "type_map.raw", "nopbc") if (path := self.path / name).exists()]
+
     def array(self, file: str) -> NpyFile | None:
         """Return the npy file, of which only the header is read now; None if there is no such file."""
         path = self.path / file
@@ -79,6 +83,11 @@ class NpyFile:
     def name(self) -> str:
         """The path, for messages."""
         return str(self.path)
+
+    @property
+    def file(self) -> Path:
+        """The path."""
+        return self.path
 
     @property
     def is_direct(self) -> bool:
