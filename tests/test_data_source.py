@@ -131,7 +131,7 @@ def test_files_and_memory_give_the_same_checks(tmp_path):
     )
     assert one.lines() == other.lines()
     assert (one.problems, one.warnings) == (other.problems, other.warnings) == ([], [])
-    assert one.training[0].digests == other.training[0].digests
+    np.testing.assert_array_equal(one.training[0].digests, other.training[0].digests)
     np.testing.assert_array_equal(one.neighbors.frame_min, other.neighbors.frame_min)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
-_NUMBERS_AT_ONCE = 4_000_000  # of one array in a chunk (32 MB), so that a data set need not fit in memory
+_NUMBERS_AT_ONCE = 1_000_000  # of one array in a chunk (8 MB), so that a data set need not fit in memory
 
 
 @dataclass(frozen=True, eq=False)
