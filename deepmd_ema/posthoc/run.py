@@ -87,14 +87,7 @@ def run_posthoc(
     Raises:
         UserError: if snapshots or data are missing or wrong, or do not resolve a width.
     """
-    folder = Path(folder)
-    problems: list[str] = []
-    with collect_problems(problems):
-        widths = parse_sigma_rels(sigma_rel)
-    with collect_problems(problems):
-        decays = parse_shapes(shapes)
-    if problems:
-        raise UserError(problems)
+    folder, (widths, decays) = Path(folder), _parse(sigma_rel, shapes)
     metric = _known_metric(metric)
     where = select_device(device)
     output, table, plot = (
@@ -111,7 +104,7 @@ def run_posthoc(
     refuse_to_lose(plot, "--plot", PICTURE)
     for note in run.notes:
         say(note)
-    found, resolvable, left_out = find_asked(run, widths, None if shapes is None else decays)
+    found, resolvable, left_out = find_asked(run, widths, decays)
     config = config_from_dict(run.payload["config"], source=str(run.reference))
     task = config.task(head)
     opened = _open(task, run, systems, rglob_patterns)
@@ -282,6 +275,22 @@ def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> 
             raise UserError(f"no frame of {names} has an energy, a force or a virial to compare.")
     elif math.isnan(live.metric(metric)):
         raise UserError(f"--metric {metric}: no frame of the validation data has this label. Choose another metric.")
+
+
+def _parse(
+    sigma_rel: Sequence[str | float] | None, shapes: Sequence[str] | None
+) -> tuple[list[float], list[DecayRequest] | None]:
+    """Return the widths and decays that are asked for, or raise the problems of both."""
+    problems: list[str] = []
+    widths: list[float] = []
+    decays: list[DecayRequest] = []
+    with collect_problems(problems):
+        widths = parse_sigma_rels(sigma_rel)
+    with collect_problems(problems):
+        decays = parse_shapes(shapes)
+    if problems:
+        raise UserError(problems)
+    return widths, None if shapes is None else decays
 
 
 def _parse_word(word: str) -> list[float]:
