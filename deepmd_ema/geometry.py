@@ -19,6 +19,7 @@ from deepmd_ema.errors import DataError
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 
 LARGEST_POSITION = 1e6  # angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
+NEAR_ORIGIN = 1e4  # angstrom; open frames within it have no faults
 _LARGEST_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for the same reason
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _MOST_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
@@ -106,6 +107,27 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     _refuse_faults(coord, box, rcut)
     pairs, shift, distance = _search(coord, box, rcut, "PSd")
     return _sorted_pairs(pairs[:, 0], pairs[:, 1], shift, distance, len(coord))
+
+
+def find_pairs_of_molecules(coord: Array, sizes: Array, rcut: float) -> Pairs:
+    """Return the pairs closer than ``rcut`` in each of many open frames, which are searched together.
+
+    The result is that of ``find_pairs`` of each frame, with the atoms counted through all frames. All pairs of a frame
+    are measured: meant for molecules.
+
+    Args:
+        coord: (A, 3) positions of the frames one after the other, angstrom, none farther out than ``NEAR_ORIGIN``.
+        sizes: (F,) atoms of each frame.
+        rcut: cutoff radius, angstrom.
+    """
+    first = np.cumsum(sizes) - sizes
+    others = np.repeat(sizes, sizes)  # of each atom: atoms of its frame
+    i = np.repeat(np.arange(len(coord)), others)
+    j = np.arange(len(i)) - np.repeat(np.cumsum(others) - others - np.repeat(first, sizes), others)
+    vector = np.take(coord, j, axis=0) - np.take(coord, i, axis=0)
+    distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
+    near = np.flatnonzero((distance < rcut) & (i != j))
+    return _sorted_pairs(i[near], j[near], np.zeros((len(near), 3), np.int32), distance[near], len(coord))
 
 
 class KeptPairs:

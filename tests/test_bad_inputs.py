@@ -168,6 +168,8 @@ def test_the_end_of_a_run_names_its_files_and_the_next_command(desk):
         "best      best.ckpt-2.t-1.pt (live, E:MAE = ",
         "errors    ema, step 2, MAE / RMSE: E ",
         "for 2 steps, data and validation included",
+        "waiting   for data ",
+        " % of the time of training",
         "next      dp-ema test -m model_ema.ckpt.pt --valid-data input.json --plot",
         "dp-ema freeze -c model_ema.ckpt.pt",
         code=GOOD,

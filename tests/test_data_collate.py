@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from helpers import toy_frame, toy_labels
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import KeptPairs, find_pairs
 
 RCUT = 4.0
@@ -214,3 +217,21 @@ def test_a_toy_energy_from_the_batch_equals_the_brute_force_label():
         pairs = find_pairs(frame.coord, frame.box, RCUT)
         expected = ((RCUT - np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)) ** 3).sum()
         assert per_frame[k].item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
+    molecules = [make_frame(k, size, pbc=False, index=k) for k, size in enumerate((9, 1, 12, 9, 64, 2))]
+    line = Frame(np.arange(12.0).reshape(4, 3), np.array([0, 2, 2, 1]), labels={"energy": np.array(1.0)})  # ties
+    frames = [*molecules, line]
+    together = collate(frames, LAYOUTS[name], ["energy", "force", "virial"])
+    one_by_one = collate([pair_frame(f, LAYOUTS[name]) for f in frames], LAYOUTS[name], ["energy", "force", "virial"])
+    assert together.frames == one_by_one.frames
+    for item in (item for item in fields(together) if item.name != "frames"):
+        torch.testing.assert_close(getattr(together, item.name), getattr(one_by_one, item.name), rtol=0, atol=0)
+
+
+def test_a_molecule_without_numbers_is_refused_as_any_frame():
+    lost = Frame(np.array([[0.0, 0.0, np.nan], [1.0, 0.0, 0.0]]), np.array([0, 1]), source=("toy", 3))
+    with pytest.raises(DataError, match="toy frame 3"):
+        collate([make_frame(0, 5, pbc=False), lost], LAYOUT)

@@ -154,7 +154,7 @@ def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
     kept, none = PairCache(), PairCache(max_bytes=0)
     one = kept.get(systems[0], 0, LAYOUT)
     assert kept.get(systems[0], 0, LAYOUT) is one
-    assert kept.get(systems[1], 0, LAYOUT) is not one
+    assert kept.get(systems[2], 0, LAYOUT) is not one
     assert len(kept) == 2
     assert none.get(systems[0], 0, LAYOUT) is not none.get(systems[0], 0, LAYOUT)
     assert (len(none), none.num_bytes) == (0, 0)
@@ -169,6 +169,17 @@ def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
     ):
         for _ in range(20):
             assert_same(next(a), next(b))
+
+
+def test_molecules_are_kept_only_where_reading_them_takes_long(systems):
+    cache, molecules = PairCache(), systems[1]
+    assert cache.get(molecules, 0, LAYOUT) is not cache.get(molecules, 0, LAYOUT)
+    assert (len(cache), cache.num_bytes) == (0, 0)
+    vars(molecules)["is_slow"] = True  # as of a compressed array
+    for layout in (LAYOUT, NeighborLayout(3.0, (12, 12), 2)):
+        assert cache.get(molecules, 0, layout) is cache.get(molecules, 0, layout)
+    assert len(cache) == 1
+    assert 1000 < cache.num_bytes < 4000
 
 
 @pytest.mark.parametrize("max_atoms", [1, 40, 10_000])

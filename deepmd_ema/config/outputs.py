@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
 SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
+CHECKED = ".checked.json"  # end of the name of a file that remembers the check of the data
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 
@@ -118,6 +119,13 @@ class Outputs:
     def stat_file(self, task: str) -> str | None:
         """Return the cache of the statistics of a task, if the run has one."""
         return self._config.tasks[task].data.stat_file
+
+    def checked_data(self, task: str) -> Path:
+        """Return where the result of the check of the data of a task is remembered: beside the cached statistics."""
+        stat_file = self.stat_file(task)
+        if stat_file is not None and self._config.tasks[task].data.stat_file_mode != "read":
+            return Path(f"{stat_file}{CHECKED}")
+        return Path(f".dp-ema{suffix_of(LIVE, task)}{CHECKED}")
 
     def __iter__(self) -> Iterator[Output]:
         yield from self._files()

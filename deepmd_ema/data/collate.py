@@ -14,12 +14,13 @@ from deepmd_ema.arrays import Array, rank_in_group, small_int, stable_argsort
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError, collect_problems
-from deepmd_ema.geometry import Pairs, find_pairs
+from deepmd_ema.geometry import NEAR_ORIGIN, Pairs, find_pairs, find_pairs_of_molecules
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 
 MOST_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
+MOST_TOGETHER = 64  # atoms of an open frame whose pairs are found together with those of other frames of a batch
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 
@@ -63,8 +64,8 @@ class PairedFrame:
     @property
     def nbytes(self) -> int:
         """Memory in use, approximately."""
-        arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse, self.frame.coord)
-        return sum(a.nbytes for a in arrays) + sum(a.nbytes for a in self.frame.labels.values()) + 2048
+        arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse)
+        return sum(a.nbytes for a in arrays) + _bytes_of(self.frame) + 1024
 
 
 def pair_frame(
@@ -126,6 +127,9 @@ def pair_frame(
 class PairCache:
     """Frames with their neighbors in slots, computed once and kept while they fit into ``max_bytes``.
 
+    Molecules, whose pairs are found faster together (:func:`collate`), are returned as they were read, and kept only if
+    reading them takes long.
+
     Nothing is evicted when it is full: frames are drawn in permutations, so that no frame is more likely to come next
     than another. All tasks of a run, their loaders and statistics share one cache. May be used by several threads.
 
@@ -137,21 +141,30 @@ class PairCache:
     def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
         self.max_bytes = default_cache_bytes(local_size) if max_bytes is None else max_bytes
         self.num_bytes = 0
-        self._kept: dict[tuple[FrameSource, int, NeighborLayout], PairedFrame] = {}
+        self._kept: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}
         self._lock = threading.Lock()
 
-    def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame:
-        """Return frame ``index`` of ``system`` with its neighbors as ``layout`` wants them."""
-        key = (system, index, layout)
-        kept = self._kept.get(key)
-        if kept is not None:
-            return kept
-        made = pair_frame(system.frame(index), layout)
-        with self._lock:
-            if key not in self._kept and self.num_bytes + made.nbytes <= self.max_bytes:
-                self._kept[key] = made
-                self.num_bytes += made.nbytes
+    def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame | Frame:
+        """Return frame ``index`` of ``system``, with its neighbors as ``layout`` wants them unless it is a molecule."""
+        for known in (layout, None):
+            if (kept := self._kept.get((system, index, known))) is not None:
+                return kept
+        frame = system.frame(index)
+        if is_molecule(frame):
+            if system.is_slow:
+                self._keep((system, index, None), frame, _bytes_of(frame))
+            return frame
+        made = pair_frame(frame, layout)
+        self._keep((system, index, layout), made, made.nbytes)
         return made
+
+    def _keep(
+        self, key: tuple[FrameSource, int, NeighborLayout | None], made: PairedFrame | Frame, num_bytes: int
+    ) -> None:
+        with self._lock:
+            if key not in self._kept and self.num_bytes + num_bytes <= self.max_bytes:
+                self._kept[key] = made
+                self.num_bytes += num_bytes
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -170,26 +183,31 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     """Return ``frames`` as one batch; what is missing in some frames is zero there and its ``has_label`` is 0.
 
     Args:
-        frames: at least one; prepared by ``pair_frame`` with the same layout, or not.
+        frames: at least one; prepared by ``pair_frame`` with the same layout, or not. The pairs of molecules that are
+            not prepared are found together, if the batch has nothing else.
         layout: how the model wants its neighbors.
         labels: names of labels that the batch has even if no frame has them, unless they are of pairs of atoms.
     """
-    paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
-    raw = [p.frame for p in paired]
+    raw = [f.frame if isinstance(f, PairedFrame) else f for f in frames]
+    num_atoms = np.array([f.num_atoms for f in raw])
+    if not any(isinstance(f, PairedFrame) for f in frames) and all(map(is_molecule, raw)):
+        paired = [_pair_molecules(raw, num_atoms, layout)]
+    else:
+        paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
     rows = _rows(paired)
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
     neighbor, vector, reverse = _join_neighbors(paired, rows, slots, layout.rcut)
-    num_atoms = np.array([f.num_atoms for f in raw])
-    before = np.cumsum(num_atoms) - num_atoms
-    label_values, has_label = _join_labels(paired, rows, labels)
+    before = np.cumsum([p.frame.num_atoms for p in paired]) - [p.frame.num_atoms for p in paired]
+    order = _by_row([p.order + b for p, b in zip(paired, before)], rows)
+    label_values, has_label = _join_labels(raw, order, labels)
     return Batch(
         type_counts=tuple(int(n) for n in np.sum([p.counts for p in paired], axis=0)),
         slots=slots,
         type_slots=tuple(max(widths) for widths in zip(*(p.type_slots for p in paired))),
         inner=tuple((*one, max(p.inner[k] for p in paired)) for k, one in enumerate(layout.inner)),
-        atom_type=_tensor(_by_row([p.frame.atom_type[p.order] for p in paired], rows)),
-        atom_frame=_tensor(_by_row([np.full(n, k) for k, n in enumerate(num_atoms)], rows)),
-        atom_order=_tensor(_by_row([p.order + b for p, b in zip(paired, before)], rows)),
+        atom_type=_tensor(_in_order([f.atom_type for f in raw], order)),
+        atom_frame=_tensor(np.repeat(np.arange(len(raw)), num_atoms)[order]),
+        atom_order=_tensor(order),
         num_atoms=_tensor(num_atoms),
         coord=_tensor(_by_row([p.coord for p in paired], rows)),
         box=_tensor(np.stack([np.zeros((3, 3)) if f.box is None else f.box for f in raw])),
@@ -199,10 +217,28 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
         reverse=_tensor(reverse),
         labels=label_values,
         has_label=has_label,
-        conditions=_join_conditions(paired, rows),
+        conditions=_join_conditions(raw, order),
         frames=tuple(f.source for f in raw),
         sizes=tuple(f.num_atoms for f in raw),
     )
+
+
+def is_molecule(frame: Frame) -> bool:
+    """Whether a frame is open and so small that its pairs may be found by measuring all of them."""
+    if frame.box is not None or frame.num_atoms > MOST_TOGETHER:
+        return False
+    return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)  # not so of nan, which pair_frame refuses
+
+
+def _pair_molecules(frames: Sequence[Frame], sizes: Array, layout: NeighborLayout) -> PairedFrame:
+    """Return molecules with their neighbors in slots as if they were one frame, which no pair of two of them has."""
+    joined = Frame(np.concatenate([f.coord for f in frames]), np.concatenate([f.atom_type for f in frames]))
+    return pair_frame(joined, layout, lambda coord, box, rcut: find_pairs_of_molecules(coord, sizes, rcut))
+
+
+def _bytes_of(frame: Frame) -> int:
+    """Return the memory of a frame, approximately."""
+    return frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024
 
 
 def _place_pairs(
@@ -342,33 +378,35 @@ def _vectors(one: PairedFrame) -> Array:
     return vector
 
 
-def _join_conditions(paired: Sequence[PairedFrame], rows: Sequence[Array]) -> dict[str, torch.Tensor]:
+def _in_order(parts: Sequence[Array], order: Array) -> Array:
+    """Return what atoms of the frames have, frame after frame in ``parts``, by row of the batch."""
+    return np.take(np.concatenate(parts), order, axis=0)
+
+
+def _join_conditions(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
     out = {}
-    per_frame = [p.frame.fparam for p in paired if p.frame.fparam is not None]
-    per_atom = [p.frame.aparam[p.order] for p in paired if p.frame.aparam is not None]
+    per_frame = [f.fparam for f in frames if f.fparam is not None]
+    per_atom = [f.aparam for f in frames if f.aparam is not None]
     for name, parts in ((FPARAM, per_frame), (APARAM, per_atom)):
-        assert len(parts) in (0, len(paired)), f"frames with and without {name} in one batch"
+        assert len(parts) in (0, len(frames)), f"frames with and without {name} in one batch"
         if parts:
-            out[name] = _tensor(np.stack(parts) if name == FPARAM else _by_row(parts, rows))
+            out[name] = _tensor(np.stack(parts) if name == FPARAM else _in_order(parts, order))
     return out
 
 
 def _join_labels(
-    paired: Sequence[PairedFrame], rows: Sequence[Array], wanted: Sequence[str]
+    frames: Sequence[Frame], order: Array, wanted: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    names = dict.fromkeys(wanted) | dict.fromkeys(name for p in paired for name in p.frame.labels)
+    names = dict.fromkeys(wanted) | dict.fromkeys(name for f in frames for name in f.labels)
     labels, has_label = {}, {}
     for name in names:
-        if LABELS[name].per_pair and not any(name in p.frame.labels for p in paired):
+        if LABELS[name].per_pair and not any(name in f.labels for f in frames):
             continue  # so many zeros tell nothing, and without them nothing is computed to compare with
-        has_label[name] = _tensor(np.array([float(name in p.frame.labels) for p in paired]))
+        has_label[name] = _tensor(np.array([float(name in f.labels) for f in frames]))
         label = LABELS[name]
-        parts = [
-            p.frame.labels[name] if name in p.frame.labels else np.zeros(label.shape_in_frame(p.frame.num_atoms))
-            for p in paired
-        ]
+        parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in frames]
         if label.per_atom:
-            labels[name] = _tensor(_by_row([part[p.order] for p, part in zip(paired, parts)], rows))
+            labels[name] = _tensor(_in_order(parts, order))
         else:  # pairs of atoms stay in the order of the files
             labels[name] = _tensor(np.concatenate(parts) if label.per_pair else np.stack(parts))
     return labels, has_label

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
+from deepmd_ema.data.check.remembered import CheckResult, identify, recall, remember
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, UserError, collect_problems, counted
+from deepmd_ema.errors import DataError, UserError, WriteError, collect_problems, counted
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
+
+logger = logging.getLogger(__name__)
 
 Lines = dict[str, list[str]]
 """Lines of text by the name of a task."""
@@ -40,7 +48,7 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
     data: dict[str, TaskData] = {}
     problems: list[str] = []
     for name, task in config.tasks.items():
-        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+        spec = _spec_of(task)
         opened: list[list[FrameSource]] = []
         for section, given in _sections(task).items():
             opened.append([])
@@ -53,19 +61,71 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
     return data
 
 
+def _spec_of(task: TaskConfig) -> ReadSpec:
+    return ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+
+
 def check_task(task: TaskConfig, data: TaskData) -> DataReport:
     """Return what the checks find in the data of one task: problems, warnings, a summary."""
-    bound = task.training_data.min_pair_dist
-    bound = bound if bound > 0 else MIN_DISTANCE
     model = task.model
+    bound = _least_distance(task)
     report = check_systems(*data, model.type_map, model.descriptor, task.loss.labels, bound, task=task.name)
-    options: list[str] = []
+    report.problems[:0] = _option_problems(task, data)
+    return report
+
+
+def _least_distance(task: TaskConfig) -> float:
+    """Return the distance below which two atoms are a problem, angstrom."""
+    given = task.training_data.min_pair_dist
+    return given if given > 0 else MIN_DISTANCE
+
+
+def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
+    """Return which options do not fit the number and sizes of the systems."""
+    problems: list[str] = []
     for (section, given), systems in zip(_sections(task).items(), data):
         if given is not None:
-            with collect_problems(options, f"{section}."):
+            with collect_problems(problems, f"{section}."):
                 plan_batches(*_sizes(systems), given.batch_size, given.auto_prob, given.sys_probs)
-    report.problems[:0] = options
+    return problems
+
+
+def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Path, opened: float) -> DataReport | CheckResult:
+    """Return what the checks find in the data of one task, as remembered if no file of them has changed since.
+
+    Args:
+        task: its options.
+        data: its sources.
+        memory: file of remembered results; one without problems is added.
+        opened: when the sources were opened, seconds since the epoch.
+    """
+    sources = [*data.train, *data.valid]
+    identify_now = partial(identify, sources, _what_a_check_depends_on(task), opened)
+    key = identify_now()
+    known = None if key is None else recall(memory, key)
+    if known is not None:
+        return replace(known, problems=_option_problems(task, data))
+    report = check_task(task, data)
+    if key is not None and not report.problems and report.neighbors is not None and identify_now() == key:
+        try:
+            remember(memory, key, CheckResult(report.notes, report.warnings, report.neighbors))
+        except WriteError as error:
+            logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
     return report
+
+
+def _what_a_check_depends_on(task: TaskConfig) -> dict[str, object]:
+    """Return the options that change what a check finds, beside those that choose the data."""
+    descriptor = task.model.descriptor
+    return {
+        "task": task.name,
+        "read": asdict(_spec_of(task)),
+        "labels": list(task.loss.labels),
+        "cutoff": descriptor.cutoff,
+        "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
+        "inner": descriptor.inner_neighbors() if isinstance(descriptor, HasInnerNeighbors) else None,
+        "min_pair_dist": _least_distance(task),
+    }
 
 
 def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int) -> dict[str, float]:

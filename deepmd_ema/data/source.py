@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
-_NUMBERS_AT_ONCE = 4_000_000  # of one array in a chunk (32 MB), so that a data set need not fit in memory
+_NUMBERS_AT_ONCE = 1_000_000  # of one array in a chunk (8 MB), so that a data set need not fit in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +126,19 @@ class FrameSource(Protocol):
         """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
 
     @property
+    def is_slow(self) -> bool:
+        """Whether reading a frame takes so long that even small ones are worth keeping."""
+
+    @property
     def unread(self) -> Sequence[str]:
         """Frame and atomic parameters that are stored, and that the model does not take."""
 
     @property
     def notes(self) -> Sequence[str]:
         """What a user should know of how the frames are read: units, signs, and what is left out."""
+
+    def files(self) -> Sequence[Path] | None:
+        """Return every file that the frames are read from; None if that cannot be told."""
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""

@@ -125,12 +125,18 @@ class Progress:
 
 
 class IntervalTimes:
-    """A stopwatch that says where the time between two displayed steps went."""
+    """A stopwatch that says where the time between two displayed steps went, and what was spent waiting for data."""
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(_CATEGORIES, 0.0)
-        self._since = time.perf_counter()
+        self._since = self._began = time.perf_counter()
+        self._waited = 0.0
         self._hinted = False
+
+    def waiting_share(self) -> float:
+        """Return the share of all time so far that was spent waiting for data, 0 to 1."""
+        total = max(time.perf_counter() - self._began, 1e-9)
+        return min(1.0, (self._waited + self._spent["data"]) / total)
 
     @contextmanager
     def of(self, category: str) -> Iterator[None]:
@@ -155,6 +161,7 @@ class IntervalTimes:
                 "core, or use a larger batch_size (the first interval also fills the cache of neighbor lists)",
                 100 * shares["data"],
             )
+        self._waited += self._spent["data"]
         self._spent = dict.fromkeys(self._spent, 0.0)
         self._since = time.perf_counter()
         return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())

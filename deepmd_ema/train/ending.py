@@ -37,6 +37,7 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
         pairs.append(("compiled", f"{compiler.in_words()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
     pairs.append(("saving", _saving_in_words(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
+    pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     model = next(iter(averages.values()), saver.link)
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:

@@ -14,8 +14,9 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.data.check.remembered import CheckResult
 from deepmd_ema.data.collate import PairCache, collate
-from deepmd_ema.data.run import TaskData, check_task, open_run, task_shares
+from deepmd_ema.data.run import TaskData, check_unless_unchanged, open_run, task_shares
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
@@ -88,10 +89,12 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     """
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
-    started = time.perf_counter()
+    started, opened = time.perf_counter(), time.time()
     with world.all_ranks_ok():
         systems = open_run(config)
-    config, nearest = world.broadcast_from_rank0(partial(_check_data, config, systems, start, skip_neighbor_stat))
+    config, nearest = world.broadcast_from_rank0(
+        partial(_check_data, config, systems, start, skip_neighbor_stat, opened)
+    )
     checked = time.perf_counter()
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
@@ -108,13 +111,16 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
 
 
 def _check_data(
-    config: RunConfig, systems: Mapping[str, TaskData], start: Start, skip_neighbor_stat: bool
+    config: RunConfig, systems: Mapping[str, TaskData], start: Start, skip_neighbor_stat: bool, opened: float
 ) -> tuple[RunConfig, dict[str, float | None]]:
     """Return the config with ``sel`` resolved and the nearest pair of each task, after checking the data."""
-    nearest, found, problems = {}, {}, []
+    nearest, found = {}, {}
+    problems: list[str] = []
     for name, task in config.tasks.items():
-        report = check_task(task, systems[name])
-        for line in report.notes():
+        report = check_unless_unchanged(task, systems[name], Outputs(config).checked_data(name), opened)
+        if isinstance(report, CheckResult):
+            logger.info("data%s have not changed since they were checked: %s", f" of {name}" * bool(name), report.date)
+        for line in report.notes:
             logger.info("%s", line)
         for line in report.warnings:
             logger.warning("%s", line)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.scan import SystemScan
 
 OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal distribution never gets there
@@ -14,28 +15,46 @@ NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the leas
 LARGE_FORCE_RMS = 15.0  # eV/angstrom, far beyond liquids at 3000 K, usual for kcal/mol/angstrom
 _MOST_NAMED = 3
 _FEWEST_FRAMES = 10  # to judge outliers
+_AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 
 
 def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
     """Return warnings about frames that occur twice in the training data, or in both training and validation data."""
     warnings = []
-    first_place: dict[bytes, str] = {}
-    twice: list[str] = []
-    for place, digest in _places(training):
-        if digest in first_place:
-            twice.append(f"{place} is {first_place[digest]}")
-        first_place.setdefault(digest, place)
-    if twice:
-        copies = "1 training frame is a copy" if len(twice) == 1 else f"{len(twice):,} training frames are copies"
-        warnings.append(f"{copies} of another (first: {twice[0]}).")
-    frames = list(_places(validation))
-    shared = [f"{place} is {first_place[digest]}" for place, digest in frames if digest in first_place]
-    if shared:
+    scans = [*training, *validation]
+    num_training = sum(scan.system.num_frames for scan in training)
+    first = _first_equal(np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)]))
+    copies = np.flatnonzero(first[:num_training] < np.arange(num_training))
+    if len(copies):
+        many = "1 training frame is a copy" if len(copies) == 1 else f"{len(copies):,} training frames are copies"
+        place, of = _place(scans, copies[0]), _place(scans, first[copies[0]])
+        warnings.append(f"{many} of another (first: {place} is {of}).")
+    shared = num_training + np.flatnonzero(first[num_training:] < num_training)
+    if len(shared):
+        place, of = _place(scans, shared[0]), _place(scans, first[shared[0]])
         warnings.append(
-            f"{len(shared):,} of {len(frames):,} validation frames are also training frames (first: "
-            f"{shared[0]}): validation errors will look too good."
+            f"{len(shared):,} of {len(first) - num_training:,} validation frames are also training frames (first: "
+            f"{place} is {of}): validation errors will look too good."
         )
     return warnings
+
+
+def _first_equal(digests: Array) -> Array:
+    """Return for each digest (F, 2) the number of the first one that is equal."""
+    order = np.lexsort(digests.T)  # stable: equal ones stay in order
+    is_new = np.append(True, (digests[order[1:]] != digests[order[:-1]]).any(axis=1))[: len(order)]
+    first = np.empty(len(order), np.int64)
+    first[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
+    return first
+
+
+def _place(scans: Sequence[SystemScan], frame: int) -> str:
+    """Return system and number of a frame that is counted through all systems."""
+    for scan in scans:
+        if frame < scan.system.num_frames:
+            break
+        frame -= scan.system.num_frames
+    return f"{scan.system.name} frame {frame}"
 
 
 def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
@@ -44,16 +63,14 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     energy = np.concatenate([np.zeros(0), *(scan.energy[k] for scan, k in zip(training, known))])
     if len(energy) < _FEWEST_FRAMES:
         return []
-    counts = np.concatenate([scan.type_counts[k] for scan, k in zip(training, known)]).astype(np.float64)
-    fit = np.linalg.lstsq(counts, energy, rcond=None)[0]
-    residual = (energy - counts @ fit) / counts.sum(axis=1)
+    fit = _energies_of_elements(training, len(energy))
+    residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
     middle = np.median(residual)
     spread = 1.4826 * np.median(np.abs(residual - middle))
     bound = max(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY)
     found = []
     for scan in [*training, *validation]:
-        atoms = scan.type_counts.sum(axis=1)
-        off = (scan.energy - scan.type_counts @ fit) / atoms - middle
+        off = _per_atom(scan, fit) - middle
         found += [
             (abs(off[k]), f"{scan.system.name} frame {k} ({off[k]:+.3f} eV/atom)")
             for k in np.flatnonzero(np.abs(off) > bound)
@@ -66,6 +83,32 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
         f"{what} far from the others (after subtraction of energies per element; half "
         f"of all lie within {spread / 1.4826:.4f} eV/atom): {worst}. Have they converged?"
     ]
+
+
+def _energies_of_elements(scans: Sequence[SystemScan], num_known: int) -> Array:
+    """Return the energy of each element that explains the energies of frames best, which are known of ``num_known``."""
+    num_types = scans[0].type_counts.shape[1]
+    reduced = np.zeros((0, num_types + 1))  # compositions and energies, as the triangle that a QR decomposition leaves
+    for counts, energy in _parts(scans):
+        known = np.isfinite(energy)
+        rows = np.concatenate([counts[known].astype(np.float64), energy[known, None]], axis=1)
+        reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
+    smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
+    fit: Array = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
+    return fit
+
+
+def _per_atom(scan: SystemScan, fit: Array) -> Array:
+    """Return (F,) the energy of each frame that energies of elements do not explain, eV/atom."""
+    parts = [(energy - counts @ fit) / counts.sum(axis=1) for counts, energy in _parts([scan])]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _parts(scans: Sequence[SystemScan]) -> Iterator[tuple[Array, Array]]:
+    """Yield compositions and energies of some frames at a time."""
+    for scan in scans:
+        for begin in range(0, len(scan.energy), _AT_ONCE):
+            yield scan.type_counts[begin : begin + _AT_ONCE], scan.energy[begin : begin + _AT_ONCE]
 
 
 def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
@@ -104,7 +147,3 @@ def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:
         f"the forces of {frames} of {known:,} do not add up to zero (worst: {place}): no "
         "model can learn this part. Without an outer field it points to unconverged forces."
     ]
-
-
-def _places(scans: Sequence[SystemScan]) -> list[tuple[str, bytes]]:
-    return [(f"{scan.system.name} frame {k}", digest) for scan in scans for k, digest in enumerate(scan.digests)]

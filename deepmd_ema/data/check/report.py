@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 _MOST_MESSAGES = 5  # of one kind and system
 _MOST_ROWS = 20  # systems in the table
+_FEW = 16  # of so many frames one is read alone, not among all of them
 _MOST_ELEMENTS = 12  # elements, or pairs of them, in one line
 
 
@@ -67,6 +68,7 @@ class DataReport:
         if self.problems:
             raise DataError(self.problems)
 
+    @property
     def notes(self) -> list[str]:
         """Return how sources of other formats are read, one line per file and remark."""
         every = self.training + self.validation
@@ -77,7 +79,7 @@ class DataReport:
         out = _table("Training data", self.training, self.type_map)
         if self.validation:
             out += _table("Validation data", self.validation, self.type_map)
-        out += [f"  {note}" for note in self.notes()]
+        out += [f"  {note}" for note in self.notes]
         out += self.units.lines() if self.units is not None else []
         if self.neighbors is None:
             return out
@@ -124,10 +126,7 @@ def check_systems(
     report.validation = [scan_system(s, len(type_map), descriptor.cutoff) for s in validation]
     every = report.training + report.validation
     report.problems += [problem for scan in every for problem in scan.problems]
-    # without frames whose geometry is invalid
-    chosen = [(k, i) for k, scan in enumerate(every) for i in range(scan.system.num_frames) if i not in scan.bad_frames]
-    if len(chosen) > max_searched:
-        chosen = [chosen[int(i)] for i in np.linspace(0, len(chosen) - 1, max_searched).round()]
+    chosen = _sample(every, max_searched)
     report.num_searched = len(chosen)
     if chosen:
         report.neighbors = neighbor_statistics(_geometries(every, chosen), descriptor.cutoff, len(type_map))
@@ -153,11 +152,28 @@ def check_systems(
     return report
 
 
+def _sample(scans: Sequence[SystemScan], most: int) -> list[tuple[int, int]]:
+    """Return scan and number of all frames whose geometry is valid; of more than ``most`` an even sample, in order."""
+    ends = np.cumsum([scan.system.num_frames - len(scan.bad_frames) for scan in scans])
+    total = int(ends[-1]) if scans else 0
+    places = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(np.int64)
+    chosen: list[tuple[int, int]] = []
+    for k, numbers in enumerate(np.split(places, np.searchsorted(places, ends))[:-1]):
+        own = numbers - (int(ends[k - 1]) if k else 0)
+        if scans[k].bad_frames:
+            own = np.delete(np.arange(scans[k].system.num_frames), sorted(scans[k].bad_frames))[own]
+        chosen += [(k, index) for index in own.tolist()]
+    return chosen
+
+
 def _geometries(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]]) -> Iterator[FrameGeometry]:
     """Yield coordinates, cell and types of the frames ``chosen``, which are sorted."""
     for k, group in groupby(chosen, key=itemgetter(0)):
-        frames = [index for _, index in group]
-        for chunk in scans[k].system.chunks((COORD, BOX)):
+        frames, system = [index for _, index in group], scans[k].system
+        if len(frames) * _FEW < system.num_frames:
+            yield from ((f.coord, f.box, f.atom_type) for f in map(system.frame, frames))
+            continue
+        for chunk in system.chunks((COORD, BOX)):
             start, stop = bisect_left(frames, chunk.first), bisect_left(frames, chunk.first + chunk.num_frames)
             for row in (index - chunk.first for index in frames[start:stop]):
                 exists = chunk.types[row] >= 0
@@ -313,15 +329,15 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
     if len(scans) > _MOST_ROWS:
         out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
     for name, label in LABELS.items():
-        labelled = [scan for scan in scans if name in scan.ranges and scan.ranges[name][:, 3].any()]
-        if labelled:
-            low, high, squares, count = np.concatenate([scan.ranges[name] for scan in labelled]).T
-            rms = f", RMS {math.sqrt(squares.sum() / count.sum()):.4g}" if name != ENERGY else ""
-            magnitudes = [np.maximum(-scan.ranges[name][:, 0], scan.ranges[name][:, 1]) for scan in labelled]
-            worst = int(np.argmax([one.max() for one in magnitudes]))
-            where = f"largest: {labelled[worst].system.name} frame {magnitudes[worst].argmax()}"
+        known = [(scan.ranges[name], scan) for scan in scans if name in scan.ranges and scan.ranges[name].count]
+        if known:
+            low, high = min(one.low for one, _ in known), max(one.high for one, _ in known)
+            squares, count = sum(one.squares for one, _ in known), sum(one.count for one, _ in known)
+            rms = f", RMS {math.sqrt(squares / count):.4g}" if name != ENERGY else ""
+            largest, scan = max(known, key=lambda pair: pair[0].size)
+            where = f"largest: {scan.system.name} frame {largest.worst}"
             unit = label.unit + "/atom" * label.extensive
-            out.append(f"  {name:<6} {low.min():.6g} to {high.max():.6g} {unit}{rms} ({where})")
+            out.append(f"  {name:<6} {low:.6g} to {high:.6g} {unit}{rms} ({where})")
     for name in (FPARAM, APARAM):
         given = [scan.conditions[name] for scan in scans if name in scan.conditions]
         if given:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,27 +37,63 @@ class SystemScan:
         energy: (F,) eV, NaN where missing.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
-        ranges: of the labels that metrics show, extensive ones per atom, (F, 4): smallest and largest finite value, sum
-            of their squares, their number.
+        ranges: of the labels that metrics show, extensive ones per atom.
         label_frames: number of frames that have each label.
         conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
         open_frames: number of frames without a cell.
-        digests: one per frame, equal for equal types, positions and cells.
-        work: pairs of frames close to each other: energy difference and work of the forces between them, eV.
+        digests: (F, 2) 64-bit numbers, equal for equal types, positions and cells.
+        work: (2, pairs) energy difference and work of the forces between frames close to each other, eV.
     """
 
     def __init__(self, system: FrameSource, num_types: int) -> None:
         self.system = system
         self.problems: list[str] = []
         self.bad_frames: set[int] = set()
-        self.type_counts = np.zeros((system.num_frames, num_types), np.int64)
+        # kept of each frame are 40 bytes and, of small frames, one per type, so that this fits for millions of frames
+        small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
+        self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
-        self.ranges: dict[str, Array] = {}
+        self.ranges: dict[str, Range] = {}
         self.label_frames: dict[str, int] = {}
         self.conditions: dict[str, tuple[float, float, int]] = {}
         self.open_frames = 0
-        self.digests: list[bytes] = []
-        self.work: list[tuple[float, float]] = []
+        self.digests = np.zeros((system.num_frames, 2), np.uint64)
+        self.work: Array = np.zeros((2, 0))
+
+
+@dataclass
+class Range:
+    """Values of a label in many frames.
+
+    Attributes:
+        low: smallest finite one; infinite without any.
+        high: largest finite one; minus infinity without any.
+        squares: sum of the squares of the finite ones.
+        count: their number.
+        worst: the first frame with the value of the largest size.
+    """
+
+    low: float = math.inf
+    high: float = -math.inf
+    squares: float = 0.0
+    count: int = 0
+    worst: int = 0
+
+    @property
+    def size(self) -> float:
+        """The largest size of a value."""
+        return max(-self.low, self.high)
+
+    def add(self, values: Array, first: int) -> None:
+        """Take in the values (F, numbers) of frames, of which the first has the number ``first``."""
+        finite = np.isfinite(values)
+        sizes = np.where(finite, np.abs(values), -math.inf).max(axis=1)
+        if sizes.max() > self.size:
+            self.worst = first + int(sizes.argmax())
+        known = values[finite]
+        self.low, self.high = min(self.low, known.min(initial=math.inf)), max(self.high, known.max(initial=-math.inf))
+        self.squares += float((known**2).sum())
+        self.count += known.size
 
 
 def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
@@ -121,18 +158,14 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
         arrays = {n: np.where(exists[:, :, None], a, 0.0) if is_per_atom(n) else a for n, a in arrays.items()}
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
-    scan.digests += _digests(chunk)
+    scan.digests[here] = _digests(chunk)
     for name, label in LABELS.items():
         if name not in arrays:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + chunk.num_frames
         if any(quantity.metric for quantity in label.errors):
             values = arrays[name].reshape(chunk.num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
-            finite = np.isfinite(values)
-            fillers = (math.inf, -math.inf, 0.0)
-            low, high, known = (values if finite.all() else np.where(finite, values, one) for one in fillers)
-            ranges = scan.ranges.setdefault(name, np.full((len(scan.energy), 4), (math.inf, -math.inf, 0, 0)))
-            ranges[here] = np.stack([low.min(1), high.max(1), (known**2).sum(1), finite.sum(1)], axis=1)
+            scan.ranges.setdefault(name, Range()).add(values, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
@@ -145,10 +178,10 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
-            scan.work += _work(types, arrays, force)
+            scan.work = np.concatenate([scan.work, _work(types, arrays, force)], axis=1)
 
 
-def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> list[tuple[float, float]]:
+def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> Array:
     """Return energy differences and works of the forces between frames that follow each other closely."""
     coord = arrays[COORD]
     step = np.where((types[1:] >= 0)[:, :, None], np.diff(coord, axis=0), 0.0)
@@ -162,19 +195,21 @@ def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> list[tuple
     work = -0.5 * ((force[1:] + force[:-1]) * step).sum(axis=(1, 2))
     rise = np.diff(arrays[ENERGY][:, 0])
     use = near & np.isfinite(work) & np.isfinite(rise)
-    return list(zip(rise[use].tolist(), work[use].tolist()))
+    return np.stack([rise[use], work[use]])
 
 
-def _digests(chunk: Chunk) -> list[bytes]:
+def _digests(chunk: Chunk) -> Array:
     # in float32: the same frame may be stored in double precision here and in single precision there; -0 becomes 0
     types, coord = chunk.types.astype(np.int32), chunk.arrays[COORD].astype(np.float32) + np.float32(0)
-    box = chunk.arrays[BOX].astype(np.float32) + np.float32(0) if BOX in chunk.arrays else None
     exists = types >= 0
-    digests = []
-    complete = np.asarray(exists.all(axis=1))
-    for k in range(chunk.num_frames):
+    boxes = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else []
+    if exists.all():
+        arrays = (np.ascontiguousarray(array).reshape(chunk.num_frames, -1) for array in (types, coord, *boxes))
+        parts = [array.view(np.uint8) for array in arrays]
+        contents: Iterable[Any] = iter(np.concatenate(parts, axis=1))
+    else:
         # only atoms that exist: how far frames are padded depends on where they are stored
-        parts = [types[k], coord[k]] if complete[k] else [types[k][exists[k]], coord[k][exists[k]]]
-        content = b"".join(part.tobytes() for part in parts) + (b"" if box is None else box[k].tobytes())
-        digests.append(hashlib.blake2b(content, digest_size=16).digest())
-    return digests
+        rows = zip(exists, types, coord, *boxes)
+        contents = (b"".join((t[e].tobytes(), c[e].tobytes(), *(b.tobytes() for b in box))) for e, t, c, *box in rows)
+    found = b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
+    return np.frombuffer(found, np.uint64).reshape(-1, 2)

@@ -9,7 +9,6 @@ from itertools import product
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.physics import BOHR, NO_BONDS, Evidence, Ratio, judge
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
@@ -133,10 +132,9 @@ def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
 
 def _close_ratio(scan: SystemScan) -> float | None:
     """Return energy differences over the work of the forces between neighboring close frames, if there are such."""
-    pairs: Array = np.array(scan.work).reshape(-1, 2)
-    if len(pairs) < _FEWEST_PAIRS:
+    rise, work = scan.work
+    if len(rise) < _FEWEST_PAIRS:
         return None
-    rise, work = pairs.T
     scale = float(np.sqrt((rise**2).sum() * (work**2).sum()))
     product_ = float((rise * work).sum())
     return product_ / float((work**2).sum()) if scale and abs(product_) >= _CLOSE_FIT * scale else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class ExtxyzFile:
     frame_sizes: Array = field(repr=False)
     inventory: Inventory = field(repr=False)
     unread: Sequence[str] = ()
+    is_slow: ClassVar[bool] = True
 
     @property
     def num_frames(self) -> int:
@@ -61,6 +62,10 @@ class ExtxyzFile:
     def notes(self) -> list[str]:
         """What is read from which names, and what is not."""
         return self.inventory.lines()
+
+    def files(self) -> list[Path]:
+        """Return the file."""
+        return [self.path]
 
     def frame(self, index: int) -> Frame:
         """Return one frame."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -39,7 +39,7 @@ class _Store:
         self._unpack = partial(msgpack.unpackb, raw=False, strict_map_key=False)
         self._failures = (lmdb.Error, msgpack.UnpackException, ValueError, TypeError, KeyError, AttributeError)
         self.path = path
-        file = path / "data.mdb" if path.is_dir() else path
+        self.file = file = path / "data.mdb" if path.is_dir() else path
         is_there(file)
         with self.readable(f"{path}"):
             self._env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
@@ -92,6 +92,7 @@ class LmdbFile:
     frame_sizes: Array = field(repr=False)
     left: Mapping[str, int] = field(repr=False)
     unread: Sequence[str] = ()
+    is_slow: ClassVar[bool] = True
 
     @property
     def num_frames(self) -> int:
@@ -103,6 +104,10 @@ class LmdbFile:
         """What is not read."""
         names = [f"{name} in {counted(number, 'frame')}" for name, number in sorted(self.left.items())]
         return [f"does not read {first_few(names)}"] if names else []
+
+    def files(self) -> list[Path]:
+        """Return the file of the data base."""
+        return [self.store.file]
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import stat
+import threading
 import tokenize
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.errors import DataError
 
 _MOST_ROWS = 2**48  # of any array that a computer can hold
+_MOST_OPEN = 1000  # files kept open, and at most a quarter of what the process may have open
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ class NpyStore:
         with _readable(path, "a text file", "one word per line"):
             return path.read_text(encoding="utf-8").split()
 
+    def text_files(self) -> list[Path]:
+        """Return the small files of the folder."""
+        return [path for name in ("type.raw", "type_map.raw", "nopbc") if (path := self.path / name).exists()]
+
     def array(self, file: str) -> NpyFile | None:
         """Return the npy file, of which only the header is read now; None if there is no such file."""
         path = self.path / file
@@ -62,35 +70,120 @@ class NpyStore:
 
 @dataclass(frozen=True)
 class NpyFile:
-    """The rows of one npy file.
-
-    Rows are read at their offset. No file stays open or mapped, so that a data set may have any number of files; the
-    page cache of the operating system keeps what is read often.
-    """
+    """The rows of one npy file."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int
     fortran_order: bool
+    identity: tuple[int, int]  # device and inode: another file of this path is not read in its place
 
     @property
     def name(self) -> str:
         """The path, for messages."""
         return str(self.path)
 
+    @property
+    def file(self) -> Path:
+        """The path."""
+        return self.path
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the numbers of a row stand side by side."""
+        return not self.fortran_order
+
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
         rows = stop - start
         if self.fortran_order:
             return np.array(np.load(self.path, mmap_mode="r")[start:stop]).reshape(rows, -1)
-        width = math.prod(self.shape[1:])
-        offset = self.offset + self.dtype.itemsize * start * width
+        return Rows(self.path, self.dtype, math.prod(self.shape[1:]), self.offset, self.identity).read(start, stop)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Numbers that stand row after row in a file.
+
+    Rows are read at their offset, and the page cache of the operating system keeps what is read often, as it would for
+    a mapped file. It is not mapped, because a file that another program cuts would then end the process without a
+    message. The files that were read last stay open, so that a data set may have any number of them.
+
+    Attributes:
+        path: of the file.
+        dtype: of the numbers.
+        width: numbers of a row.
+        offset: of the first row, bytes.
+        identity: device and inode: another file of this path is not read in its place.
+    """
+
+    path: Path
+    dtype: np.dtype
+    width: int
+    offset: int
+    identity: tuple[int, int]
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
+        flat = np.empty((stop - start) * self.width, self.dtype)
         with _readable(self.path):
-            flat = np.fromfile(self.path, self.dtype, rows * width, offset=offset)
-        if len(flat) != rows * width:
+            file = _OPEN.get(self.path, self.identity)
+            found = file.read_into(flat.view(np.uint8).data, self.offset + start * self.width * flat.itemsize)
+        if found != flat.nbytes:
             raise DataError(f"{self.path}: has become shorter while it was in use: frames {start} to {stop} are gone.")
-        return flat.reshape(rows, width)
+        return flat.reshape(stop - start, self.width)
+
+
+class _OpenFile:
+    """A file that is open until nobody refers to it any more."""
+
+    def __init__(self, path: Path, identity: tuple[int, int]) -> None:
+        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self.handle)
+        if (found.st_dev, found.st_ino) != identity:
+            raise DataError(f"{path}: has been replaced by another file while it was in use. Start again.")
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        """Fill ``target`` from ``offset`` on, and return how many bytes there were."""
+        found = 0
+        while found < len(target):  # of a large array the system may give a part
+            number = os.preadv(self.handle, [target[found:]], offset + found)
+            if not number:
+                break
+            found += number
+        return found
+
+
+class _OpenFiles:
+    """Files that were read last, kept open: to open one anew takes longer than to read a row."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path, identity: tuple[int, int]) -> _OpenFile:
+        """Return the file that ``path`` was when it had this device and inode, open."""
+        with self._lock:
+            file = self._files.get(identity)
+            if file is None:
+                file = self._files[identity] = _OpenFile(path, identity)
+                while len(self._files) > _most_open():
+                    self._files.popitem(last=False)  # a thread that reads from it still refers to it
+            self._files.move_to_end(identity)
+        return file
+
+
+def _most_open() -> int:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
+
+
+_OPEN = _OpenFiles()
 
 
 def open_npy(path: Path) -> NpyFile:
@@ -104,7 +197,7 @@ def open_npy(path: Path) -> NpyFile:
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(file)
         offset = file.tell()
-        size = file.seek(0, 2)
+        found = os.fstat(file.fileno())
     if dtype.hasobject:
         raise DataError(f"{path}: holds pickled Python objects, which are not read. Save an array of float64.")
     if dtype.kind not in "fiu":
@@ -112,9 +205,11 @@ def open_npy(path: Path) -> NpyFile:
     needed = offset + dtype.itemsize * math.prod(shape)  # of Python: a damaged header may say 2**64 rows
     if min(shape, default=0) < 0 or max(shape, default=0) > _MOST_ROWS:
         raise DataError(f"{path}: its header is damaged: it says shape {shape}. Copy it again, or save the array anew.")
-    if size < needed:
-        raise DataError(f"{path}: is truncated: {size} bytes, expected {needed} for shape {shape}. Copy it again.")
-    return NpyFile(path, shape, dtype, offset, fortran and len(shape) > 1)
+    if found.st_size < needed:
+        raise DataError(
+            f"{path}: is truncated: {found.st_size} bytes, expected {needed} for shape {shape}. Copy it again."
+        )
+    return NpyFile(path, shape, dtype, offset, fortran and len(shape) > 1, (found.st_dev, found.st_ino))
 
 
 def is_there(path: Path) -> bool:

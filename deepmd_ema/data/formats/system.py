@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +45,14 @@ class StoredArray(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its shape; the first dimension counts frames."""
 
+    @property
+    def file(self) -> Path | None:
+        """The file that holds all of it; None if it may be in several."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a few rows are read from their place in a file, and nothing else."""
+
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
 
@@ -63,6 +72,9 @@ class ArrayStore(Protocol):
 
     def words(self, file: str) -> list[str] | None:
         """Return the words of a small text file, None if there is no such file."""
+
+    def text_files(self) -> list[Path]:
+        """Return the files of the system that hold no arrays."""
 
     def array(self, file: str) -> StoredArray | None:
         """Return the array in ``file``, None if there is no such file; DataError if it cannot be read."""
@@ -90,6 +102,7 @@ class DeepmdSystem:
         sets: its parts.
         atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
         index_of: type in the files to model type, with -1 for itself at the end.
+        text_files: those of its files that hold no arrays.
         unread: parameters that the files have and the model does not take.
         notes: none: the names of the files say what they hold.
     """
@@ -101,8 +114,15 @@ class DeepmdSystem:
     sets: Sequence[FrameSet] = field(repr=False)
     atom_type: Array | None = field(repr=False)
     index_of: Array = field(repr=False)
+    text_files: Sequence[Path] = field(repr=False)
     unread: Sequence[str] = ()
     notes: Sequence[str] = ()
+
+    def files(self) -> list[Path] | None:
+        """Return the files of the system."""
+        arrays = [array.file for part in self.sets for array in part.arrays.values()]
+        known = [file for file in arrays if file is not None]
+        return [*self.text_files, *known] if len(known) == len(arrays) else None
 
     @cached_property
     def num_frames(self) -> int:
@@ -113,6 +133,11 @@ class DeepmdSystem:
     def labels(self) -> tuple[str, ...]:
         """Names of the labels that at least one set has."""
         return tuple(label for label in self.spec.labels if any(label in s.arrays for s in self.sets))
+
+    @cached_property
+    def is_slow(self) -> bool:
+        """Whether reading a frame reads more than its rows, as of a compressed array."""
+        return not all(array.is_direct for part in self.sets for array in part.arrays.values())
 
     @property
     def frame_sizes(self) -> Array:
@@ -221,7 +246,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     atom_type = None if is_mixed else index_of[file_types]
     taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
     unread = [p for p, number in taken.items() if not number and any(store.has(f"{s}/{p}.npy") for s in set_names)]
-    return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of, unread)
+    texts = store.text_files()
+    return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of, texts, unread)
 
 
 def read_type_map(store: ArrayStore) -> list[str] | None:
@@ -371,17 +397,25 @@ def type_table(
 def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
     used: set[int] = set()
     for part in sets:
-        array = part.arrays[TYPES]
-        types = array.read(0, part.num_frames)
-        is_type = (types >= -1) & (types < 10**_MOST_DIGITS) & (types == np.floor(types))
-        used |= set(np.unique(types[is_type]).astype(np.int64).tolist())
-        if not is_type.all():
-            found = types[~is_type][0]
-            problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")
-        empty = np.flatnonzero((types < 0).all(axis=1))
-        if len(empty):
-            problems.append(f"{array.name}: frame {empty[0]} has only virtual atoms (type -1).")
+        before = len(problems)
+        for begin in range(0, part.num_frames, step := frames_at_once(math.prod(part.arrays[TYPES].shape[1:]))):
+            used |= _used_types(part.arrays[TYPES], begin, min(begin + step, part.num_frames), problems)
+            if len(problems) > before:
+                break
     return np.array(sorted(t for t in used if t >= 0), np.int64)
+
+
+def _used_types(array: StoredArray, start: int, stop: int, problems: list[str]) -> set[int]:
+    """Return the types of some frames of a mixed system; what is wrong is added to ``problems``."""
+    types = array.read(start, stop)
+    is_type = (types >= -1) & (types < 10**_MOST_DIGITS) & (types == np.floor(types))
+    if not is_type.all():
+        found = types[~is_type][0]
+        problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")
+    empty = np.flatnonzero((types < 0).all(axis=1))
+    if len(empty):
+        problems.append(f"{array.name}: frame {start + empty[0]} has only virtual atoms (type -1).")
+    return set(np.unique(types[is_type]).astype(np.int64).tolist())
 
 
 def _named(mixed: Mapping[str, bool], kind: bool) -> str:
