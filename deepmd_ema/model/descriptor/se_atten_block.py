@@ -137,7 +137,7 @@ class SeAttenBlock(ElementBlock):
         return pick(of_pair, centre).unflatten(-1, (num_types, -1))
 
     def _moments_on_knots(self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch) -> Tensor:
-        """Return the moments (A, 4, M) of all slots from splines of the network of ``s``, by element of the neighbor."""
+        """Return the moments (A, 4, M) of all slots from splines of the network of ``s``."""
         num_types, s = len(table), rows[..., 0]
         of_type = one_hot(neighbor, num_types, rows.dtype)
         if self.pair_embedding is not None:  # G(s) (1 + gate): one function, summed by element
