@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,20 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "water"
 RUNS = Path(tempfile.gettempdir()) / "dp-ema-benchmarks"
+ELEMENTS = ["O", "H", "C", "N", "F", "Na", "Mg", "Al"]
+MEMORY_S = 60.0  # that a run has to say how much it has allocated
+# a program that writes what torch has allocated on the GPU when it gets SIGUSR1
+TELLING_MEMORY = """
+import os, signal, sys
+from importlib import import_module
+def tell(*_):
+    import torch
+    with open("memory.part", "w") as file:
+        file.write(str(torch.cuda.max_memory_allocated()))
+    os.replace("memory.part", "memory.txt")
+signal.signal(signal.SIGUSR1, tell)
+sys.exit(import_module(sys.argv[1]).main(sys.argv[2:]))
+"""
 POLL_S = 0.002  # how closely lcurve.out is watched
 SEL_RATIO = 1.1  # as DeePMD-kit's "auto"
 ERROR_LINES = {"energy": r"Energy RMSE/Natoms\s*:\s*(\S+)", "force": r"Force\s+RMSE\s*:\s*(\S+)"}
@@ -42,6 +58,79 @@ class Watched:
     end: float
 
 
+@dataclass
+class HaltedRun:
+    """A training run that is halted but for its turns, so that several share a core without slowing each other.
+
+    Attributes:
+        folder: where it runs.
+        process: leader of a group of its own.
+        rows: step to the time at which its row of lcurve.out was seen.
+    """
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    rows: dict[int, float] = field(default_factory=dict)
+    size: int = 0
+
+    @classmethod
+    def start(cls, command: list[str], folder: Path, config: dict, env: dict[str, str]) -> HaltedRun:
+        """Start ``command train`` on an input in a new folder; it runs until :meth:`halt`."""
+        write_input(folder, config)
+        with (folder / "train.log").open("w") as log:
+            words = [*command, "train", "input.json", "--skip-neighbor-stat"]
+            return cls(
+                folder, subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+            )
+
+    def wait_for(self, step: int, until: float) -> int:
+        """Return the first row after ``step``, waiting for it; its time is in ``rows``."""
+        while max(self.rows, default=0) <= step:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"ended: {(self.folder / 'train.log').read_text()[-2000:]}")
+            if time.perf_counter() > until:
+                raise TimeoutError
+            self.size = note_rows(self.folder / "lcurve.out", self.size, self.rows)
+            time.sleep(POLL_S)
+        return max(self.rows)
+
+    def halt(self) -> None:
+        """Stop until :meth:`turn`."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def turn(self, seconds: float, wait: float) -> float:
+        """Go on for about ``seconds``, and return the seconds of a step."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        until = time.perf_counter() + wait
+        last = first = self.wait_for(max(self.rows, default=0), until)
+        while last == first or self.rows[last] < self.rows[first] + seconds:
+            last = self.wait_for(last, until)
+        self.halt()
+        return (self.rows[last] - self.rows[first]) / (last - first)
+
+    def peak_memory(self, device: str = "cpu") -> int:
+        """Return the most bytes that the process has held, its child processes not counted.
+
+        On a CPU that is resident memory, on a GPU what torch has allocated; the run is started with
+        :func:`telling_memory` there.
+        """
+        if device == "cuda":
+            os.killpg(self.process.pid, signal.SIGCONT)
+            os.kill(self.process.pid, signal.SIGUSR1)
+            file, until = self.folder / "memory.txt", time.perf_counter() + MEMORY_S
+            while not file.exists() and time.perf_counter() < until:
+                time.sleep(0.1)
+            return int(file.read_text()) if file.exists() else 0
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
+
+    def end(self) -> None:
+        """Kill it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
 def programs(peer: str | None) -> dict[str, Program]:
     """Return ``ours`` and, given the peer's environment, ``peer``."""
     found = {"ours": Program("dp-ema", (sys.executable, "-m", "deepmd_ema"), sys.executable)}
@@ -49,6 +138,12 @@ def programs(peer: str | None) -> dict[str, Program]:
         folder = Path(peer).resolve()
         found["peer"] = Program("dp --pt", (str(folder / "bin" / "dp"), "--pt"), str(folder / "bin" / "python"))
     return found
+
+
+def telling_memory(program: Program, backend: str) -> list[str]:
+    """Return the command of a program that answers :meth:`HaltedRun.peak_memory` on a GPU."""
+    words = ["deepmd.main", backend] if backend else ["deepmd_ema.cli"]
+    return [program.python, "-c", TELLING_MEMORY, *words]
 
 
 def environment(threads: int, device: str) -> dict[str, str]:
@@ -220,16 +315,30 @@ def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict
         np.save(folder / "set.000" / f"{name}.npy", values.reshape(len(values), -1))
 
 
-def write_doubled(system: Path, folder: Path) -> None:
-    """Write the frames of a periodic system with each cell twice, one beside the other, and what follows for labels."""
-    arrays = {file.stem: np.load(file) for file in sorted((system / "set.000").glob("*.npy"))}
-    kinds = np.loadtxt(system / "type.raw", dtype=int)
+def write_repeated(
+    system: Path, folder: Path, times: tuple[int, int, int], num_types: int | None = None, most: int | None = None
+) -> None:
+    """Write the frames of a periodic system with each cell several times, and what follows for labels.
+
+    Args:
+        system: in standard layout, with one set.
+        folder: to be made.
+        times: how often the cell is repeated along its three vectors.
+        num_types: make atoms of this many elements, in turn, instead of those of the system.
+        most: take no more frames than this.
+    """
+    arrays = {file.stem: np.load(file)[:most] for file in sorted((system / "set.000").glob("*.npy"))}
+    kinds, names = np.loadtxt(system / "type.raw", dtype=int), (system / "type_map.raw").read_text().split()
     coord, box = arrays["coord"].reshape(-1, len(kinds), 3), arrays["box"].reshape(-1, 3, 3)
-    wide = box.copy()
-    wide[:, 0] *= 2
-    doubled = {"coord": np.concatenate([coord, coord + box[:, :1]], 1), "box": wide}
-    doubled |= {"force": np.tile(arrays["force"], 2)} | {name: 2 * arrays[name] for name in ("energy", "virial")}
-    write_system(folder, np.tile(kinds, 2), (system / "type_map.raw").read_text().split(), doubled)
+    number = int(np.prod(times))
+    shifts = np.array(list(np.ndindex(*times)))
+    images = coord[:, None] + (shifts @ box)[:, :, None]  # frames, copies, atoms, 3
+    more = {"coord": images, "box": box * np.array(times)[:, None], "force": np.tile(arrays["force"], number)}
+    more |= {name: number * arrays[name] for name in ("energy", "virial")}
+    kinds = np.tile(kinds, number)
+    if num_types is not None:
+        kinds, names = np.arange(len(kinds)) % num_types, ELEMENTS[:num_types]
+    write_system(folder, kinds, names, more)
 
 
 def read_errors(text: str) -> dict[str, float]:
@@ -264,6 +373,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ratio_in_words(one: list[float], other: list[float]) -> str:
+    """Return the median of the ratios of pairs, with the least and the largest."""
+    ratios = [a / b for a, b in zip(one, other)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def publish(page: str, output: Path | None) -> None:

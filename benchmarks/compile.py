@@ -1,17 +1,16 @@
-"""Seconds of a step compiled, eager and in DeePMD-kit, and what compiling costs, for every descriptor.
+"""What compiling costs, and what it is worth to a validation batch, for every descriptor.
 
-usage: python benchmarks/compile.py [--peer DIR] [--kinds se_e2_a ...] [--stage cost step ...] [--output PAGE]
+usage: python benchmarks/compile.py [--kinds se_e2_a ...] [--stage cost forward ...] [--output PAGE]
 
 The models are in compile.json; the data are frames of water, doubled to 192 atoms, one frame per batch. Results are
 kept in --work and not measured again; each stage may be run at another time:
 
 - ``cost``: a process of its own with an empty cache makes the graphs of a model, for training and for validation; wall
   time, and processor time with all child processes, beside the number of operations of an eager step.
-- ``step``: training runs of all programs are started and halted with SIGSTOP; they then go on in turns, one at a time.
-  The time of a step is that between rows of lcurve.out, so all are timed by one clock: loader, forward, backward,
-  optimizer. A ratio is the median of the ratios of the turns.
 - ``forward``: a model in evaluation mode, eagerly and by its graph, in turns in one process.
 - ``auto``: what a short and a long run with `enable_compile: auto` say before their first step.
+
+The time of compiled training steps beside eager ones and DeePMD-kit's: `speed.py --programs eager compiled pt pt_expt`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +30,7 @@ import common
 
 MODELS = common.ROOT / "benchmarks" / "compile.json"
 FITTING = {"neuron": [120, 120, 120], "resnet_dt": True}
-STAGES = ("cost", "step", "forward", "auto")
-NAMES = {"eager": "dp-ema", "compiled": "dp-ema, compiled", "pt": "dp --pt", "pt_expt": "dp --pt-expt, compiled"}
+STAGES = ("cost", "forward", "auto")
 OPTION = "training.enable_compile"
 ROW_S = 0.3  # between two rows of lcurve.out, about
 
@@ -53,7 +49,7 @@ def main() -> None:
             file = _folder(args, kind) / f"{stage}.json"
             if stage in args.stage and not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                measure = {"step": _steps, "auto": _auto}.get(stage) or partial(_in_a_process, stage)
+                measure = _auto if stage == "auto" else partial(_in_a_process, stage)
                 result = measure(kind, args)
                 file.write_text(json.dumps(result | {"load": os.getloadavg()[0]}))
                 print(kind, stage, result, flush=True)
@@ -68,10 +64,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", help="names in compile.json; all if not given")
     parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
     parser.add_argument("--precision", default="float64", choices=("float64", "float32"))
-    parser.add_argument("--turns", type=int, default=7, help="of each program")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
+    parser.add_argument("--turns", type=int, default=7, help="of each way to evaluate a model")
     parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
-    parser.add_argument("--programs", nargs="+", default=list(NAMES), choices=NAMES, help="of the stage step")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.set_defaults(threads=1)
     return parser.parse_args()
@@ -173,97 +167,21 @@ def _config(kind: str, args: argparse.Namespace) -> dict:
     training = config["training"]
     system = args.work.resolve() / "compile" / "water-192"
     if not system.exists():
-        common.write_doubled(Path(training["training_data"]["systems"][0]), system)
+        common.write_repeated(Path(training["training_data"]["systems"][0]), system, (2, 1, 1))
     training |= {"numb_steps": 10**7, "training_data": {"systems": [str(system)], "batch_size": 1}}
     config["learning_rate"] = {"type": "exp", "start_lr": 1e-4, "stop_lr": 1e-5, "decay_steps": 10**5}
     config["model"] |= {"descriptor": json.loads(MODELS.read_text())[kind], "fitting_net": dict(FITTING)}
     return common.with_precision(config, args.precision)
 
 
-# --- training runs that take turns
-
-
-@dataclass
-class _Run:
-    """A training run that is halted but for its turns.
-
-    Attributes:
-        folder: where it runs.
-        process: leader of a group of its own.
-        rows: step to the time at which its row of lcurve.out was seen.
-    """
-
-    folder: Path
-    process: subprocess.Popen[bytes]
-    rows: dict[int, float] = field(default_factory=dict)
-    size: int = 0
-
-    def wait_for(self, step: int, until: float) -> int:
-        """Return the first row after ``step``, waiting for it; its time is in ``rows``."""
-        while max(self.rows, default=0) <= step:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"ended: {(self.folder / 'train.log').read_text()[-2000:]}")
-            if time.perf_counter() > until:
-                raise TimeoutError
-            self.size = common.note_rows(self.folder / "lcurve.out", self.size, self.rows)
-            time.sleep(common.POLL_S)
-        return max(self.rows)
-
-    def halt(self) -> None:
-        """Stop until :meth:`turn`."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def turn(self, seconds: float, wait: float) -> float:
-        """Go on for about ``seconds``, and return the seconds of a step."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        until = time.perf_counter() + wait
-        last = first = self.wait_for(max(self.rows, default=0), until)
-        while last == first or self.rows[last] < self.rows[first] + seconds:
-            last = self.wait_for(last, until)
-        self.halt()
-        return (self.rows[last] - self.rows[first]) / (last - first)
-
-    def end(self) -> None:
-        """Kill it."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
-def _steps(kind: str, args: argparse.Namespace) -> dict:
-    """Return seconds per step in the turns of each program, and the seconds that each took to begin."""
-    runs, begin, failed = {}, {}, {}
-    try:
-        for name in args.programs:
-            start = time.perf_counter()
-            run = _start(name, kind, args)
-            if run is None:
-                continue
-            try:
-                run.wait_for(0, start + args.wait)
-                runs[name], begin[name] = run, time.perf_counter() - start
-                run.halt()
-            except (RuntimeError, TimeoutError) as error:
-                run.end()
-                failed[name] = str(error) or f"not begun after {args.wait:.0f} s"
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(args.turns + 1):
-            for name in list(runs) if turn % 2 else list(runs)[::-1]:
-                seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait)
-                if turn:  # the first one wakes up
-                    times[name].append(seconds)
-    finally:
-        for run in runs.values():
-            run.end()
-    return {"times": times, "begin": begin, "failed": failed}
+# --- training runs
 
 
 def _auto(kind: str, args: argparse.Namespace) -> dict:
     """Return for a short and for a long run what they say about compiling."""
     told = {}
     for steps in (200, 10**6):
-        run = _start("compiled", kind, args, enable_compile="auto", numb_steps=steps)
-        assert run is not None
+        run = _start(kind, args, enable_compile="auto", numb_steps=steps)
         try:
             run.wait_for(0, time.perf_counter() + args.wait)
         finally:
@@ -273,32 +191,14 @@ def _auto(kind: str, args: argparse.Namespace) -> dict:
     return told
 
 
-def _start(name: str, kind: str, args: argparse.Namespace, **options: Any) -> _Run | None:
-    found = common.programs(args.peer)
-    ours = name in ("eager", "compiled")
-    if not ours and "peer" not in found:
-        return None
-    folder = _folder(args, kind) / name
+def _start(kind: str, args: argparse.Namespace, **options: Any) -> common.HaltedRun:
     config = _config(kind, args)
     eager = json.loads((_folder(args, kind) / "cost.json").read_text())["step"]
-    training = config["training"] | {"disp_freq": max(2, round(ROW_S / eager))}
-    config["training"] = training
-    if name == "compiled":
-        cache = {"cache_dir": str(_folder(args, kind) / "cache")}
-        training |= {"enable_compile": True, "compile_options": cache}
-        config["validating"] = {"compiled_infer": False}
-    elif name == "pt_expt":
-        training["enable_compile"] = True
-    training |= options
-    common.write_input(folder, config)
-    env = common.environment(args.threads, args.device)
-    env |= {} if ours else {"TORCHINDUCTOR_CACHE_DIR": str(_folder(args, kind) / "peer_cache")}
-    command = found["ours"].command if ours else (found["peer"].command[0], f"--{name.replace('_', '-')}")
-    with (folder / "train.log").open("w") as log:
-        words = [*command, "train", "input.json", "--skip-neighbor-stat"]
-        return _Run(
-            folder, subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
-        )
+    cache = {"compile_options": {"cache_dir": str(_folder(args, kind) / "cache")}}
+    config["training"] |= {"disp_freq": max(2, round(ROW_S / eager))} | cache | options
+    config["validating"] = {"compiled_infer": False}
+    command, env = common.programs(None)["ours"].command, common.environment(args.threads, args.device)
+    return common.HaltedRun.start(list(command), _folder(args, kind) / "auto", config, env)
 
 
 # --- the page
@@ -306,7 +206,7 @@ def _start(name: str, kind: str, args: argparse.Namespace, **options: Any) -> _R
 
 def _page(found: dict, kinds: list[str], args: argparse.Namespace) -> str:
     parts = [f"# Compiled and eager steps, {common.today()}"]
-    for title, make in (("Time of a step", _step_rows), ("Forward only", _forward_rows), ("Compiling", _cost_rows)):
+    for title, make in (("Forward only", _forward_rows), ("Compiling", _cost_rows)):
         header, rows = make(found, kinds)
         if rows:
             parts += [f"## {title}", common.table(header, rows)]
@@ -321,33 +221,13 @@ def _page(found: dict, kinds: list[str], args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def _step_rows(found: dict, kinds: list[str]) -> tuple[list[str], list[list[str]]]:
-    rows = []
-    for kind in kinds:
-        if (kind, "step") not in found:
-            continue
-        times = found[kind, "step"]["times"]
-        cells = [f"{1000 * statistics.median(times[name]):.1f}" if times.get(name) else "" for name in NAMES]
-        ratios = [_ratio(times, name) for name in NAMES if name != "compiled"]
-        rows.append([kind, *cells, *ratios, f"{found[kind, 'step']['load']:.1f}"])
-    ratios = [f"{NAMES[name]} / compiled" for name in NAMES if name != "compiled"]
-    return ["", *(f"{name}, ms" for name in NAMES.values()), *ratios, "load"], rows
-
-
-def _ratio(times: dict[str, list[float]], name: str, to: str = "compiled") -> str:
-    if not times.get(name) or not times.get(to):
-        return ""
-    ratios = [one / other for one, other in zip(times[name], times[to])]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
 def _forward_rows(found: dict, kinds: list[str]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for kind in kinds:
         if (kind, "forward") in found:
             times = found[kind, "forward"]["times"]
             cells = [f"{1000 * statistics.median(times[name]):.1f}" for name in ("eager", "compiled")]
-            rows.append([kind, *cells, _ratio(times, "eager")])
+            rows.append([kind, *cells, common.ratio_in_words(times["eager"], times["compiled"])])
     return ["", "eager, ms", "compiled, ms", "eager / compiled"], rows
 
 

@@ -13,7 +13,6 @@ line through the total energies.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,31 +20,8 @@ from pathlib import Path
 
 import common
 import numpy as np
+from md_runs import OURS, PEER, MdRun
 
-# what each process runs: it answers every line of its input with the CPU time and the total energies of a block
-CHILD = """
-import contextlib, json, sys, time
-import numpy as np
-job = json.loads(sys.stdin.readline())
-answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
-import torch
-torch.set_num_threads(job["threads"])
-from ase import Atoms, units
-from ase.md.verlet import VelocityVerlet
-from {module} import DP
-atoms = Atoms(job["symbols"], job["coord"], cell=job["cell"], pbc=True)
-atoms.set_velocities(np.array(job["velocity"]))
-atoms.calc = DP(job["file"])
-run = VelocityVerlet(atoms, 0.5 * units.fs)
-atoms.get_forces()
-for line in sys.stdin:
-    start, energies = time.process_time(), []
-    for _ in range(int(line)):
-        run.run(1)
-        energies.append(atoms.get_total_energy())
-    print(json.dumps([time.process_time() - start, energies]), file=answers, flush=True)
-"""
-OURS, PEER = "deepmd_ema.calculator", "deepmd.calculator"
 FS_PER_STEP = 0.5
 
 
@@ -65,12 +41,11 @@ def main() -> None:
     energies: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.steps // args.block):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
-            spent, found = _ask(runs[name], args.block)
-            times[name].append(spent / args.block)
-            energies[name] += found
-    for process in runs.values():
-        process.stdin.close()
-        process.wait()
+            block = runs[name].block(args.block)
+            times[name].append(block.cpu)
+            energies[name] += block.energies
+    for run in runs.values():
+        run.end()
     rows = [_row(name, times, energies) for name in runs]
     header = ["calculator", "ms/step, median (fastest)", "steps/s", "speed", "drift, meV/atom/ps", "spread, meV/atom",
               "energy after the run, difference in eV"]  # fmt: skip
@@ -84,11 +59,9 @@ def main() -> None:
     common.publish("\n".join([*lines, common.table(header, rows)]), args.output)
 
 
-def _start(args) -> dict[str, subprocess.Popen]:
-    """Return the processes by the names of their calculators, each with its model and the first frame."""
+def _start(args) -> dict[str, MdRun]:
+    """Return the runs by the names of their calculators, after their first step."""
     sys.path.insert(0, str(common.ROOT))
-    from md_steps import _water
-
     from deepmd_ema.export import freeze
     from deepmd_ema.infer.load import load_model
 
@@ -102,31 +75,11 @@ def _start(args) -> dict[str, subprocess.Popen]:
         subprocess.run([folder / "dp", "convert-backend", plain, other], check=True, capture_output=True)
         jobs["DeePMD-kit, .pth"] = (PEER, other, str(folder / "python"))
         jobs["DeePMD-kit, the same .pt2"] = (PEER, compiled, str(folder / "python"))
-    atoms, environment = _water(), common.environment(args.threads, "cpu")
-    first = {"symbols": atoms.get_chemical_symbols(), "coord": atoms.get_positions().tolist(),
-             "cell": np.array(atoms.cell).tolist(), "velocity": atoms.get_velocities().tolist(),
-             "threads": args.threads}  # fmt: skip
     runs = {}
-    for name, (module, file, python) in jobs.items():
-        here = environment if module == OURS else {k: v for k, v in environment.items() if k != "PYTHONPATH"}
-        child = [python, "-c", CHILD.replace("{module}", module)]
-        with open(common.RUNS / f"{len(runs)}.log", "w") as log:
-            runs[name] = subprocess.Popen(
-                child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=here
-            )
-        runs[name].stdin.write(json.dumps({**first, "file": str(file)}) + "\n")
-        _ask(runs[name], 1)  # the first steps are slower
+    for name, job in jobs.items():
+        runs[name] = MdRun(*job, common.RUNS / f"{len(runs)}.log", args.threads, "cpu")
+        runs[name].block(1)  # the first steps are slower
     return runs
-
-
-def _ask(process: subprocess.Popen, steps: int) -> tuple[float, list[float]]:
-    process.stdin.write(f"{steps}\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
-        raise SystemExit(f"a calculator ended with an error: see the logs in {common.RUNS}")
-    spent, energies = json.loads(answer)
-    return spent, energies
 
 
 def _row(name: str, times: dict[str, list[float]], energies: dict[str, list[float]]) -> list[str]:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import common
-import numpy as np
+from md_runs import water
 
 MODELS = {"README": [25, 50, 100], "small": [4, 8]}  # neurons of the embedding; those of the fitting as the last
 
@@ -81,7 +81,7 @@ def _measure(potential, steps: int, repeats: int) -> tuple[tuple[list[float], li
 
     runs, times, searches = [], ([], []), []
     for skin in (0.0, 1.0):
-        atoms = _water()
+        atoms = water()
         atoms.calc = DP(potential, skin=skin)
         runs.append(VelocityVerlet(atoms, 0.5 * units.fs))
         runs[-1].run(2)
@@ -95,20 +95,6 @@ def _measure(potential, steps: int, repeats: int) -> tuple[tuple[list[float], li
             times[which].append((time.process_time() - start) / steps)
             geometry._search = plain
     return times, len(searches)
-
-
-def _water():
-    """Return 192 atoms with velocities of 300 K."""
-    from ase import Atoms, units
-
-    folder = common.EXAMPLE / "data" / "validation"
-    kinds = np.loadtxt(folder / "type.raw", dtype=int)
-    coord = np.load(folder / "set.000" / "coord.npy")[0].reshape(-1, 3).astype(float)
-    cell = np.load(folder / "set.000" / "box.npy")[0].reshape(3, 3).astype(float)
-    atoms = Atoms(["OH"[kind] for kind in kinds], coord, cell=cell, pbc=True).repeat((2, 1, 1))
-    speed = np.sqrt(300 * units.kB / atoms.get_masses())[:, None]
-    atoms.set_velocities(speed * np.random.default_rng(0).normal(size=(len(atoms), 3)))
-    return atoms
 
 
 if __name__ == "__main__":

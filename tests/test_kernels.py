@@ -12,6 +12,7 @@ from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.model.kernels import env_mat, moments, norm  # noqa: F401  (they register their kernels)
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
 from deepmd_ema.model.nn.layers import Network
@@ -40,18 +41,27 @@ def arguments(name):
     constant = [draw(num_atoms, num_slots, seed=k).detach() for k in range(3)]
     net = Network([1, 4, 8], "tanh", timestep=False, dtype=torch.float64, seed=1)
     rows = draw(num_atoms, num_slots, 4).detach()
+    s, (low, spacing) = rows[..., 0], torch.tensor([-4.0, 0.5], dtype=torch.float64)
+    first = ((s - low) / spacing).floor().long()
+    spline = Spline("spline", torch.float64)
+    spline.use(16)
+    coefficients = draw(23, 8, seed=3)
     return {
         "gather_neighbors": (draw(num_atoms, 5), hood.neighbor, hood.reverse),
         "sum_over_reverse": (draw(num_atoms, num_slots, 5), hood.neighbor, hood.reverse),
         "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "tanh_moments": (rows, net),
+        "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces),
+        "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach()),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
     }[name]
 
 
 def tensors_of(found):
-    return [found] if isinstance(found, torch.Tensor) else [found.value, found.jet]
+    if isinstance(found, (torch.Tensor, tuple)):
+        return [found] if isinstance(found, torch.Tensor) else list(found)
+    return [found.value] if isinstance(found, SplineSum) else [found.value, found.jet]
 
 
 def leaves_of(args):

@@ -16,6 +16,7 @@ from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
+from deepmd_ema.model.kernels.spline import Spline
 
 TYPES = ["O", "H", "Na"]
 FLOW = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 3, "e_rcut": 4.0, "e_rcut_smth": 1.0, "e_sel": 60, "a_rcut": 3.0,
@@ -70,6 +71,8 @@ VARIANTS = {
         {},
     ),
     "hybrid_of_messages": ("hybrid", {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]}, {}),
+    "se_e2_a_spline": ("se_e2_a", {"embedding_eval": "spline"}, {}),
+    "se_e2_r_spline": ("se_e2_r", {"embedding_eval": "spline", "type_one_side": False}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
     "table_dpa3": ("dpa3", {}, TABLE),
 }
@@ -119,6 +122,9 @@ def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=Non
     """Return (config, model) with statistics and biases that a wrong formula cannot hide behind."""
     config = model_config_from_dict(model_section(descriptor, descriptor_changes, fitting_changes, **changes))
     model = build_model(config, seed).eval()
+    for module in model.modules():  # which a training run chooses
+        if isinstance(module, Spline) and module.wanted == "spline":
+            module.use(256)
     disturb(model)
     return config, model
 

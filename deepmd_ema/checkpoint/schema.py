@@ -156,9 +156,9 @@ TEXTS = _list(TEXT)
 
 # an average: its settings, which depend on its type, and how far it is
 SETTINGS: dict[str, Rule] = {
-    **dict.fromkeys(("type", "profile", "device", "dtype", "layout", "buffers"), TEXT),
+    **dict.fromkeys(("type", "shape", "profile", "device", "dtype", "layout", "buffers"), TEXT),
     **dict.fromkeys(("step", "start_step", "snapshots"), COUNT),
-    **dict.fromkeys(("decay", "effective_decay", "gamma", "sigma_rel", "residual", "condition"), NOT_NEGATIVE),
+    **dict.fromkeys(("decay", "effective_decay", "gamma", "sigma_rel", "part", "residual", "condition"), NOT_NEGATIVE),
     "update_every": POSITIVE,
     "warmup": FLAG,
     "should_update": _or_none(TEXT),
@@ -238,11 +238,13 @@ def _distance_is_of_the_tasks(payload: Any, place: str) -> Iterator[str]:
         yield f"min_nbor_dist is {_kind(distance)}, expected a number, or one for each of several tasks"
 
 
+SPLINES = _parts({"intervals": _each(COUNT), "checked": _each(COUNT)})
+
 KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
          "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
-        {**_COMMON, "averages": AVERAGES, "best": BEST,
+        {**_COMMON, "averages": AVERAGES, "best": BEST, "splines": SPLINES,
          "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),

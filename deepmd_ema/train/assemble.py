@@ -36,6 +36,7 @@ from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
 from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
+from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.start import Start
 from deepmd_ema.train.step import GradientStep, Step
 from deepmd_ema.train.task import Task, TaskMixture
@@ -59,8 +60,13 @@ def assemble(
     tasks = _build_tasks(prepared, world)
     epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or tasks.steps_for_epochs(epochs)
+    # of rank 0: all ranks choose knots and make code from the same frames, and a restart does again
+    first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
+    batches = {name: batch.to(world.device) for name, batch in first.items()}
+    splines = SplineControl(models, world)
+    splines.begin(batches, start.splines)
     # before the ranks share anything out: one may then compile while others wait for its code
-    used = compile_models(config, models, tasks, prepared.shares, num_steps, world)
+    used = compile_models(config, models, tasks, batches, prepared.shares, num_steps, world)
     module = parallelize(models, world, config.training.zero_stage)
     averages = tracked_averages(config, tasks.steps_per, should_update)
     bank = AverageBank(models.by_task, averages, around=models) if averages else None
@@ -86,11 +92,12 @@ def assemble(
         times=times,
         num_steps=num_steps,
         world=world,
+        splines=splines,
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
     )
-    for line in render(start_table(prepared, tasks, averages, num_steps, world)):
+    for line in render(start_table(prepared, tasks, averages, num_steps, world, splines.in_words())):
         logger.info("%s", line)
     for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)

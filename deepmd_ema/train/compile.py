@@ -39,17 +39,23 @@ Steps = list[tuple[float, EnergyModel, Batch]]  # share of a task, its model, an
 
 
 def compile_models(
-    config: RunConfig, models: ModelSet, tasks: TaskMixture, shares: Mapping[str, float], num_steps: int, world: World
+    config: RunConfig,
+    models: ModelSet,
+    tasks: TaskMixture,
+    batches: Mapping[str, Batch],
+    shares: Mapping[str, float],
+    num_steps: int,
+    world: World,
 ) -> RunConfig:
     """Let ``models`` be evaluated by compiled code if the run wants it, and return the config with what was decided.
 
-    All ranks make their code from the same batch, the first of rank 0, so that those of one machine find it in the
-    cache, and a restart makes the same.
+    All ranks make their code from the same batch, so that those of one machine find it in the cache.
 
     Args:
         config: of the run.
         models: on the device they compute on, not yet shared out.
-        tasks: with their frames.
+        tasks: with their losses.
+        batches: one of each task, the same on all ranks and at every restart.
         shares: probability of each task.
         num_steps: of the whole run.
         world: the processes of the run.
@@ -60,8 +66,6 @@ def compile_models(
     wanted, infer = config.training.enable_compile, config.validating.compiled_infer
     if not wanted and not infer:
         return config
-    first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
-    batches = {name: batch.to(world.device) for name, batch in first.items()}
     steps = [(share, models.by_task[name].train(), batches[name]) for name, share in shares.items() if share]
     probe = None
     if wanted == AUTO_COMPILE:

@@ -46,7 +46,7 @@ CONTINUITY = (
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
-_OF_THE_RUN = ("trainable", "seed")  # options of a descriptor that say nothing of its features
+_OF_THE_RUN = ("trainable", "seed", "embedding_eval")  # options of a descriptor that say nothing of its features
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
@@ -63,6 +63,11 @@ class Start:
     def step(self) -> int:
         """Optimizer steps done before the start."""
         return 0
+
+    @property
+    def splines(self) -> Mapping[str, Any] | None:
+        """State of the splines of the run that is continued, or None."""
+        return None
 
     def model_section(self, given: Any) -> Any:
         """Return the section ``model`` of the file, in place of that of the input.
@@ -224,6 +229,12 @@ class Restart(FromWeights):
     def step(self) -> int:
         """Optimizer steps done before the start."""
         return int(self.payload["step"])
+
+    @property
+    def splines(self) -> Mapping[str, Any] | None:
+        """State of the splines of the run that is continued; None in a file of a version without them."""
+        found: Mapping[str, Any] | None = self.payload.get("splines")
+        return found
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with what the input leaves open as in the file: ``sel``, the seed, whether to compile."""

@@ -23,6 +23,7 @@ from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.bias import Biases
 from deepmd_ema.train.display import Reporter
 from deepmd_ema.train.saver import Saver
+from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.step import Outcome, Step
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.validate import FullValidation, ValidationAborted
@@ -100,6 +101,7 @@ class Trainer:
         times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
+        splines: on which embedding nets are evaluated.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
@@ -116,6 +118,7 @@ class Trainer:
     times: IntervalTimes
     num_steps: int
     world: World
+    splines: SplineControl
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
@@ -171,6 +174,8 @@ class Trainer:
             with self.times.of("data"):
                 batch = next(task.train_loader).to(self.world.device)
             with self.times.of("step"):
+                if self.splines.is_due(task.name, number):
+                    self.splines.check(task.name, batch, number)
                 outcome = self.take_step(task, batch, number)
                 self.step = number
                 if self.take_step.checks_are_free:
@@ -236,6 +241,10 @@ class Trainer:
     def _leave(self) -> None:
         """Save the current step and end the run."""
         self._raise_if_diverged()
+        # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
+        self.saver.keep_snapshots(
+            [s for s in self.saver.snapshots_due(self.step, True) if self.step % s.every], self.step
+        )
         if self._saved != self.step or self._owes_validation:
             self._save()
         assert self.stop.signal is not None
@@ -256,6 +265,7 @@ class Trainer:
             "streams": self.tasks.state_dict(),
             "display": self.reporter.state_dict(),
             "owes_validation": self._owes_validation,
+            "splines": self.splines.state_dict(),
         }
         if self.bank is not None:
             state["averages"] = self.bank.state_dict(self.world.is_main)

@@ -155,6 +155,18 @@ def precision_option() -> Any:
     return option("default", choices=choices, doc="Precision of the parameters; `default` is float64.")
 
 
+def embedding_eval_option() -> Any:
+    """Declare an option ``embedding_eval``."""
+    return option(
+        "auto",
+        choices=("auto", "spline", "direct"),
+        doc="How a training run evaluates the embedding networks. `direct`: at every pair of neighbors. `spline`: on "
+        "the knots of a spline of degree 7, so many that derivatives differ by less than 1e-8 of the largest (1e-6 in "
+        "float32), which is checked while training. `auto`: `spline` on a CPU where there are many pairs. The trained "
+        "networks are ordinary ones.",
+    )
+
+
 def seed_option() -> Any:
     """Declare an option ``seed`` of a part of the model."""
     doc = "Seed of the initial parameters; null takes it from `training.seed`."

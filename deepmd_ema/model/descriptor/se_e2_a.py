@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
 from deepmd_ema.model.kernels.env_mat import Environment
-from deepmd_ema.model.kernels.moments import Moments, moments_kernel
+from deepmd_ema.model.kernels.moments import Moments, SplineMoments, moments_kernel, spline_moments
+from deepmd_ema.model.kernels.spline import Spline
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -32,6 +33,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
         super().__init__(config, num_types, seed)
         self.num_axis = config.axis_neuron
         self._moments = moments_kernel(self.networks)
+        self.spline = Spline(config.embedding_eval, self.dtype)
 
     @property
     def dim_out(self) -> int:
@@ -41,7 +43,8 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
         env = self._environment_matrix(Environment, batch)
-        groups = [[self._moments(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
+        moments_of = partial(spline_moments, self.spline) if self.spline.intervals else self._moments
+        groups = [[moments_of(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
         summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch)) / sum(self.sel)
         features = torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
@@ -61,7 +64,7 @@ class SeE2AVjp:
     def __init__(
         self,
         env: Environment,
-        groups: list[list[Moments]],
+        groups: list[list[Moments | SplineMoments]],
         moments: Tensor,
         num_axis: int,
         num_slots: int,

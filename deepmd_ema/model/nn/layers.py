@@ -17,7 +17,7 @@ from deepmd_ema.model.nn.activation import activation
 class Layer(nn.Module):
     """``y = act(x W + b) * idt``, plus ``x`` if M == N, or ``[x, x]`` if M == 2 N, when ``residual`` is on.
 
-    ``b`` and ``idt`` are left out where there are none.
+    ``b`` and ``idt`` are left out where there are none. All but ``vjp`` compute in the precision of x.
 
     Args:
         num_in: N.
@@ -58,7 +58,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y (B, M)."""
         y = self.activation.value(self._affine(x))
-        return self._add_skip(y if self.idt is None else y * self.idt, x)
+        return self._add_skip(y if self.idt is None else y * self.idt.to(x.dtype), x)
 
     def with_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return y (B, M) and the derivative d(y - skip)/d(x W + b), (B, M)."""
@@ -66,12 +66,14 @@ class Layer(nn.Module):
         y = self.activation.value(z)
         derivative = self.activation.derivative(z, y)
         if self.idt is not None:
-            y, derivative = y * self.idt, derivative * self.idt
+            idt = self.idt.to(x.dtype)
+            y, derivative = y * idt, derivative * idt
         return self._add_skip(y, x), derivative
 
     def jvp(self, dx: Tensor, derivative: Tensor) -> Tensor:
         """Return the change of y (B, M) for a change of x (B, N)."""
-        change = dx * self.weight[0] if len(self.weight) == 1 else dx @ self.weight
+        weight = self.weight.to(dx.dtype)
+        change = dx * weight[0] if len(weight) == 1 else dx @ weight
         return self._add_skip(derivative * change, dx)
 
     def vjp(self, grad: Tensor, derivative: Tensor) -> Tensor:
@@ -83,11 +85,13 @@ class Layer(nn.Module):
         return back
 
     def _affine(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
         if self.bias is None:
-            return x @ self.weight
-        if len(self.weight) == 1:  # inductor chooses a product of matrices by the number of rows: one graph more
-            return torch.addcmul(self.bias, x, self.weight[0])
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], len(self.bias))
+            return x @ weight
+        bias = self.bias.to(x.dtype)
+        if len(weight) == 1:  # inductor chooses a product of matrices by the number of rows: one graph more
+            return torch.addcmul(bias, x, weight[0])
+        return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], len(bias))
 
     def _add_skip(self, y: Tensor, x: Tensor) -> Tensor:
         if not self.copies:

@@ -1,0 +1,345 @@
+"""Speed beside DeePMD-kit: steps, start-up, validation, checkpoints, MD, memory; the bound, and how cost grows.
+
+usage: python benchmarks/speed.py [--peer DIR] [--stage step bound ...] [--kinds "dpa3" ...] [--output PAGE]
+
+The models are those of compile.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
+else. Both programs get the same input, precision, batch size and threads, and take turns; a ratio is the median of the
+ratios of the turns. Results are kept in --work and not measured again, so each stage may be run at another time:
+
+- ``step``: training runs are started and halted with SIGSTOP; they then go on in turns, one at a time. The time of a
+  step is that between rows of lcurve.out: loader, forward, backward, optimizer. Peak memory is that of these runs.
+- ``bound``: dp-ema alone. The floating-point operations of the matrix products of a step are counted and set beside
+  the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is told
+  by class of operation (:mod:`speed_bound`).
+- ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
+- ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
+  checkpoint with an average is written after it.
+- ``md``: steps per second in ASE with a ``.dp`` here and the ``.pth`` that `dp convert-backend` makes of it.
+- ``grow``: time of a step against atoms, batch, neighbors, types and ranks (:mod:`speed_grow`), drawn with --plot.
+
+--set adds ways to run dp-ema, which stand beside the others in all stages: --set spline:model.descriptor.KEY=VALUE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import speed_cases
+import speed_grow
+import speed_page
+from speed_cases import Case, Runner
+
+STAGES = ("step", "bound", "start", "validation", "checkpoint", "md", "grow")
+ROW_S = 0.3  # between two rows of lcurve.out, about
+PERIOD = 4  # steps between two validations or checkpoints
+QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "turns": 2, "seconds": 0.5,
+         "repeats": 1, "axes": ["atoms"]}  # fmt: skip
+Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
+
+
+def main() -> None:
+    """Measure what is asked for, and print the page of all that is known."""
+    args = _arguments()
+    runners, found = speed_cases.runners_of(args), {}
+    cases = speed_cases.cases_of(args)
+    stages: dict[str, tuple[Measure, list[Case]]] = {
+        "step": (_steps, cases),
+        "bound": (_bound, cases),
+        "start": (_starts, cases[:1]),
+        "validation": (_validation, _once(cases)),
+        "checkpoint": (_checkpoint, _once(cases)),
+        "md": (_md, _once(cases)),
+        "grow": (speed_grow.measure, _once(cases, "float64")),
+    }
+    for stage, (measure, its_cases) in stages.items():
+        for case in its_cases:
+            result = _result(stage, case, runners, measure, args)
+            if result is not None:
+                found[stage, case] = result
+    common.publish(speed_page.page(found, runners, args), args.output)
+    if args.plot is not None:
+        speed_grow.plot({case: result for (stage, case), result in found.items() if stage == "grow"}, args.plot)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    common.add_common_options(parser)
+    speed_cases.add_case_options(parser)
+    parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
+    parser.add_argument("--turns", type=int, default=5, help="of each program")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint")
+    parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
+    parser.add_argument("--axes", nargs="+", default=list(speed_grow.AXES), choices=speed_grow.AXES)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw how the cost grows here")
+    parser.add_argument("--quick", action="store_true", help="one small model, few turns: about two minutes")
+    parser.set_defaults(threads=1)
+    args = parser.parse_args()
+    if args.quick:
+        for name, value in QUICK.items():
+            setattr(args, name, value)
+    return args
+
+
+def _once(cases: list[Case], precision: str | None = None) -> list[Case]:
+    """Return the cases with the first batch size alone, for what does not depend on it."""
+    batch = cases[0].batch
+    return [case for case in cases if case.batch == batch and precision in (None, case.precision)]
+
+
+def _result(
+    stage: str, case: Case, runners: list[Runner], measure: Measure, args: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Return what is known about a case, which is measured if the stage is asked for and a program has no result."""
+    name = "input" if stage == "start" else case.file_name
+    folder = args.work.resolve() / "speed" / f"{args.device}-{args.threads}" / stage / name
+    file, wanted = folder / "result.json", {runner.name for runner in runners}
+    known = json.loads(file.read_text()) if file.exists() else None
+    if stage in args.stage and not (known and wanted <= set(known["asked"])):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        # those of an earlier call are measured again: only what took turns can be compared
+        before = set(known["asked"]) if known else set()
+        again = [runner for runner in speed_cases.RUNNERS if runner.name in before - wanted]
+        known = measure(case, [*runners, *again], _in_folder(args, folder))
+        known |= {"asked": sorted(wanted | before), "load": os.getloadavg()[0]}
+        file.write_text(json.dumps(known))
+        print(stage, *case.words, {k: v for k, v in known.items() if k not in ("times", "bound")}, flush=True)
+    return known
+
+
+def _in_folder(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
+    args = copy.copy(args)
+    args.folder, args.caches = folder, args.work.resolve() / "speed" / "caches" / folder.name
+    return args
+
+
+def _write(case: Case, runner: Runner, args: argparse.Namespace, config: dict[str, Any], name: str = "") -> Path:
+    folder = args.folder / (runner.name + name)
+    common.write_input(folder, speed_cases.runner_input(config, case, runner, args.caches))
+    return folder
+
+
+# --- training steps that take turns
+
+
+def _steps(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds per step in the turns of each program, seconds that each took to begin, and its peak memory."""
+    runs, begin, failed, memory = {}, {}, {}, {}
+    interval = _interval(case, runners[0], args)
+    try:
+        for runner in runners:
+            start = time.perf_counter()
+            run = _start(case, runner, args, interval)
+            try:
+                run.wait_for(0, start + args.wait)
+                runs[runner.name], begin[runner.name] = run, time.perf_counter() - start
+                run.halt()
+            except (RuntimeError, TimeoutError) as error:
+                run.end()
+                failed[runner.name] = str(error) or f"not begun after {args.wait:.0f} s"
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(args.turns + 1):
+            for name in list(runs) if turn % 2 else list(runs)[::-1]:
+                seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait)
+                if turn:  # the first one wakes up
+                    times[name].append(seconds)
+        memory = {name: run.peak_memory(args.device) for name, run in runs.items()}
+    finally:
+        for run in runs.values():
+            run.end()
+    return {"times": times, "begin": begin, "failed": failed, "memory": memory}
+
+
+def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) -> common.HaltedRun:
+    config = speed_cases.input_of(case, args, disp_freq=interval)
+    config = speed_cases.runner_input(config, case, runner, args.caches)
+    env = speed_cases.runner_environment(args, runner, args.caches)
+    program = common.programs(args.peer)["ours" if runner.ours else "peer"]
+    command = runner.command(common.programs(args.peer))
+    if args.device == "cuda":
+        command = common.telling_memory(program, runner.backend)
+    return common.HaltedRun.start(command, args.folder / runner.name, config, env)
+
+
+def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
+    """Return how many steps of a program take about ``ROW_S``."""
+    run = _start(case, runner, args, 1)
+    try:
+        run.wait_for(4, time.perf_counter() + args.wait)
+    except RuntimeError as error:
+        raise SystemExit(f"{case.name}, {runner.title} {error}") from None
+    finally:
+        run.end()
+    first, *_, last = sorted(run.rows)[1:]
+    return max(1, round(ROW_S * (last - first) / (run.rows[last] - run.rows[first])))
+
+
+# --- dp-ema alone
+
+
+def _bound(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return by name of the runners of dp-ema what :mod:`speed_bound` finds."""
+    found, failed = {}, {}
+    config = speed_cases.with_options(speed_cases.input_of(case, args), {"training.enable_ema": True})
+    for runner in runners:
+        if not runner.ours:
+            continue
+        folder = _write(case, runner, args, config)
+        words = [sys.executable, str(Path(__file__).with_name("speed_bound.py")), str(folder), "--threads",
+                 str(args.threads), "--device", args.device, "--steps", "3" if args.quick else "6"]  # fmt: skip
+        env = common.environment(args.threads, args.device)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            failed[runner.name] = done.stderr[-2000:]
+        else:
+            found[runner.name] = json.loads(done.stdout.splitlines()[-1])
+    return {"bound": found, "failed": failed}
+
+
+# --- whole runs in pairs
+
+
+def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds to the first row, with all statistics, with those of the neighbors given, and with all given."""
+    config = common.bare(common.read_input(args.input, args.data))
+    config["training"] |= {"numb_steps": 1, "disp_freq": 1}
+    everything = copy.deepcopy(config)
+    everything["model"]["descriptor"]["sel"] = "auto"
+    numeric = common.with_numeric_sel(everything)
+    cached = speed_cases.with_options(numeric, {"training.stat_file": "../stat.hdf5"})
+    kinds = {"numbers": numeric} if args.quick else {"all": everything, "numbers": numeric, "stored": cached}
+    found, times = common.programs(args.peer), {}
+    # one process of each program: what a run is started with makes no difference
+    chosen = {runner.ours: runner for runner in reversed(runners)}.values()
+    for repeat in range(args.repeats):
+        for kind, value in kinds.items():
+            for runner in chosen if repeat % 2 else reversed(list(chosen)):
+                folder = args.folder / runner.name / kind
+                options = [] if kind == "all" else ["--skip-neighbor-stat"]
+                command, env = runner.command(found), common.environment(args.threads, args.device)
+                program = common.Program(runner.title, tuple(command), found["ours" if runner.ours else "peer"].python)
+                common.write_input(folder, value)
+                if kind == "stored" and not (folder.parent / "stat.hdf5").exists():
+                    common.train(program, folder, env, *options)
+                watched = common.train(program, folder, env, *options)
+                times.setdefault(runner.name, {}).setdefault(kind, []).append(
+                    min(watched.rows.values()) - watched.start
+                )
+    return {"times": times, "frames": common.count_frames(config)}
+
+
+def _validation(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of an evaluation of all validation frames, of which there are ``frames``."""
+    source = common.read_input(args.input, None)["training"]["validation_data"]["systems"][0]
+    system = speed_cases.system_of(source, case.times, args.work)
+    more = {
+        "training.validation_data": {"systems": [str(system)], "batch_size": 1, "numb_btch": 1},
+        "validating": {"full_validation": True, "validation_freq": PERIOD, "save_best": False, "full_val_start": 0.0},
+    }
+    frames = common.count_frames({"model": {"type_map": ["O", "H"]},
+                                  "training": {"training_data": {"systems": [str(system)]}}})  # fmt: skip
+    return _more_of_a_step(case, runners, args, more) | {"frames": frames}
+
+
+def _checkpoint(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds by which a checkpoint with an average makes a step longer."""
+    return _more_of_a_step(case, runners, args, {"training.save_freq": PERIOD, "training.enable_ema": True})
+
+
+def _more_of_a_step(
+    case: Case, runners: list[Runner], args: argparse.Namespace, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return by how many seconds a step takes longer every ``PERIOD`` steps, and the seconds of a plain one."""
+    found, failed = common.programs(args.peer), {}
+    times: dict[str, list[float]] = {}
+    plain: dict[str, list[float]] = {}
+    config = speed_cases.input_of(case, args, disp_freq=1, numb_steps=3 * PERIOD + 2)
+    for repeat in range(args.repeats):
+        for runner in runners if repeat % 2 else runners[::-1]:
+            if runner.name in failed:
+                continue
+            folder = _write(case, runner, args, speed_cases.with_options(config, options))
+            env = speed_cases.runner_environment(args, runner, args.caches)
+            program = common.Program(runner.title, tuple(runner.command(found)), "")
+            try:
+                watched = common.train(program, folder, env, "--skip-neighbor-stat")
+            except SystemExit as error:
+                failed[runner.name] = str(error)
+                continue
+            extra, usual = _extra(watched.rows, PERIOD)
+            times.setdefault(runner.name, []).append(extra)
+            plain.setdefault(runner.name, []).append(usual)
+    return {"times": times, "plain": plain, "failed": failed}
+
+
+def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
+    """Return by how much the steps at multiples of ``period`` take longer than the others, and the seconds of those.
+
+    What is done after step n falls between the rows of n and n + 1 or, if a program writes the row after it, before
+    that of n: both intervals count.
+    """
+    last = max(rows)
+    spent = {step: rows[step + 1] - rows[step] for step in range(2, last)}  # the first step is slower
+    due = [step for step in range(period, last, period) if step in spent]
+    usual = statistics.median(spent[s] for s in spent if s not in due and s + 1 not in due)
+    return statistics.median(spent[s] + spent[s - 1] - 2 * usual for s in due), usual
+
+
+# --- molecular dynamics
+
+
+def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds of an MD step of 192 atoms, with random weights, in blocks that take turns."""
+    from md_runs import OURS, PEER, MdRun
+
+    from deepmd_ema.config import model_config_from_dict
+    from deepmd_ema.export import freeze
+    from deepmd_ema.infer.load import LoadedModel, Provenance
+    from deepmd_ema.model.build import build_model
+
+    jobs, failed = {}, {}
+    for runner in runners:
+        if runner.ours and "training.enable_compile" not in runner.options:
+            section = speed_cases.runner_input(speed_cases.input_of(case, args), case, runner, args.caches)["model"]
+            try:
+                config = model_config_from_dict(section)
+                info = Provenance(Path(case.name), "weights", config={"model": section})
+                model = LoadedModel(build_model(config, 1).eval(), config, info)
+                jobs[runner.name] = OURS, freeze(model, args.folder / f"{runner.name}.dp").path, sys.executable
+            except Exception as error:  # what cannot be frozen is an answer too
+                failed[runner.name] = f"{type(error).__name__}: {error}"
+    if args.peer is not None and jobs:
+        plain = next(iter(jobs.values()))[1]
+        env = common.environment(args.threads, args.device)
+        words = [common.programs(args.peer)["peer"].command[0], "convert-backend", plain, plain.with_suffix(".pth")]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            failed["pt"] = done.stderr[-2000:]
+        else:
+            jobs["pt"] = PEER, plain.with_suffix(".pth"), common.programs(args.peer)["peer"].python
+    runs = {name: MdRun(*job, args.folder / f"{name}.log", args.threads, args.device) for name, job in jobs.items()}
+    steps = {name: 1 + int(args.seconds / 2 / run.block(2).wall) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(args.turns):
+        for name in list(runs) if turn % 2 else list(runs)[::-1]:
+            times[name].append(runs[name].block(steps[name]).wall)
+    for run in runs.values():
+        run.end()
+    return {"times": times, "failed": failed}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The page of speed.py: one table for each stage that has results."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import common
+import speed_bound
+import speed_grow
+from speed_cases import Case, Runner
+
+Found = dict[tuple[str, Case], dict[str, Any]]
+Table = tuple[list[str], list[list[str]]]
+CASE = ["model", "precision", "batch"]
+SPREAD = "Ratios are medians of the ratios of turns or pairs, with the least and the largest; above 1 dp-ema is faster."
+
+
+def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
+    """Return the page of all results that are known."""
+    parts = [f"# Speed, {common.today()}"]
+    for title, note, make in (
+        ("Training steps", SPREAD, _step_rows),
+        ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
+        ("The bound of a step", _BOUND_NOTE, _bound_rows),
+        ("Where the time of a step goes", "Shares of a profiled step of dp-ema.", _share_rows),
+        ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
+        ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
+        ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
+        ("Molecular dynamics", "Steps per second in ASE, 192 atoms.", _md_rows),
+        ("How the time of a step grows", speed_grow.NOTE, speed_grow.rows),
+    ):
+        header, rows = make(found, runners)
+        if rows:
+            parts += [f"## {title}", note, common.table(header, rows)]
+    failed = [
+        f"- {stage}, {', '.join(case.words)}, {name}: {text.strip().splitlines()[-1][:200]}"
+        for (stage, case), result in found.items()
+        for name, text in result.get("failed", {}).items()
+    ]
+    parts += ["## Not measured", "\n".join(failed)] if failed else []
+    loads = [result["load"] for result in found.values()]
+    span = f"{min(loads):.1f} to {max(loads):.1f}" if loads else "unknown"
+    where = common.machine(common.programs(args.peer), args.threads, args.device)
+    return "\n\n".join([*parts, f"Load of the machine while measuring: {span}.  \nOn {where}."])
+
+
+def _memory_note(device: str) -> str:
+    what = "Most that torch has allocated" if device == "cuda" else "Largest resident size of the main process"
+    return f"{what}, MB; the ratio is that of DeePMD-kit to dp-ema."
+
+
+_BOUND_NOTE = (
+    "The products of matrices alone, at the rate of a large square product, at the rate that each shape has alone, and "
+    "the bytes of all other operations at the bandwidth of a large addition (an upper estimate: what stays in a cache "
+    "is counted as well). Percent of the time of a step, which is the median of steps in one process."
+)
+
+
+def _chosen(found: Found, stage: str) -> list[tuple[Case, dict[str, Any]]]:
+    return [(case, result) for (name, case), result in found.items() if name == stage]
+
+
+def _medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(numbers) for name, numbers in values.items() if numbers}
+
+
+def _ratios(times: dict[str, list[float]], runners: list[Runner]) -> list[str]:
+    """Return for each runner of dp-ema how many times the fastest program of the peer takes."""
+    peers = {r.name: times[r.name] for r in runners if not r.ours and times.get(r.name)}
+    if not peers:
+        return [""] * sum(r.ours for r in runners)
+    fastest = min(peers, key=lambda name: statistics.median(peers[name]))
+    return [common.ratio_in_words(peers[fastest], times.get(r.name, [])) for r in runners if r.ours]
+
+
+def _table(found: Found, stage: str, runners: list[Runner], unit: str, cells: Any) -> Table:
+    """Return a table with a cell of ``cells(seconds, result)`` for each program, and ratios of times."""
+    rows = []
+    for case, result in _chosen(found, stage):
+        medians = _medians(result["times"])
+        shown = [cells(medians[r.name], result) if r.name in medians else "" for r in runners]
+        rows.append([*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"])
+    header = [*CASE, *(f"{r.title}, {unit}" for r in runners), *_ratio_titles(runners), "load"]
+    return header, rows
+
+
+def _ratio_titles(runners: list[Runner]) -> list[str]:
+    peers = [r.title for r in runners if not r.ours]
+    one = "fastest DeePMD-kit" if len(peers) > 1 else (peers or ["DeePMD-kit"])[0]
+    return [f"{one} / {r.title}" for r in runners if r.ours]
+
+
+def _step_rows(found: Found, runners: list[Runner]) -> Table:
+    return _table(found, "step", runners, "ms", lambda seconds, _: f"{1000 * seconds:.1f}")
+
+
+def _memory_rows(found: Found, runners: list[Runner]) -> Table:
+    rows = []
+    for case, result in _chosen(found, "step"):
+        memory = result["memory"]
+        shown = [f"{memory[r.name] / 1e6:.0f}" if r.name in memory else "" for r in runners]
+        peers = [memory[r.name] for r in runners if not r.ours and r.name in memory]
+        ratios = [
+            f"{min(peers) / memory[r.name]:.2f}" if peers and memory.get(r.name) else "" for r in runners if r.ours
+        ]
+        rows.append([*case.words, *shown, *ratios])
+    return [*CASE, *(r.title for r in runners), *_ratio_titles(runners)], rows
+
+
+def _of_ours(found: Found, runners: list[Runner]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return the first cells of a line, and what was found, for every case and every runner of the stage."""
+    return [([*case.words, r.title], result["bound"][r.name]) for case, result in _chosen(found, "bound")
+            for r in runners if r.name in result["bound"]]  # fmt: skip
+
+
+def _bound_rows(found: Found, runners: list[Runner]) -> Table:
+    rows = []
+    for words, one in _of_ours(found, runners):
+        times = [one[name] for name in ("at_square_rate", "at_own_rates", "at_bandwidth")]
+        parts = [f"{1000 * t:.1f} ({100 * t / one['step']:.0f} %)" for t in times]
+        counted = [f"{one['flops'] / 1e9:.2f}", f"{one['rate'] / 1e9:.0f}", *parts, f"{one['operations']}"]
+        if not one["flops"]:  # compiled
+            counted = [""] * len(counted)
+        host = [f"{1000 * one[name]:.1f}" if one["kernels"] else "" for name in ("launch", "kernels")]
+        rows.append([*words, f"{1000 * one['step']:.1f}", *counted, f"{one['memory'] / 1e6:.0f}", *host])
+    header = [*CASE, "", "step, ms", "products, GFLOP", "GFLOP/s", "products at this rate, ms", "at own rates, ms",
+              "other bytes, ms", "operations", "peak memory, MB", "host, ms", "kernels, ms"]  # fmt: skip
+    return header, rows
+
+
+def _share_rows(found: Found, runners: list[Runner]) -> Table:
+    rows = [[*words, *(f"{100 * one['shares'][kind]:.1f}" for kind in speed_bound.SHOWN)]
+            for words, one in _of_ours(found, runners)]  # fmt: skip
+    return [*CASE, "", *(f"{kind}, %" for kind in speed_bound.SHOWN)], rows
+
+
+def _start_rows(found: Found, runners: list[Runner]) -> Table:
+    rows = []
+    for _, result in _chosen(found, "start"):
+        known = {r: result["times"][r.name] for r in runners if r.name in result["times"]}
+        for runner, times in known.items():
+            at = _medians(times)
+            parts = ([f"{at['all'] - at['numbers']:.2f}", f"{at['numbers'] - at['stored']:.2f}", f"{at['all']:.2f}"]
+                     if "all" in at else ["", "", ""])  # fmt: skip
+            rows.append([runner.title, str(result["frames"]), *parts, f"{at['numbers']:.2f}"])
+        ours, peers = ([t for r, t in known.items() if r.ours is which] for which in (True, False))
+        if ours and peers:
+            ratios = [common.ratio_in_words(peers[0].get(k, []), ours[0].get(k, [])) for k in ("all", "numbers")]
+            rows.append(["DeePMD-kit / dp-ema", "", "", "", *ratios])
+    header = ["", "frames", "neighbor statistics, s", "descriptor and bias, s", "with all statistics, s",
+              "sel in numbers, s"]  # fmt: skip
+    return header, rows
+
+
+def _validation_rows(found: Found, runners: list[Runner]) -> Table:
+    return _table(
+        found, "validation", runners, "frames/s", lambda seconds, r: f"{r['frames'] / max(seconds, 1e-9):.1f}"
+    )
+
+
+def _checkpoint_rows(found: Found, runners: list[Runner]) -> Table:
+    rows = []
+    for case, result in _chosen(found, "checkpoint"):
+        cells = []
+        for name in (r.name for r in runners):
+            extra, plain = result["times"].get(name), result["plain"].get(name)
+            words = ""
+            if extra and plain:
+                stall, step = statistics.median(extra), statistics.median(plain)
+                words = f"{1000 * stall:.0f} ({1000 * min(extra):.0f} to {1000 * max(extra):.0f}); {stall / step:.2f}"
+            cells.append(words)
+        rows.append([*case.words[:2], *cells, f"{result['load']:.1f}"])
+    return [*CASE[:2], *(f"{r.title}, ms (range); steps" for r in runners), "load"], rows
+
+
+def _md_rows(found: Found, runners: list[Runner]) -> Table:
+    return _table(found, "md", runners, "steps/s", lambda seconds, _: f"{1 / seconds:.1f}")

@@ -1,0 +1,329 @@
+"""Embedding nets of one number, evaluated on the knots of a spline instead of once for every pair.
+
+An embedding net G of se_e2_a, se_e2_r and se_atten is a function of one number s per pair. Between the least and the
+largest s of a batch it is interpolated by a spline of degree 7 with uniform knots (de Boor, A Practical Guide to
+Splines, 1978). Its B coefficients are linear in the values of the net at a few dozen sites, and eight of the B-splines
+are not zero at an s::
+
+    G(s) = sum_b w_b(s) c_b,    c = S G(sites)
+
+A sum over the neighbors of an atom is taken over the B-splines first, and contracted with the coefficients once per
+atom::
+
+    sum_k left[k] G(s_k) = (sum_k left[k] w(s_k)) c
+
+So the cost of a net does not grow with the number of pairs, and there is no number per pair and channel. The error goes
+with the eighth power of the spacing of the knots, that of the derivative with the seventh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.nn.layers import Network
+
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, B splines, P = DEGREE + 1
+
+DEGREE = 7
+MARGIN = 12  # intervals beyond both ends, over which the effect of the ends decays by 0.535 each
+LEAST_SPACING = 1 / 64  # of knots: nearer ones only amplify the rounding of derivatives
+NUMBERS_IN_CACHE = 1 << 18  # of the dense weights of a portion of atoms, on a CPU
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The B-splines that are not zero at each s.
+
+    Attributes:
+        size: B.
+        first: (A, K) int64, the first of P of them.
+        values: (A, K, 2, P) their values, and their derivatives with respect to s.
+    """
+
+    size: int
+    first: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class SplineSum:
+    """``sum_k left[k] G(s_k)`` over the neighbors of each atom, and its vector-Jacobian product.
+
+    Attributes:
+        left: (A, K, C).
+        basis: at each s.
+        coefficients: (B, M) of the net, a function of its parameters.
+        value: (A, C, M), a function of the parameters of the net.
+    """
+
+    left: Tensor
+    basis: Basis
+    coefficients: Tensor
+    value: Tensor
+
+    def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to ``left`` (A, K, C) and s (A, K) from that of the value."""
+        basis = self.basis
+        return _spline_sum_vjp(grad_value, self.coefficients, self.left, basis.first, basis.values)
+
+
+class Spline(nn.Module):
+    """Evaluates embedding nets of one number on knots, or is told that each pair is evaluated directly.
+
+    It has no parameters, and no state that files hold.
+
+    Args:
+        wanted: ``spline``, ``direct``, or ``auto``, which leaves it to a training run.
+        precision: of the nets, for the accuracy that a training run asks for.
+
+    Attributes:
+        intervals: between the least and the largest s, with B = intervals + DEGREE; 0: each pair is evaluated directly.
+        watch: measures the error while it is not None.
+    """
+
+    units: Tensor
+    solve: Tensor
+    pieces: Tensor
+
+    def __init__(self, wanted: str, precision: torch.dtype) -> None:
+        super().__init__()
+        self.wanted, self.precision, self.intervals = wanted, precision, 0
+        self.watch: Watch | None = None
+        for name in ("units", "solve", "pieces"):
+            self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
+
+    def use(self, intervals: int) -> None:
+        """Evaluate nets with this number of intervals from now on; 0: directly."""
+        if intervals == self.intervals:
+            return
+        self.intervals = intervals
+        if intervals:
+            units, solve = _interpolation(intervals)
+            for name, value in (("units", units), ("solve", solve), ("pieces", _pieces_and_slopes())):
+                setattr(self, name, torch.from_numpy(value).to(self.units.device))
+
+    def forward(self, left: Tensor, s: Tensor, net: Network) -> SplineSum:
+        """Return ``sum_k left[k] net(s_k)``, from ``left`` (A, K, C) and s (A, K)."""
+        # those of this batch, so that no s is outside; a list of no pairs has none
+        low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
+        spacing = ((high - low) / self.intervals).clamp(min=LEAST_SPACING)
+        # in float64: derivatives amplify the rounding of coefficients by 1 / spacing
+        sites = low.double() + spacing.double() * self.units
+        coefficients = self.solve @ net(sites[:, None])
+        if self.watch is not None:
+            self.watch.look(s.numel(), net, coefficients, sites, spacing.double(), self.pieces)
+        return _spline_sum(left, s, coefficients.to(s.dtype), low, spacing, self.pieces.to(s.dtype))
+
+
+@dataclass
+class Watch:
+    """What is seen of the splines of one evaluation.
+
+    Attributes:
+        numbers: that the layers have for all pairs, if each is evaluated directly.
+        sites: at which nets are evaluated instead.
+        error: the largest difference of a derivative in the middle between two knots, over its largest value.
+    """
+
+    numbers: int = 0
+    sites: int = 0
+    error: float = 0.0
+
+    def look(
+        self, num_pairs: int, net: Network, coefficients: Tensor, sites: Tensor, spacing: Tensor, pieces: Tensor
+    ) -> None:
+        """Note one net, given its coefficients (B, M), its sites, and what they are made with."""
+        self.numbers += num_pairs * sum(layer.weight.shape[1] for layer in net.stack)
+        self.sites += len(sites)
+        half = torch.full_like(spacing, 0.5) ** torch.arange(DEGREE + 1, device=spacing.device)
+        _, slope = (half @ pieces).view(2, -1)
+        with torch.no_grad():
+            found = torch.stack([c.T @ slope for c in coefficients.unfold(0, DEGREE + 1, 1).mT]) / spacing
+            first = sites[0] + (MARGIN + 0.5) * spacing
+            middles = first + spacing * torch.arange(len(found), device=spacing.device)
+            expected = net.value_and_derivative(middles[:, None])[1]
+            worst = (found - expected).abs().max() / expected.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+        self.error = max(self.error, float(worst))
+
+
+def _interpolation(intervals: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return sites in units of the spacing, 0 where the first interval begins, and the matrix S (B, sites).
+
+    Sites are the knots and, in the three intervals at each end, the middles: as many as there are B-splines. The
+    coefficients near the ends are ill-conditioned, so `MARGIN` intervals more are interpolated than are used.
+    """
+    count = intervals + 2 * MARGIN
+    middles = np.arange((DEGREE - 1) // 2) + 0.5
+    sites = np.sort(np.concatenate([np.arange(count + 1), middles, count - middles]))
+    first = np.minimum(sites.astype(int), count - 1)
+    weights = (sites - first)[:, None] ** np.arange(DEGREE + 1) @ _pieces().T
+    matrix = np.zeros((len(sites), count + DEGREE))
+    np.put_along_axis(matrix, first[:, None] + np.arange(DEGREE + 1), weights, 1)
+    solve = np.linalg.inv(matrix)[MARGIN : MARGIN + intervals + DEGREE]
+    return sites - MARGIN, solve
+
+
+def _pieces() -> np.ndarray:
+    """Return (P, P): the coefficients, by powers of u, of each B-spline that is not zero in an interval 0 <= u < 1.
+
+    By the recursion of Cox and de Boor (de Boor, chapter IX, equation 14) for uniform knots.
+    """
+    pieces = np.ones((1, 1))
+    for degree in range(1, DEGREE + 1):
+        raised = np.zeros((degree + 1, degree + 1))
+        for k, lower in enumerate(pieces):  # the lower spline k rises into k + 1 and falls into k
+            raised[k + 1, :-1] += (degree - k - 1) * lower
+            raised[k + 1, 1:] += lower
+            raised[k, :-1] += (k + 1) * lower
+            raised[k, 1:] -= lower
+        pieces = raised / degree
+    return pieces
+
+
+def _pieces_and_slopes() -> np.ndarray:
+    """Return (P, 2 P): what powers of u are multiplied by for the values and for the derivatives with respect to u."""
+    pieces = _pieces()
+    slopes = np.zeros_like(pieces)
+    slopes[:, :-1] = pieces[:, 1:] * np.arange(1, DEGREE + 1)
+    return np.concatenate([pieces, slopes]).T.copy()
+
+
+def _basis(s: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int) -> Basis:
+    place = (s - low) / spacing
+    first = place.detach().floor().clamp(0, size - DEGREE - 1)
+    u = place - first
+    powers = [torch.ones_like(u), u]
+    for _ in range(DEGREE - 1):
+        powers.append(powers[-1] * u)
+    per_s = torch.stack([torch.ones_like(spacing), spacing.reciprocal()]).repeat_interleave(DEGREE + 1)
+    values = torch.mm(torch.stack(powers).flatten(1).T, pieces * per_s)
+    return Basis(size, first.long(), values.view(*s.shape, 2, DEGREE + 1))
+
+
+def _dense(first: Tensor, values: Tensor, size: int) -> Tensor:
+    """Return (A, K, B) with ``values`` (A, K, P) at ``first`` and the places after it, zeros elsewhere."""
+    places = first[..., None] + torch.arange(DEGREE + 1, device=first.device)
+    return values.new_zeros(*first.shape, size).scatter(-1, places, values)
+
+
+def _plain_sum(
+    left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor
+) -> SplineSum:
+    basis = _basis(s, low, spacing, pieces, len(coefficients))
+    # each place is written once: unlike index_add, this has no order that could change
+    summed = torch.bmm(left.transpose(1, 2), _dense(basis.first, basis.values[..., 0, :], basis.size))
+    return SplineSum(left, basis, coefficients, summed @ coefficients)
+
+
+def _plain_vjp(grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor) -> Any:
+    along = (grad_value @ coefficients.T).transpose(1, 2)
+    of_left, through_s = (torch.bmm(_dense(first, part, len(coefficients)), along) for part in values.unbind(-2))
+    return of_left, (through_s * left).sum(-1)
+
+
+def _sum_by_hand(
+    left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor
+) -> SplineSum:
+    basis = _basis(s.detach(), low, spacing, pieces, len(coefficients))
+    value, _ = _SplineSum.apply(left, s, coefficients, basis.first, basis.values)
+    return SplineSum(left, basis, coefficients, value)
+
+
+class _SplineSum(torch.autograd.Function):
+    """The sum, with a gradient that is differentiable by the coefficients and by the gradient that it is given."""
+
+    @staticmethod
+    def forward(left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        (num_atoms, _, columns), (size, channels) = left.shape, coefficients.shape
+        summed = left.new_empty(num_atoms, columns, size)
+        for part in _portions(first, size):
+            weights = _dense_once(first[part], values[part, :, :1], size)
+            torch.bmm(left[part].transpose(1, 2), weights, out=summed[part])
+        return torch.mm(summed.view(-1, size), coefficients).view(num_atoms, columns, channels), summed
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        left, _, coefficients, first, values = inputs
+        ctx.save_for_backward(left, coefficients, first, values, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_value: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        left, coefficients, first, values, summed = ctx.saved_tensors
+        of_left = of_s = of_coefficients = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            of_left, of_s = _SplineVjp.apply(grad_value, coefficients, left, first, values)
+        if ctx.needs_input_grad[2]:
+            of_coefficients = summed.flatten(0, 1).T @ grad_value.flatten(0, 1)
+        return of_left, of_s, of_coefficients, None, None
+
+
+class _SplineVjp(torch.autograd.Function):
+    """Gradients with respect to ``left`` and s, differentiable by the given gradient and the coefficients."""
+
+    @staticmethod
+    def forward(
+        grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (num_atoms, num_slots, columns), size = left.shape, len(coefficients)
+        along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
+        along = along.view(num_atoms, columns, size).transpose(1, 2).contiguous()
+        # rows of all P places from any one on: they overlap, and are only read
+        rows = along.as_strided((max(num_atoms * size - DEGREE, 0), (DEGREE + 1) * columns), (columns, 1))
+        start = first + size * torch.arange(num_atoms, device=first.device)[:, None]
+        of_left = left.new_empty(left.shape)
+        of_s = left.new_empty(left.shape[:2])
+        for part in _portions(first, (DEGREE + 1) * columns):
+            picked = rows.index_select(0, start[part].flatten()).view(-1, DEGREE + 1, columns)
+            both = torch.bmm(values[part].reshape(-1, 2, DEGREE + 1), picked)
+            both = both.view(len(start[part]), num_slots, 2, columns)
+            of_left[part] = both[:, :, 0]
+            of_s[part] = (both[:, :, 1] * left[part]).sum(-1)
+        return of_left, of_s
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_left: Tensor, grad_s: Tensor) -> tuple[Tensor | None, ...]:
+        grad_value, coefficients, left, first, values = ctx.saved_tensors
+        (num_atoms, _, columns), size = left.shape, len(coefficients)
+        summed = left.new_empty(num_atoms, columns, size)
+        for part in _portions(first, 2 * size):
+            weights = _dense_once(first[part], values[part], size)
+            both = torch.cat([grad_left[part], grad_s[part, :, None] * left[part]], 1)
+            torch.bmm(both.transpose(1, 2), weights, out=summed[part])
+        flat = summed.view(-1, size)
+        of_value = torch.mm(flat, coefficients).view(grad_value.shape)
+        of_coefficients = torch.mm(flat.T, grad_value.flatten(0, 1))
+        return of_value, of_coefficients, None, None, None
+
+
+def _dense_once(first: Tensor, values: Tensor, size: int) -> Tensor:
+    """Return (A, N K, B) dense weights, the N parts of ``values`` (A, K, N, P) one after the other."""
+    num_atoms, num_slots, parts, _ = values.shape
+    places = (first[..., None] + torch.arange(DEGREE + 1, device=first.device))[:, None].expand(-1, parts, -1, -1)
+    out = values.new_zeros(num_atoms, parts, num_slots, size)
+    return out.scatter_(-1, places, values.transpose(1, 2)).view(num_atoms, parts * num_slots, size)
+
+
+def _portions(first: Tensor, numbers: int) -> list[slice]:
+    """Return slices over the atoms: portions that stay in the cache of a CPU, all at once on a GPU."""
+    num_atoms, num_slots = first.shape
+    step = max(1, num_atoms)
+    if first.device.type == "cpu":
+        step = max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // max(1, num_slots * numbers))
+    return [slice(start, start + step) for start in range(0, num_atoms, step)]
+
+
+_spline_sum = Kernel("spline_sum", _sum_by_hand, _plain_sum)
+_spline_sum_vjp = Kernel("spline_sum_vjp", _SplineVjp.apply, _plain_vjp)
