@@ -120,12 +120,12 @@ def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> 
 def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | None:
     """Return what identifies the files of the data and the options that change what a check finds."""
     descriptor, sources = task.model.descriptor, [*data.train, *data.valid]
-    files: list[Path] = []
+    files: dict[Path, None] = {}  # each once: many systems may be in one file
     for source in sources:
         own = source.files()
         if own is None:
             return None
-        files += own
+        files |= dict.fromkeys(own)
     spec = _spec_of(task)
     about = {
         "task": task.name,
