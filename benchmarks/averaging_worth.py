@@ -204,7 +204,7 @@ def _posthoc(program: common.Program, env: dict[str, str], run: Run) -> str | No
     """Note the errors by length of a run, and how lengths that were tracked come out; nothing if that is done."""
     if run.read("posthoc.json") is not None:
         return None
-    common.run_text(program, run.folder, env, "posthoc", ".")
+    common.run_text(program, run.folder, env, "posthoc", ".", "--shapes", "none")
     rows = _read_lengths(run.folder / "posthoc.csv")
     made = [row for row in rows if row["kind"] == "posthoc"]
     best = next(row for row in made if row["chosen"] == "1")

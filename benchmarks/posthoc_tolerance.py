@@ -1,11 +1,12 @@
 """How far an average made of snapshots is from the same average tracked directly, over the residual of its profile.
 
-usage: python benchmarks/posthoc_tolerance.py [RUN_DIR]
+usage: python benchmarks/posthoc_tolerance.py [RUN_DIR | --shapes]
 
 Without a folder: weights that walk, drift and jitter in several ways, 10,000 steps, averages of 25 lengths made of 2 to
 100 snapshots of one or two profiles. With the folder of a run of dp-ema that kept snapshots and tracked other power
-profiles as well: those, made of its snapshots and of fewer of them. Errors are parts of the distance between the
-average and the live weights, which is what averaging changes at all.
+profiles as well: those, made of its snapshots and of fewer of them. With --shapes: decays of the learning rate over
+parts of the made-up runs in place of lengths. Errors are parts of the distance between the average and the live
+weights, which is what averaging changes at all.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import torch
 
 from deepmd_ema.averaging import gamma_of
 from deepmd_ema.checkpoint import weights_in
-from deepmd_ema.posthoc.combination import Track, find_combinations
+from deepmd_ema.posthoc.combination import find_combinations
+from deepmd_ema.posthoc.profiles import SHAPES, Track
+from deepmd_ema.posthoc.shapes import DecayRequest, place_decays
 from deepmd_ema.posthoc.snapshots import combine, find_snapshots
 
 STEPS, WEIGHTS = 10_000, 50
 COUNTS = (2, 3, 4, 5, 8, 10, 20, 50, 100)
 PAIRS = ((0.05, 0.10), (0.05,), (0.10,), (0.03, 0.2))
 LENGTHS = np.geomspace(0.008, 0.28, 25)
+DECAYS = [DecayRequest(shape, part) for shape in SHAPES for part in np.geomspace(0.02, 1, 12).tolist()]
 EDGES = (0, 0.001, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 
 
@@ -32,8 +36,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", nargs="?", help="a run with snapshots and other power profiles")
+    parser.add_argument("--shapes", action="store_true", help="decays in place of lengths")
     args = parser.parse_args()
-    rows = of_walks() if args.run_dir is None else of_run(args.run_dir)
+    rows = of_walks(args.shapes) if args.run_dir is None else of_run(args.run_dir)
     kinds = list(dict.fromkeys(kind for kind, _, _ in rows))
     print("| residual |", " | ".join(f"{kind}: median, worst" for kind in kinds), "|")
     print("| --- |", " | ".join("---" for _ in kinds), "|")
@@ -45,7 +50,7 @@ def main() -> None:
         print(f"| {low:.1%} to {high:.1%} |", " | ".join(cells), "|")
 
 
-def of_walks() -> list[tuple[str, float, float]]:
+def of_walks(shapes: bool) -> list[tuple[str, float, float]]:
     """Return (kind of trajectory, residual, error) of made-up trajectories."""
     rows = []
     for widths in PAIRS:
@@ -53,7 +58,8 @@ def of_walks() -> list[tuple[str, float, float]]:
             kept = [Track(gamma_of(w), STEPS // count * n) for n in range(1, count + 1) for w in widths]
             last = kept[-1].end
             shares = np.array([np.pad(track.shares(), (0, last - track.updates)) for track in kept])
-            for combination in find_combinations(kept, LENGTHS, last).combinations:
+            decays = place_decays(DECAYS, kept, last)[0] if shapes else []
+            for combination in find_combinations(kept, [] if shapes else LENGTHS, last, decays).combinations:
                 target = combination.target.shares()
                 for kind, whole in TRAJECTORIES.items():
                     weights = whole[:last]

@@ -53,7 +53,7 @@ def flat(weights, names):
 def test_the_best_length_is_ranked_written_and_said(run, tmp_path, monkeypatch, capsys):
     """From another folder: the paths of the run's data are those of the folder of the run."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["posthoc", str(run)]) == 0
+    assert cli.main(["posthoc", str(run), "--shapes", "none"]) == 0
     said = capsys.readouterr()
     assert not said.err
     assert f"{run}: step 400, 40 snapshots of p05 (sigma_rel 0.05), p10 (sigma_rel 0.1)" in said.out

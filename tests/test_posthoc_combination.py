@@ -75,7 +75,7 @@ def test_the_shares_of_a_long_run_keep_their_digits():
 def test_the_running_sums_do_not_depend_on_how_the_axis_is_cut(monkeypatch):
     tracks = [*every_tenth(2000, 0.05, 0.10), *every_tenth(1000, 0.2, start=100, every=3)]
     whole = _products(tracks)
-    monkeypatch.setattr("deepmd_ema.posthoc.combination._CHUNK", 17)
+    monkeypatch.setattr("deepmd_ema.posthoc.combination.CHUNK", 17)
     assert _products(tracks) == pytest.approx(whole, rel=SAME_MATH, abs=0)
 
 

@@ -183,6 +183,16 @@ def test_snapshots_are_kept_at_their_own_pace_in_float32_and_after_the_last_step
             assert tensor.dtype == own["model"][n].dtype
 
 
+def test_a_run_that_is_stopped_keeps_snapshots_of_its_last_step(start):
+    """`dp-ema posthoc` ended with the last regular snapshot, up to snapshot_freq steps before the stop."""
+    with pytest.raises(Interrupted):
+        start("run", 18, callback=StopAfter(7))
+    folder = start("run", 18, restart="model.ckpt-7.pt")
+    steps = {f: load(folder / "snapshots" / f)["step"] for f in files_of(folder / "snapshots")}
+    assert sorted(step for f, step in steps.items() if "p05" in f) == [4, 7, 8, 12, 16, 18]
+    assert sorted(step for f, step in steps.items() if "p15" in f) == [7, 10, 18]
+
+
 def test_an_average_that_has_not_begun_leaves_no_snapshot(start, caplog):
     late = [{"name": "late", "type": "swa", "start_step": 6, "snapshots": True, "snapshot_freq": 3}]
     with caplog.at_level("INFO"):

@@ -156,9 +156,9 @@ TEXTS = _list(TEXT)
 
 # an average: its settings, which depend on its type, and how far it is
 SETTINGS: dict[str, Rule] = {
-    **dict.fromkeys(("type", "profile", "device", "dtype", "layout", "buffers"), TEXT),
+    **dict.fromkeys(("type", "shape", "profile", "device", "dtype", "layout", "buffers"), TEXT),
     **dict.fromkeys(("step", "start_step", "snapshots"), COUNT),
-    **dict.fromkeys(("decay", "effective_decay", "gamma", "sigma_rel", "residual", "condition"), NOT_NEGATIVE),
+    **dict.fromkeys(("decay", "effective_decay", "gamma", "sigma_rel", "part", "residual", "condition"), NOT_NEGATIVE),
     "update_every": POSITIVE,
     "warmup": FLAG,
     "should_update": _or_none(TEXT),

@@ -28,6 +28,8 @@ Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 COMPILED_SUFFIX = ".pt2"
 FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX)
 _AVERAGE_WORDS = {
+    "shape": "{} decay of the learning rate",
+    "part": "over the last {:.1%} of the run",
     "decay": "decay {:g}",
     "sigma_rel": "sigma_rel {:.4g}",
     "gamma": "gamma {:.4g}",

@@ -13,7 +13,7 @@ add up to one, so that a weight which never moves keeps its value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,69 +21,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmd_ema.averaging.profile import gamma_of, sigma_rel_of
+from deepmd_ema.averaging.profile import gamma_of
 from deepmd_ema.errors import UserError
+from deepmd_ema.posthoc.profiles import CHUNK, Array, Decay, Track, first_grid
 
-Array = NDArray[np.float64]
-
-# S snapshots, L widths, C classes: averages of one gamma that were updated at the same steps
+# S snapshots, L targets, C classes: averages of one gamma that were updated at the same steps
 
 TOLERANCE = 0.05  # largest residual, see doc/decisions/0005-averages-found-after-training.md
 SHORTEST, LONGEST = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
 _NUM_CONSIDERED = 49
-_CHUNK = 1 << 14  # places of the axis at a time: with 50 classes the work fits into a processor's cache
 _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average
-
-
-@dataclass(frozen=True)
-class Track:
-    """An average of a power profile after its last update.
-
-    Attributes:
-        gamma: exponent of the profile; 0 is equal weights.
-        updates: how many it has seen, at least 1.
-        start: step at which it began; its first update was at ``start + every``.
-        every: steps between two updates.
-    """
-
-    gamma: float
-    updates: int
-    start: int = 0
-    every: int = 1
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any], step: int) -> Track:
-        """Return the track of an average from ``AverageBank.info`` after ``step`` steps; of type power or swa."""
-        every, updates = int(info["update_every"]), int(info["updates"])
-        last = step - (step - int(info["start_step"])) % every  # it may be saved between two updates
-        return cls(float(info.get("gamma", 0.0)), updates, last - updates * every, every)
-
-    @property
-    def end(self) -> int:
-        """Step of the last update."""
-        return self.start + self.updates * self.every
-
-    @property
-    def sigma_rel(self) -> float:
-        """Width of the profile as a part of its length."""
-        return sigma_rel_of(self.gamma)
-
-    def shares(self) -> Array:
-        """Return how much of the weights at each update is in the average, (updates,); they add up to one."""
-        update = np.arange(1, self.updates + 1, dtype=np.float64)
-        return _shares(update, np.log(update / self.updates), self.gamma + 1)
-
-    def mean_age(self) -> float:
-        """Return how many steps lie, on average, between the weights in it and its last update."""
-        # the sum over updates of the part that is older than each: (m / n)^p
-        n, p = self.updates, self.gamma + 1
-        if n > _CHUNK and n > 10 * p:  # Euler-Maclaurin, exact to rounding here
-            return self.every * (n / (p + 1) - 1 / 2 + p / (12 * n) - p * (p - 1) * (p - 2) / (720 * n**3))
-        older = 0.0
-        for low in range(1, n, _CHUNK):
-            update = np.arange(low, min(low + _CHUNK, n), dtype=np.float64)
-            older += float(np.sum((update / n) ** p))
-        return self.every * older
 
 
 @dataclass(frozen=True)
@@ -97,7 +44,7 @@ class Combination:
         amplification: norm of the coefficients, by which the rounding error of one snapshot is multiplied.
     """
 
-    target: Track
+    target: Track | Decay
     coefficients: Array
     residual: float
     amplification: float
@@ -105,10 +52,10 @@ class Combination:
 
 @dataclass(frozen=True)
 class Combinations:
-    """Combinations for several widths.
+    """Combinations for several widths and decays.
 
     Attributes:
-        combinations: in the order of the widths.
+        combinations: in the order of the widths, then of the decays.
         condition: condition number of the Gram matrix of normalized profiles.
         dropped: eigenvectors left out because their eigenvalues are below rounding.
     """
@@ -123,19 +70,23 @@ def target_track(tracks: Sequence[Track], sigma_rel: float, step: int) -> Track:
 
     It starts with the earliest of them and is updated as often as the one that is updated most often.
     """
-    every, start = min(track.every for track in tracks), min(track.start for track in tracks)
+    start, every = first_grid(tracks)
     return Track(gamma_of(sigma_rel), (step - start) // every, start, every)
 
 
-def find_combinations(tracks: Sequence[Track], sigma_rels: Sequence[float], step: int) -> Combinations:
+def find_combinations(
+    tracks: Sequence[Track], sigma_rels: Sequence[float], step: int, decays: Sequence[Decay] = ()
+) -> Combinations:
     """Return the combinations of ``tracks`` nearest to averages of the widths ``sigma_rels`` after ``step``.
 
     Args:
         tracks: of the snapshots, none of them later than ``step``.
         sigma_rels: widths.
         step: the last step that is averaged over.
+        decays: further averages to approximate, which end at ``step``.
     """
-    targets = [target_track(tracks, sigma_rel, step) for sigma_rel in sigma_rels]
+    targets: list[Track | Decay] = [target_track(tracks, sigma_rel, step) for sigma_rel in sigma_rels]
+    targets += decays
     gram = _products([*tracks, *targets])
     num = len(tracks)
     length = np.sqrt(np.diag(gram))
@@ -177,23 +128,26 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int,
     Raises:
         UserError: naming each that they do not, the range that they do, and how to widen it.
     """
-    bad = [combination for combination in found.combinations if combination.residual > tolerance]
+    widths = [combination for combination in found.combinations if isinstance(combination.target, Track)]
+    bad = [combination for combination in widths if combination.residual > tolerance]
     if not bad:
         return
     ends = resolvable_range(tracks, step, tolerance)
-    widths = sorted({round(track.sigma_rel, 4) for track in tracks})
-    about = f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in widths)}"
+    stored = sorted({round(track.sigma_rel, 4) for track in tracks})
+    about = f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in stored)}"
     resolved = "no sigma_rel" if ends is None else f"sigma_rel {ends[0]:.3g} to {ends[1]:.3g}"
     advice = (
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
-    *others, last = [
-        f"sigma_rel {one.target.sigma_rel:.4g}: {100 * one.residual:.2g} % of its profile would be missing, more than "
-        f"{100 * tolerance:g} %."
-        for one in bad
-    ]
+    *others, last = [missing_in_words(one, tolerance) for one in bad]
     raise UserError([*others, f"{last} {advice}"])
+
+
+def missing_in_words(one: Combination, tolerance: float = TOLERANCE) -> str:
+    """Return why a combination is not used."""
+    missing = f"{100 * one.residual:.2g} % of its profile would be missing"
+    return f"{one.target.in_words()}: {missing}, more than {100 * tolerance:g} %."
 
 
 @dataclass
@@ -204,12 +158,12 @@ class _Axis:
     stride: int
 
     @classmethod
-    def of(cls, tracks: Sequence[Track]) -> _Axis:
+    def of(cls, tracks: Sequence[Track | Decay]) -> _Axis:
         """Return one place per update when all are updated at the same steps, else one per step."""
         grids = {(track.start, track.every) for track in tracks}
         return cls(*grids.pop()) if len(grids) == 1 else cls(min(start for start, _ in grids), 1)
 
-    def place(self, track: Track) -> int:
+    def place(self, track: Track | Decay) -> int:
         """Return the place of the last update."""
         return (track.end - self.origin) // self.stride
 
@@ -219,7 +173,7 @@ class _Axis:
         return -((start - self.origin - place * self.stride) // every)
 
 
-def _products(tracks: Sequence[Track]) -> Array:
+def _products(tracks: Sequence[Track | Decay]) -> Array:
     """Return the exact products of all profiles with each other, (T, T) for T tracks, up to a factor common to all.
 
     Averages of one gamma and one grid of updates share a profile up to where it ends and its scale: so one walk along
@@ -227,13 +181,13 @@ def _products(tracks: Sequence[Track]) -> Array:
     every k steps counts as spread evenly over those, when others are updated at other steps.
     """
     axis = _Axis.of(tracks)
-    classes = list(dict.fromkeys((t.gamma, t.start, t.every) for t in tracks))
-    kind = np.array([classes.index((t.gamma, t.start, t.every)) for t in tracks])
-    power = np.array([gamma + 1 for gamma, _, _ in classes])
-    grids = [(start, every) for _, start, every in classes]
+    place = {profile: c for c, profile in enumerate(dict.fromkeys(t.endless for t in tracks))}
+    classes, kind = list(place), np.array([place[t.endless] for t in tracks])
+    power = np.array([profile.power for profile in classes])
+    grids = [(profile.start, profile.every) for profile in classes]
     ends = np.array([axis.place(t) for t in tracks])
     stops = np.unique(ends)
-    sums = _running_sums(axis, grids, power, stops)
+    sums = _running_sums(axis, classes, power, stops)
     number = np.array([[max(1, axis.update(grid, int(stop))) for grid in grids] for stop in stops], dtype=np.float64)
     which, updates = np.searchsorted(stops, ends), np.array([t.updates for t in tracks], dtype=np.float64)
     gram = np.empty((len(tracks), len(tracks)))
@@ -244,40 +198,30 @@ def _products(tracks: Sequence[Track]) -> Array:
     return np.where(which[:, None] <= which[None, :], gram, gram.T)
 
 
-def _running_sums(axis: _Axis, grids: Sequence[tuple[int, int]], power: Array, stops: NDArray[np.int64]) -> Array:
+def _running_sums(axis: _Axis, classes: Sequence[Track | Decay], power: Array, stops: NDArray[np.int64]) -> Array:
     """Return (stops, C, C): products of the classes up to each stop, each scaled as if it ended there."""
+    grids = [(profile.start, profile.every) for profile in classes]
     sums, now = np.empty((len(stops), len(power), len(power))), np.zeros((len(power), len(power)))
     before = np.ones(len(power))  # number of the last update so far, which the sums are scaled by
     low = 0
     for k, stop in enumerate(stops.tolist()):
         while low < stop:
-            high = min(low + _CHUNK, stop)
+            high = min(low + CHUNK, stop)
             latest = np.array([max(1, axis.update(grid, high)) for grid in grids], dtype=np.float64)
             shrink = (before / latest) ** power
-            part = _profiles(axis, grids, power, np.arange(low + 1, high + 1), latest)
+            part = _profiles(axis, classes, np.arange(low + 1, high + 1), latest)
             now = now * np.outer(shrink, shrink) + part @ part.T
             before, low = latest, high
         sums[k] = now
     return sums
 
 
-def _profiles(
-    axis: _Axis, grids: Sequence[tuple[int, int]], power: Array, places: NDArray[np.int64], latest: Array
-) -> Array:
+def _profiles(axis: _Axis, classes: Sequence[Track | Decay], places: NDArray[np.int64], latest: Array) -> Array:
     """Return the shares of each class at ``places``, scaled as if it ended with update ``latest``, (C, places)."""
-    out = np.zeros((len(power), len(places)))
-    for grid in set(grids):
-        update = axis.update(grid, places).astype(np.float64)
+    out = np.zeros((len(classes), len(places)))
+    for c, profile in enumerate(classes):
+        update = axis.update((profile.start, profile.every), places).astype(np.float64)
         begun = update >= 1
-        update = update[begun]
-        for c in [c for c, other in enumerate(grids) if other == grid]:
-            spread = grid[1] / axis.stride
-            out[c, begun] = _shares(update, np.log(update / latest[c]), power[c]) / spread
+        spread = profile.every / axis.stride
+        out[c, begun] = profile.shares_at(update[begun], latest[c]) / spread
     return out
-
-
-def _shares(update: Array, log_ratio: Array, power: float) -> Array:
-    """Return ``(j^p - (j - 1)^p) / n^p`` for j = ``update`` and ln(j / n) = ``log_ratio``, without cancellation."""
-    with np.errstate(divide="ignore"):  # the first update has no one before it: log(0)
-        step_back = np.log1p(-1 / update)
-    return np.exp(power * log_ratio) * -np.expm1(power * step_back)

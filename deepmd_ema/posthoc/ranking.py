@@ -1,10 +1,10 @@
-"""Errors of averages of several widths: the table, its file, the figure."""
+"""Errors of averages of several widths and decays: the table, its file, the figure."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from deepmd_ema.files import atomic_write
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.posthoc.combination import Combination, Combinations
+from deepmd_ema.posthoc.profiles import SHAPES, Decay, percent
 from deepmd_ema.posthoc.snapshots import SnapshotRun
 from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.weights import POSTHOC
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
-TRACKED = "tracked"  # kind of rows, beside those of live weights and of weights made of snapshots
+TRACKED, SHAPE = "tracked", "shape"  # kinds of rows, beside those of live weights and of lengths made of snapshots
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 
 
@@ -27,10 +28,10 @@ class Row:
     """One set of weights and its errors.
 
     Attributes:
-        kind: ``live``, ``tracked`` or ``posthoc``.
+        kind: ``live``, ``tracked``, or made of snapshots: ``posthoc`` a length, ``shape`` a decay.
         name: of the weights.
-        sigma_rel: width of a power profile, or None.
-        gamma: its exponent, or None.
+        sigma_rel: width of the profile, or None.
+        gamma: exponent of a power profile, or None.
         mean_age: mean number of steps between the weights in it and its last update.
         combination: how it was made of snapshots, or None.
         errors: on the validation frames.
@@ -48,7 +49,15 @@ class Row:
     def of(cls, made: Combination) -> Row:
         """Return the row of an average that was made of snapshots, still without errors."""
         to = made.target
+        if isinstance(to, Decay):
+            return cls(SHAPE, to.in_words(), to.sigma_rel, None, to.mean_age(), made)
         return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
+
+    @property
+    def decay(self) -> Decay | None:
+        """The decay that it stands for, if it is one."""
+        target = None if self.combination is None else self.combination.target
+        return target if isinstance(target, Decay) else None
 
     def score(self, metric: str, live: Errors) -> float:
         """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
@@ -60,7 +69,10 @@ class Row:
 
     def in_words(self) -> str:
         """Return one line about an average that was made of snapshots."""
-        return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, mean age {self.mean_age:,.0f} steps"
+        if self.decay is None:
+            return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, mean age {self.mean_age:,.0f} steps"
+        length = f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
+        return f"{self.decay.shape} decay over {length}, mean age {self.mean_age:,.0f} steps"
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,7 @@ class PosthocReport:
         best: index of the chosen row.
         num_frames: of the validation data.
         num_systems: of the validation data.
+        left_out: decays that the snapshots do not resolve, by reason.
     """
 
     run: SnapshotRun
@@ -86,6 +99,7 @@ class PosthocReport:
     best: int
     num_frames: int
     num_systems: int
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Row:
@@ -107,6 +121,7 @@ class PosthocReport:
         lines = [
             f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
             f"solve: condition {found.condition:.2g}{dropped}; resolvable sigma_rel: {widths}",
+            *(f"left out, {reason}: {', '.join(names)}" for reason, names in self.left_out.items()),
             f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
             *render(self.table()),
@@ -115,6 +130,7 @@ class PosthocReport:
             f"chosen by {self.metric}: {self.chosen.in_words()}",
         ]
         scores = self.scores()
+        lines += self._best_of_each(scores)
         winner = min(range(len(scores)), key=lambda k: scores[k] if not math.isnan(scores[k]) else math.inf)
         if winner != self.best:
             better = 1 - scores[winner] / scores[self.best]
@@ -125,6 +141,23 @@ class PosthocReport:
             if ends is not None and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
                 lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
         return "\n".join(lines)
+
+    def _best_of_each(self, scores: Sequence[float]) -> list[str]:
+        """Return a line on the best length and the best decay of each shape, if there are decays."""
+        groups: dict[str, list[int]] = {}
+        for k, row in enumerate(self.rows):
+            if row.combination is not None:
+                groups.setdefault(row.decay.shape if row.decay else POSTHOC, []).append(k)
+        if not SHAPES.keys() & groups.keys():
+            return []
+        best = [min(group, key=lambda k: scores[k]) for group in groups.values()]
+        live = scores[0]
+        words = []
+        for k in sorted(best, key=lambda k: scores[k]):
+            row = self.rows[k]
+            name = row.name if row.decay else f"sigma_rel {row.sigma_rel:.4g}"
+            words.append(f"{name} ({scores[k] / live:.4g} of live)")
+        return [f"best length, and best decay of each shape: {', '.join(words)}"]
 
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
@@ -158,7 +191,7 @@ class PosthocReport:
         errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
         columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
         columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
-        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen"]
+        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen", "shape", "part"]
         path = Path(path)
         advice = "Choose another --table."
         with atomic_write(path, advice) as part, part.open("w", encoding="utf-8", newline="") as file:
@@ -168,24 +201,28 @@ class PosthocReport:
                 values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
                 made = row.combination
                 solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
+                shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
                 writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
-                                 int(k == self.best)])  # fmt: skip
+                                 int(k == self.best), *shape])  # fmt: skip
         return path
 
     def plot(self, path: str | Path) -> Path:
         """Draw the errors over sigma_rel and return the path of the figure."""
         from deepmd_ema.report.plots import plot_sigma_rels
 
-        made = [k for k, row in enumerate(self.rows) if row.kind == POSTHOC]
         values = [
             {name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for name in RANKED}
             for row in self.rows
         ]
+        curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
+        for k, row in enumerate(self.rows):
+            if row.combination is not None:
+                label = f"{row.decay.shape} decay" if row.decay else "made of snapshots"
+                curves.setdefault(label, []).append((row.sigma_rel or 0.0, values[k]))
         return plot_sigma_rels(
-            [self.rows[k].sigma_rel or 0.0 for k in made],
-            {name: [values[k][name] for k in made] for name in RANKED},
-            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if k not in made},
-            made.index(self.best),
+            curves,
+            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if row.combination is None},
+            (self.chosen.sigma_rel or 0.0, values[self.best]),
             path,
             f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
             f"snapshots; {self.num_frames} validation frames",

@@ -1,4 +1,4 @@
-"""``dp-ema posthoc``: averages of many widths made from the snapshots of a run, ranked; the best one is written."""
+"""``dp-ema posthoc``: averages of many widths and decays made of a run's snapshots, ranked; the best is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import ConfigError, DataError, UserError, did_you_mean
+from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, did_you_mean
 from deepmd_ema.files import CSV, PICTURE, refuse_to_lose
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
@@ -30,13 +30,17 @@ from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.posthoc.combination import (
     LONGEST,
+    TOLERANCE,
     Combination,
     Combinations,
     find_combinations,
+    missing_in_words,
     refuse_unresolvable,
     resolvable_range,
 )
+from deepmd_ema.posthoc.profiles import Decay
 from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
+from deepmd_ema.posthoc.shapes import DecayRequest, default_requests, parse_shapes, place_decays
 from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.weights import LIVE, POSTHOC
 
@@ -50,6 +54,7 @@ def run_posthoc(
     sigma_rel: Sequence[str | float] | None = None,
     step: int | None = None,
     *,
+    shapes: Sequence[str] | None = None,
     metric: str = OVERALL,
     systems: Sequence[str | Path] | None = None,
     rglob_patterns: Sequence[str] | None = None,
@@ -60,12 +65,15 @@ def run_posthoc(
     device: str | None = None,
     say: Callable[[str], Any],
 ) -> PosthocReport:
-    """Make averages of the widths ``sigma_rel``, print the errors of each, and write the best one.
+    """Make averages of the widths ``sigma_rel`` and the decays ``shapes``, print their errors, and write the best one.
 
     Args:
         folder: where the run was started.
-        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default the whole resolvable range.
+        sigma_rel: numbers, or words as ``0.05`` and ``0.02:0.2:9``; by default the whole resolvable range, unless
+            ``shapes`` names some.
         step: the last step to average over; that of the newest snapshot by default.
+        shapes: words as ``linear`` and ``cosine:0.2``, or ``none``; by default those that the snapshots resolve, unless
+            ``sigma_rel`` is given.
         metric: what best means: ``overall``, or a metric of validation such as ``F:RMSE``.
         systems: validation systems; by default those of the run's input.
         rglob_patterns: names of systems to search for in ``systems``.
@@ -79,7 +87,7 @@ def run_posthoc(
     Raises:
         UserError: if snapshots or data are missing or wrong, or do not resolve a width.
     """
-    folder, asked = Path(folder), parse_sigma_rels(sigma_rel)
+    folder, (widths, decays) = Path(folder), _parse(sigma_rel, shapes)
     metric = _known_metric(metric)
     where = select_device(device)
     output, table, plot = (
@@ -96,13 +104,14 @@ def run_posthoc(
     refuse_to_lose(plot, "--plot", PICTURE)
     for note in run.notes:
         say(note)
-    found, resolvable = find_asked(run, asked)
+    found, resolvable, left_out = find_asked(run, widths, decays)
     config = config_from_dict(run.payload["config"], source=str(run.reference))
     task = config.task(head)
     opened = _open(task, run, systems, rglob_patterns)
     models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)
     rows, best, weights = measure_combinations(run, found.combinations, models, task.name, opened, where, metric)
-    report = PosthocReport(run, found, resolvable, rows, metric, best, sum(s.num_frames for s in opened), len(opened))
+    num_frames = sum(source.num_frames for source in opened)
+    report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
     say(report.text())
     checkpoint.save(output, _payload(run, report.chosen, found, weights))
     say(f"wrote {output}: {report.chosen.in_words()}")
@@ -141,19 +150,44 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
     return sorted(set(values))
 
 
-def find_asked(run: SnapshotRun, sigma_rels: Sequence[float]) -> tuple[Combinations, tuple[float, float] | None]:
-    """Return the combinations for the widths asked for, or over the resolvable range if there are none; and that range.
+def find_asked(
+    run: SnapshotRun, sigma_rels: Sequence[float], requests: Sequence[DecayRequest] | None = None
+) -> tuple[Combinations, tuple[float, float] | None, dict[str, list[str]]]:
+    """Return the combinations for what is asked for, the resolvable range, and decays that are left out, by reason.
+
+    Without widths and requests they are widths over the resolvable range, and the decays that the snapshots resolve.
+    With one of the two it is only that; with an empty list of requests, only widths.
 
     Raises:
-        UserError: if the snapshots do not resolve a width that was asked for.
+        UserError: if the snapshots do not resolve a width or a decay that was asked for.
     """
     tracks = run.tracks
     resolvable = resolvable_range(tracks, run.step)
-    tracked = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
-    found = find_combinations(tracks, sigma_rels or (_spaced(*resolvable) if resolvable else tracked), run.step)
-    if sigma_rels:
-        refuse_unresolvable(found, tracks, run.step)
-    return found, resolvable
+    widths = list(sigma_rels)
+    if not widths and not requests:
+        tracked = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
+        widths = _spaced(*resolvable) if resolvable else tracked
+    wanted = default_requests() if requests is None and not sigma_rels else requests or []
+    decays, left_out = place_decays(wanted, tracks, run.step)
+    found = find_combinations(tracks, widths, run.step, decays)
+    unresolved = [one for one in found.combinations if _is_unresolved(one)]
+    problems: list[str] = []
+    with collect_problems(problems):
+        if sigma_rels:
+            refuse_unresolvable(found, tracks, run.step)
+    if requests:
+        problems += _refused(run, left_out, unresolved)
+    if problems:
+        raise UserError(problems)
+    for combination in unresolved:
+        left_out.setdefault(f"residual above {100 * TOLERANCE:g} %", []).append(combination.target.in_words())
+    kept = [one for one in found.combinations if not _is_unresolved(one)]
+    return replace(found, combinations=kept), resolvable, left_out
+
+
+def _is_unresolved(one: Combination) -> bool:
+    """Whether it stands for a decay that the snapshots do not resolve."""
+    return isinstance(one.target, Decay) and one.residual > TOLERANCE
 
 
 def measure_combinations(
@@ -243,6 +277,22 @@ def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> 
         raise UserError(f"--metric {metric}: no frame of the validation data has this label. Choose another metric.")
 
 
+def _parse(
+    sigma_rel: Sequence[str | float] | None, shapes: Sequence[str] | None
+) -> tuple[list[float], list[DecayRequest] | None]:
+    """Return the widths and decays that are asked for, or raise the problems of both."""
+    problems: list[str] = []
+    widths: list[float] = []
+    decays: list[DecayRequest] = []
+    with collect_problems(problems):
+        widths = parse_sigma_rels(sigma_rel)
+    with collect_problems(problems):
+        decays = parse_shapes(shapes)
+    if problems:
+        raise UserError(problems)
+    return widths, None if shapes is None else decays
+
+
 def _parse_word(word: str) -> list[float]:
     """Return the widths that one word names; none if it is not understood."""
     *first, last = word.split(":")
@@ -262,11 +312,30 @@ def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]
     return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
 
 
+def _refused(
+    run: SnapshotRun, left_out: Mapping[str, Sequence[str]], unresolved: Sequence[Combination]
+) -> Iterator[str]:
+    """Yield a problem for each decay that was asked for and that the snapshots do not resolve."""
+    steps = len({snapshot.step for snapshot in run.snapshots})
+    advice = (
+        f"there are snapshots of {counted(steps, 'step')} up to step {run.step:,}. Keep them more often (a smaller "
+        "snapshot_freq), of two profiles (sigma_rel 0.05 and 0.10), or ask for a larger part."
+    )
+    for reason, names in left_out.items():
+        yield from (f"--shapes: {name}: {reason} in it; {advice}" for name in names)
+    for combination in unresolved:
+        yield f"--shapes: {missing_in_words(combination)[:-1]}; {advice}"
+
+
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the content of the model file of the chosen width."""
+    """Return the content of the model file of the chosen average."""
     assert chosen.combination is not None
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
-    average = {"profile": POSTHOC, "type": "power", "sigma_rel": chosen.sigma_rel, "gamma": chosen.gamma}
+    average: dict[str, Any] = {"profile": POSTHOC, "sigma_rel": chosen.sigma_rel}
+    if chosen.decay is None:
+        average |= {"type": "power", "gamma": chosen.gamma}
+    else:
+        average |= {"type": "decay", "shape": chosen.decay.shape, "part": chosen.decay.part}
     average |= {"mean_age": chosen.mean_age, "step": run.step, "residual": chosen.combination.residual}
     average |= {"condition": found.condition, "snapshots": len(run.snapshots)}
     head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, run=run.payload.get("run"))

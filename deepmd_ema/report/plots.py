@@ -190,20 +190,19 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
 
 
 def plot_sigma_rels(
-    sigma_rel: Sequence[float],
-    errors: Mapping[str, Sequence[float]],
+    curves: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]],
     others: Mapping[str, tuple[float | None, Mapping[str, float]]],
-    chosen: int,
+    chosen: tuple[float, Mapping[str, float]],
     output: str | Path,
     title: str,
 ) -> Path:
     """Draw errors over the width of an average and return the path of the figure.
 
     Args:
-        sigma_rel: widths, rising.
-        errors: ``E``, ``F``, ``V`` to RMSEs (meV/atom, meV/angstrom, meV/atom) at these widths; nan without a label.
+        curves: by label, widths and their RMSEs (``E``, ``F``, ``V``: meV/atom, meV/angstrom, meV/atom; nan without a
+            label); averages of one kind, by rising width.
         others: name of other weights to their width (None: they have none) and their RMSEs; the live ones first.
-        chosen: index of the width that was chosen.
+        chosen: width and RMSEs of what was chosen.
         output: picture to write.
         title: what was measured.
 
@@ -211,15 +210,21 @@ def plot_sigma_rels(
         UserError: if the picture cannot be written.
     """
     output = picture_file(output, "--plot")
-    panels = [(name, panel) for name, panel in QUANTITIES.items() if np.isfinite(errors.get(name, np.nan)).any()]
+    every = [values for curve in curves.values() for _, values in curve]
+    known = {name for values in every for name, value in values.items() if np.isfinite(value)}
+    panels = [(name, panel) for name, panel in QUANTITIES.items() if name in known]
     with _picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
-            values = np.asarray(errors[name])
-            axis.plot(sigma_rel, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4,
-                      label="made of snapshots")  # fmt: skip
-            axis.plot(sigma_rel[chosen], values[chosen], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8,
-                      zorder=6, label="chosen")  # fmt: skip
-            _draw_others(axis, name, others, values)
+            for curve, (label, points) in enumerate(curves.items()):
+                widths, values = [width for width, _ in points], [values[name] for _, values in points]
+                if curve == 0:
+                    axis.plot(widths, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4, label=label)
+                else:
+                    axis.plot(widths, values, color=INK, lw=1.2, ls=LINES[curve % len(LINES)], marker="s", ms=3.2,
+                              zorder=4, label=label)  # fmt: skip
+            axis.plot(chosen[0], chosen[1][name], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8, zorder=6,
+                      label="chosen")  # fmt: skip
+            _draw_others(axis, name, others, np.array([values[name] for values in every]))
             axis.set(title=panel.title, xlabel="Width of the average, sigma_rel", ylabel=f"RMSE ({panel.unit})")
             axis.set_xscale("log")
             _plain_numbers(axis.xaxis, (1, 2, 5))
@@ -228,12 +233,12 @@ def plot_sigma_rels(
 
 
 def _draw_others(
-    axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], curve: Array
+    axis: Any, name: str, others: Mapping[str, tuple[float | None, Mapping[str, float]]], drawn: Array
 ) -> None:
-    """Draw weights that have a width as a point, others as a horizontal line; distant ones would flatten the curve."""
+    """Draw weights that have a width as a point, others as a horizontal line; distant ones would flatten the curves."""
     colors = (LIVE_COLOR, *OTHER_COLORS)
     live = next(iter(others.values()))[1][name]
-    low, high = min(live, curve.min()), max(live, curve.max())
+    low, high = min(live, drawn.min()), max(live, drawn.max())
     span = high - low or 0.1 * high
     for k, (label, (width, values)) in enumerate(others.items()):
         color = colors[k % len(colors)]

@@ -99,7 +99,7 @@ class Saver:
         averages: the same for each average, by its name.
         bests: best files, which are pruned once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
-        snapshots: kept copies of averages, at a cadence of their own and after the last step.
+        snapshots: kept copies of averages, at a cadence of their own and after the last step, also of a stopped run.
         world: the processes of the run; rank 0 writes.
         tables: their rows are on the disk before a checkpoint, from which a restart goes on without writing them again.
     """

@@ -241,6 +241,10 @@ class Trainer:
     def _leave(self) -> None:
         """Save the current step and end the run."""
         self._raise_if_diverged()
+        # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
+        self.saver.keep_snapshots(
+            [s for s in self.saver.snapshots_due(self.step, True) if self.step % s.every], self.step
+        )
         if self._saved != self.step or self._owes_validation:
             self._save()
         assert self.stop.signal is not None
