@@ -123,7 +123,7 @@ def _what_a_check_depends_on(task: TaskConfig) -> dict[str, object]:
         "labels": list(task.loss.labels),
         "cutoff": descriptor.cutoff,
         "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
-        "inner": descriptor.inner_neighbors() if isinstance(descriptor, HasInnerNeighbors) else None,
+        "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
         "min_pair_dist": _least_distance(task),
     }
 
