@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import tiny_input, write_system
+from toy_models import SECTIONS
 
 from deepmd_ema.cli import main
 from deepmd_ema.config import load_config
@@ -59,6 +60,16 @@ def test_a_second_check_reads_no_array_and_finds_the_same(old, monkeypatch):
         assert getattr(second.neighbors, name) == getattr(first.neighbors, name)
     for name in ("by_rank", "nearest"):
         np.testing.assert_array_equal(getattr(second.neighbors, name), getattr(first.neighbors, name))
+
+
+@pytest.mark.parametrize("descriptor", ["dpa2", "dpa3"])
+def test_descriptors_with_shorter_lists_of_neighbors_are_checked_and_remembered(old, descriptor):
+    """Such runs ended with "Object of type generator is not JSON serializable"."""
+    config = tiny_input(["train"], ["valid"])
+    config["model"]["descriptor"] = SECTIONS[descriptor]
+    Path("input.json").write_text(json.dumps(config))
+    assert was_read(check())
+    assert not was_read(check())
 
 
 def put_nan_keeping_times():

@@ -135,7 +135,7 @@ def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | Non
         "labels": list(task.loss.labels),
         "cutoff": descriptor.cutoff,
         "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
-        "inner": descriptor.inner_neighbors() if isinstance(descriptor, HasInnerNeighbors) else None,
+        "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
         "min_pair_dist": _least_distance(task),
     }
     return memory.key(files, about)
