@@ -52,8 +52,8 @@ def arguments(name):
         "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "tanh_moments": (rows, net),
-        "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces),
-        "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach()),
+        "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces, 23),
+        "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
     }[name]
 

@@ -13,13 +13,16 @@ from test_parallel import config_of
 from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, toy_atoms, toy_model
 
+from deepmd_ema import Potential
 from deepmd_ema.dist.world import World
+from deepmd_ema.interchange import write_dp
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.splines import FIRST, LARGEST_ERROR, MOST
 from deepmd_ema.train import splines as control
-from deepmd_ema.train.splines import FIRST, LARGEST_ERROR, MOST, SplineControl
+from deepmd_ema.train.splines import SplineControl
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -185,8 +188,8 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
 def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
     folder = start("run", 10, SPLINE)
     saved = load(folder / "model.ckpt-10.pt")["splines"]["intervals"]
-    monkeypatch.setattr(control, "FIRST", 512)
-    monkeypatch.setattr(control, "LARGEST_ERROR", {torch.float64: 1e-30})
+    monkeypatch.setattr("deepmd_ema.model.splines.FIRST", 512)
+    monkeypatch.setattr("deepmd_ema.model.splines.LARGEST_ERROR", {torch.float64: 1e-30})
     start("run", 12, SPLINE, restart="model.ckpt.pt")
     assert load(folder / "model.ckpt-12.pt")["splines"]["intervals"] == saved
 
@@ -198,3 +201,20 @@ def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, sta
     saved = load(tmp_path / "model.ckpt-101.pt")["splines"]
     assert saved["checked"] == {"": 100}
     assert all(n > 0 for n in saved["intervals"].values())
+
+
+def test_a_potential_takes_knots_where_there_are_many_pairs_with_the_numbers_of_its_nets(tmp_path):
+    config, model = toy_model(descriptor_changes={"neuron": [50, 100, 200], "type_one_side": True})
+    write_dp(tmp_path / "model.dp", model, config)
+    few, many = (toy_atoms(1, natoms) for natoms in (3, 40))
+    found = {}
+    for choice in ("auto", "direct"):
+        potential = Potential(tmp_path / "model.dp")
+        spline = potential._model.descriptor.spline
+        spline.wanted = choice
+        potential.evaluate(few[0], few[1])
+        assert spline.intervals == 0
+        found[choice] = potential.evaluate(many[0], many[1], CELL)
+        assert (spline.intervals > 0) == (choice == "auto")
+    assert np.abs(found["auto"].force - found["direct"].force).max() < 1e-9 * np.abs(found["direct"].force).max()
+    assert np.abs(found["auto"].energy - found["direct"].energy).max() < 1e-11 * np.abs(found["direct"].energy).max()

@@ -73,6 +73,15 @@ VARIANTS = {
     "hybrid_of_messages": ("hybrid", {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]}, {}),
     "se_e2_a_spline": ("se_e2_a", {"embedding_eval": "spline"}, {}),
     "se_e2_r_spline": ("se_e2_r", {"embedding_eval": "spline", "type_one_side": False}, {}),
+    "se_atten_spline": ("se_atten", {"embedding_eval": "spline", "attn_layer": 0}, {}),
+    "se_atten_spline_one_side": ("se_atten", {"embedding_eval": "spline", "attn_layer": 0, "type_one_side": True}, {}),
+    "se_atten_spline_strip": (
+        "se_atten",
+        {"embedding_eval": "spline", "attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {},
+    ),
+    "se_atten_v2_spline": ("se_atten_v2", {"embedding_eval": "spline", "attn_layer": 0}, {}),
+    "dpa2_spline": ("dpa2", {"embedding_eval": "spline"}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
     "table_dpa3": ("dpa3", {}, TABLE),
 }

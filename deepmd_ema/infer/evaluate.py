@@ -32,6 +32,7 @@ from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_ty
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.splines import choose_for
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
@@ -205,7 +206,10 @@ def predict(
     """
     network, where = loaded.on(device)
     made = partial(sequential_batches, systems, network.layout, cache, labels=labels, frames=frames)
-    evaluated: nn.Module = _compiled(network, next(made()).to(where)) if compiled else network
+    first = next(made(), None)
+    if first is not None and isinstance(network, EnergyModel):
+        choose_for(network, first.to(where))
+    evaluated: nn.Module = _compiled(network, first.to(where)) if compiled and first is not None else network
     batches = made()
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives

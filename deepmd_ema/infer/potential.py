@@ -22,6 +22,8 @@ from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.splines import choose_for
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Potential:
         self._layout = self._model.layout
         self._warned: set[str] = set()
         self._images: Images | None = None  # of the last frame
+        self._pairs_seen = 0  # of the largest batch for which the evaluation of embedding nets was chosen
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -114,18 +117,21 @@ class Potential:
         else:
             find = find_pairs if kept is None else kept.find
             paired = (pair_frame(frame, self._layout, find) for frame in frames)
-            parts = [self._predict(group) for group in iter(lambda: list(islice(paired, size)), [])]
+            parts = [self._predict(self._model, group) for group in iter(lambda: list(islice(paired, size)), [])]
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
         return Prediction(
             *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
               for name, shape in shapes.items())
         )  # fmt: skip
 
-    def _predict(self, paired: Sequence[PairedFrame]) -> dict[str, NDArray[np.float64]]:
+    def _predict(self, model: EnergyModel, paired: Sequence[PairedFrame]) -> dict[str, NDArray[np.float64]]:
         most = np.max([frame.most for frame in paired], axis=0).tolist()
         self._warn_once(most, min(frame.nearest for frame in paired))
         batch = collate(paired, self._layout).to(self._device)
-        found = self._model(batch)
+        if batch.neighbor.numel() > 2 * self._pairs_seen:
+            self._pairs_seen = batch.neighbor.numel()
+            choose_for(model, batch)
+        found = model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}

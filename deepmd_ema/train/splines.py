@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-
-import torch
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.dist.world import World
-from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
+from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.splines import choose, intervals_for, splines_of, use, watched
 from deepmd_ema.tensors import prefix_of
 
-logger = logging.getLogger(__name__)
-
-OPTION = "embedding_eval"
-LARGEST_ERROR = {torch.float64: 1e-8, torch.float32: 1e-6}  # of the derivative of a net, over its largest value
-FEWEST, FIRST, MOST = 32, 64, 1024  # intervals, powers of two
 CHECK_EVERY = 100  # steps of a task
-MARGIN_TO_COARSEN = 8  # times smaller than the largest error must be what fewer knots are expected to give
-NUMBERS_PER_SITE = 1000  # of layers, from which on "auto" takes knots (decision 0055)
-_ROUNDS = 4  # of measuring before the first step
 
 
 @dataclass
@@ -43,6 +33,12 @@ class SplineControl:
     world: World
     checked: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._by_task = {
+            task: {prefix_of(task) + name: spline for name, spline in splines_of(model).items()}
+            for task, model in self.models.by_task.items()
+        }
+
     def begin(self, batches: Mapping[str, Batch], saved: Mapping[str, Any] | None) -> None:
         """Choose the knots.
 
@@ -54,18 +50,18 @@ class SplineControl:
         self.checked = dict(saved["checked"]) if saved else {}
         done: set[Spline] = set()
         for task, batch in batches.items():
-            for name, spline in self._of(task).items():
+            for name, spline in self._by_task[task].items():
                 if spline not in done and spline.wanted != "direct":
                     done.add(spline)
                     if name in known:
                         spline.use(known[name])
                     elif spline.wanted == "spline" or batch.vector.device.type == "cpu":
-                        self._choose(task, name, spline, batch)
+                        choose(name, spline, partial(self._evaluate, task, batch))
 
     def in_words(self) -> str:
         """Return how the embedding nets are evaluated; empty if there is no choice."""
-        splines = {name: s for task in self.models.by_task for name, s in self._of(task).items()}
-        used = {name: s.intervals for name, s in splines.items() if s.intervals}
+        splines = self.state_dict()["intervals"]
+        used = {name: intervals for name, intervals in splines.items() if intervals}
         if not used:
             return "at each pair" if splines else ""
         several = len(splines) > 1
@@ -73,7 +69,8 @@ class SplineControl:
 
     def is_due(self, task: str, step: int) -> bool:
         """Whether the splines of a task are checked before ``step``."""
-        return any(s.intervals for s in self._of(task).values()) and step >= self.checked.get(task, 0) + CHECK_EVERY
+        in_use = any(spline.intervals for spline in self._by_task[task].values())
+        return in_use and step >= self.checked.get(task, 0) + CHECK_EVERY
 
     def check(self, task: str, batch: Batch, step: int) -> None:
         """Measure the error with the weights of now, and change the number of knots where it asks for it.
@@ -81,70 +78,16 @@ class SplineControl:
         Every rank calls this, with its own batch.
         """
         self.checked[task] = step
-        for name, (spline, watch) in self._watched(task, batch).items():
-            _use(name, spline, self.world.all_reduce_max(_intervals_for(watch.error, spline)), watch.error)
+        used = {name: spline for name, spline in self._by_task[task].items() if spline.intervals}
+        seen = watched(used.values(), partial(self._evaluate, task, batch))
+        for name, spline in used.items():
+            error = seen[spline].error
+            use(name, spline, self.world.all_reduce_max(intervals_for(error, spline)), error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to go on with the same knots."""
-        named = {name: spline.intervals for task in self.models.by_task for name, spline in self._of(task).items()}
+        named = {name: spline.intervals for splines in self._by_task.values() for name, spline in splines.items()}
         return {"intervals": named, "checked": dict(self.checked)}
 
-    def _choose(self, task: str, name: str, spline: Spline, batch: Batch) -> None:
-        spline.use(FIRST)
-        for _ in range(_ROUNDS):
-            found = self._watched(task, batch)
-            watch = found[name][1]
-            if spline.wanted == "auto" and watch.numbers < NUMBERS_PER_SITE * watch.sites:
-                spline.use(0)
-                return
-            wanted = _intervals_for(watch.error, spline)
-            if wanted == spline.intervals:
-                return
-            _use(name, spline, wanted, watch.error)
-            if not spline.intervals:
-                return
-
-    def _watched(self, task: str, batch: Batch) -> dict[str, tuple[Spline, Watch]]:
-        """Evaluate a batch without gradients, and return what was seen of each spline in use."""
-        used = {name: spline for name, spline in self._of(task).items() if spline.intervals}
-        for spline in used.values():
-            spline.watch = Watch()
-        try:
-            self.models(task, batch, create_graph=False, need_virial=False)
-            return {name: (spline, spline.watch) for name, spline in used.items() if spline.watch is not None}
-        finally:
-            for spline in used.values():
-                spline.watch = None
-
-    def _of(self, task: str) -> dict[str, Spline]:
-        modules = self.models.by_task[task].named_modules()
-        return {f"{prefix_of(task)}{name}": module for name, module in modules if isinstance(module, Spline)}
-
-
-def _intervals_for(error: float, spline: Spline) -> int:
-    """Return how many intervals ``error`` asks for, which goes with the seventh power of their number."""
-    largest, now = LARGEST_ERROR[spline.precision], spline.intervals
-    if not math.isfinite(error):  # the step that follows says which
-        return now
-    if error > largest:
-        while now <= MOST and error > largest:
-            now, error = 2 * now, error / 2**DEGREE
-        return now
-    while now > FEWEST and error * 2**DEGREE * MARGIN_TO_COARSEN < largest:
-        now, error = now // 2, error * 2**DEGREE
-    return now
-
-
-def _use(name: str, spline: Spline, intervals: int, error: float) -> None:
-    before = spline.intervals
-    if before == intervals:
-        return
-    if intervals <= MOST:
-        logger.debug("%s: %d intervals, after an error of %.1e with %d", name, intervals, error, before)
-        spline.use(intervals)
-        return
-    logger.warning(
-        "%s: with %d intervals, derivatives differ by %.1e of the largest from those of the net, which is not smooth. "
-        "From now on it is evaluated at each pair, as with %s = direct.", name, before, error, OPTION,
-    )  # fmt: skip
-    spline.use(0)
+    def _evaluate(self, task: str, batch: Batch) -> None:
+        self.models(task, batch, create_graph=False, need_virial=False)

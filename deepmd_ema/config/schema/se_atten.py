@@ -58,6 +58,12 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
 
+    embedding_eval: str = option(
+        "auto",
+        choices=("auto", "spline", "direct"),
+        doc="As of se_e2_a; without effect beside attention layers, which see each pair.",
+    )
+
     tebd_input_mode: ClassVar[str] = "strip"
     smooth: ClassVar[bool] = True
 
@@ -66,6 +72,11 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
         yield from self.element_problems(type_map)
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield what attention layers leave without effect."""
+        if self.attn_layer and self.embedding_eval == "spline":
+            yield "embedding_eval", f"attn_layer = {self.attn_layer}"
 
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""

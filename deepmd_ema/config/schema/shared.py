@@ -160,7 +160,7 @@ def embedding_eval_option() -> Any:
     return option(
         "auto",
         choices=("auto", "spline", "direct"),
-        doc="How a training run evaluates the embedding networks. `direct`: at every pair of neighbors. `spline`: on "
+        doc="How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: on "
         "the knots of a spline of degree 7, so many that derivatives differ by less than 1e-8 of the largest (1e-6 in "
         "float32), which is checked while training. `auto`: `spline` on a CPU where there are many pairs. The trained "
         "networks are ordinary ones.",

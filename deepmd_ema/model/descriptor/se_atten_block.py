@@ -12,9 +12,10 @@ from deepmd_ema.model.descriptor.env_statistics import normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
+from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
-from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class SeAttenBlock(ElementBlock):
     def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__(options, sel, num_types, dtype, seed, num_elements=1 if options.type_one_side else 2)
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
+        self.spline = Spline(options.embedding_eval, dtype)
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
@@ -98,13 +100,16 @@ class SeAttenBlock(ElementBlock):
         if dropped is not None:
             rows = rows * (~(dropped & hood.mask))[..., None]
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
-        pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
-        if self.layers:
-            near = mask & (distance < self.rcut)  # the list may reach farther
-            direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
-            for layer in self.attention_layers:
-                pairs = layer(pairs, mask, switch, direction, self.sel)
-        moments = torch.bmm(rows.transpose(1, 2), pairs)
+        if self.spline.intervals and not self.layers:
+            moments = self._moments_on_knots(rows, table, neighbor_type, switch, batch)
+        else:
+            pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
+            if self.layers:
+                near = mask & (distance < self.rcut)  # the list may reach farther
+                direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
+                for layer in self.attention_layers:
+                    pairs = layer(pairs, mask, switch, direction, self.sel)
+            moments = torch.bmm(rows.transpose(1, 2), pairs)
         if width < self.sel:
             moments = moments + self._absent_moments(width, table, filler, batch)
         moments = moments / self.sel
@@ -116,16 +121,40 @@ class SeAttenBlock(ElementBlock):
             shape = s.shape[:-1]
             types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
             return cast("Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1)))
-        num_types = len(table)
-        if self.one_side:
-            of_neighbor = self.pair_embedding(table)
-        else:  # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor would be large
-            both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
-            of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
-            of_neighbor = pick(of_pair, centre[..., 0]).unflatten(-1, (num_types, -1))  # (..., T, M)
-        gate = pick(of_neighbor, neighbor)
+        gate = pick(self._gates(table, centre[..., 0]), neighbor)
         radial: Tensor = self.embedding(s)
         return radial + radial * (gate * switch if self.smooth else gate)
+
+    def _gates(self, table: Tensor, centre: Tensor) -> Tensor:
+        """Return the network of elements for all elements of a neighbor, (T, M), or (..., T, M) by ``centre`` (...)."""
+        assert self.pair_embedding is not None
+        num_types = len(table)
+        if self.one_side:
+            return cast("Tensor", self.pair_embedding(table))
+        # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor would be large
+        both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
+        of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
+        return pick(of_pair, centre).unflatten(-1, (num_types, -1))
+
+    def _moments_on_knots(self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch) -> Tensor:
+        """Return the moments (A, 4, M) of all slots from splines of the network of ``s``."""
+        num_types, s = len(table), rows[..., 0]
+        of_type = one_hot(neighbor, num_types, rows.dtype)
+        if self.pair_embedding is not None:  # G(s) (1 + gate): one function, summed by element
+            gated = of_type * switch[..., None] if self.smooth else of_type
+            by_type = (rows[..., None] * gated[..., None, :]).flatten(2)
+            summed = self.spline(torch.cat([rows, by_type], -1), s, self.embedding).value
+            gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
+            return summed[:, :4] + (summed[:, 4:].unflatten(1, (4, num_types)) * gates).sum(2)
+        left = (rows[..., None] * of_type[..., None, :]).flatten(2)
+        if self.one_side:
+            return self.spline(left, s, self.embedding, table).value
+        # a function for each element of the centre as well: atoms of one element at once
+        parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
+        return torch.cat([
+            self.spline(of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1)).value
+            for of_centre, its_s, centre in parts
+        ])  # fmt: skip
 
     def _absent_moments(self, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
         """Return what the slots beyond those of the batch add to the moments (A, 4, M).

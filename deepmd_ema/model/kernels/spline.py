@@ -14,6 +14,9 @@ atom::
 
 So the cost of a net does not grow with the number of pairs, and there is no number per pair and channel. The error goes
 with the eighth power of the spacing of the knots, that of the derivative with the seventh.
+
+Where G also depends on elements there are several functions of s, and ``left`` has a column for each, which is zero for
+the pairs of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
 
-# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, B splines, P = DEGREE + 1
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, B splines, P = DEGREE + 1, N functions
 
 DEGREE = 7
 MARGIN = 12  # intervals beyond both ends, over which the effect of the ends decays by 0.535 each
@@ -57,9 +60,9 @@ class SplineSum:
     """``sum_k left[k] G(s_k)`` over the neighbors of each atom, and its vector-Jacobian product.
 
     Attributes:
-        left: (A, K, C).
+        left: (A, K, C N), a column for each of the N functions, one after the other.
         basis: at each s.
-        coefficients: (B, M) of the net, a function of its parameters.
+        coefficients: (N B, M) of the functions, one after the other; functions of the parameters of the net.
         value: (A, C, M), a function of the parameters of the net.
     """
 
@@ -69,9 +72,9 @@ class SplineSum:
     value: Tensor
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``left`` (A, K, C) and s (A, K) from that of the value."""
+        """Return the gradients with respect to ``left`` (A, K, C N) and s (A, K) from that of the value."""
         basis = self.basis
-        return _spline_sum_vjp(grad_value, self.coefficients, self.left, basis.first, basis.values)
+        return _spline_sum_vjp(grad_value, self.coefficients, self.left, basis.first, basis.values, basis.size)
 
 
 class Spline(nn.Module):
@@ -109,17 +112,25 @@ class Spline(nn.Module):
             for name, value in (("units", units), ("solve", solve), ("pieces", _pieces_and_slopes())):
                 setattr(self, name, torch.from_numpy(value).to(self.units.device))
 
-    def forward(self, left: Tensor, s: Tensor, net: Network) -> SplineSum:
-        """Return ``sum_k left[k] net(s_k)``, from ``left`` (A, K, C) and s (A, K)."""
+    def forward(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None) -> SplineSum:
+        """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
+
+        Args:
+            left: (A, K, C N) of each pair.
+            s: (A, K) first input of the net.
+            net: whose functions of s these are.
+            beside: (N, inputs) further inputs that make N functions of the net; None: it has no other.
+        """
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
         spacing = ((high - low) / self.intervals).clamp(min=LEAST_SPACING)
         # in float64: derivatives amplify the rounding of coefficients by 1 / spacing
         sites = low.double() + spacing.double() * self.units
-        coefficients = self.solve @ net(sites[:, None])
+        coefficients = torch.cat([self.solve @ values for values in net(inputs_at(sites, beside)).unbind(0)])
         if self.watch is not None:
-            self.watch.look(s.numel(), net, coefficients, sites, spacing.double(), self.pieces)
-        return _spline_sum(left, s, coefficients.to(s.dtype), low, spacing, self.pieces.to(s.dtype))
+            self.watch.look(s.numel(), net, beside, coefficients, sites, spacing.double(), self.pieces)
+        size = len(self.solve)
+        return _spline_sum(left, s, coefficients.to(s.dtype), low, spacing, self.pieces.to(s.dtype), size)
 
 
 @dataclass
@@ -137,20 +148,37 @@ class Watch:
     error: float = 0.0
 
     def look(
-        self, num_pairs: int, net: Network, coefficients: Tensor, sites: Tensor, spacing: Tensor, pieces: Tensor
+        self,
+        num_pairs: int,
+        net: Network,
+        beside: Tensor | None,
+        coefficients: Tensor,
+        sites: Tensor,
+        spacing: Tensor,
+        pieces: Tensor,
     ) -> None:
-        """Note one net, given its coefficients (B, M), its sites, and what they are made with."""
+        """Note one net, given its further inputs, its coefficients (N B, M), its sites, and what they are made with."""
+        functions = 1 if beside is None else len(beside)
         self.numbers += num_pairs * sum(layer.weight.shape[1] for layer in net.stack)
-        self.sites += len(sites)
+        self.sites += functions * len(sites)
         half = torch.full_like(spacing, 0.5) ** torch.arange(DEGREE + 1, device=spacing.device)
         _, slope = (half @ pieces).view(2, -1)
         with torch.no_grad():
-            found = torch.stack([c.T @ slope for c in coefficients.unfold(0, DEGREE + 1, 1).mT]) / spacing
+            windows = coefficients.view(functions, -1, coefficients.shape[1]).unfold(1, DEGREE + 1, 1)
+            found = windows @ slope / spacing
             first = sites[0] + (MARGIN + 0.5) * spacing
-            middles = first + spacing * torch.arange(len(found), device=spacing.device)
-            expected = net.value_and_derivative(middles[:, None])[1]
+            middles = first + spacing * torch.arange(found.shape[1], device=spacing.device)
+            expected = net.value_and_derivative(inputs_at(middles, beside))[1]
             worst = (found - expected).abs().max() / expected.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
         self.error = max(self.error, float(worst))
+
+
+def inputs_at(s: Tensor, beside: Tensor | None) -> Tensor:
+    """Return the inputs (N, S, 1 + further ones) of a net at (S,) numbers, beside each of N rows of further inputs."""
+    if beside is None:
+        return s[None, :, None]
+    further = beside.to(s.dtype)[:, None].expand(-1, len(s), -1)
+    return torch.cat([s[:, None].expand(len(beside), -1, -1), further], -1)
 
 
 def _interpolation(intervals: int) -> tuple[np.ndarray, np.ndarray]:
@@ -214,25 +242,28 @@ def _dense(first: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def _plain_sum(
-    left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor
+    left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int
 ) -> SplineSum:
-    basis = _basis(s, low, spacing, pieces, len(coefficients))
+    basis = _basis(s, low, spacing, pieces, size)
     # each place is written once: unlike index_add, this has no order that could change
-    summed = torch.bmm(left.transpose(1, 2), _dense(basis.first, basis.values[..., 0, :], basis.size))
-    return SplineSum(left, basis, coefficients, summed @ coefficients)
+    summed = torch.bmm(left.transpose(1, 2), _dense(basis.first, basis.values[..., 0, :], size))
+    value = summed.view(summed.shape[0], left.shape[2] * size // len(coefficients), len(coefficients)) @ coefficients
+    return SplineSum(left, basis, coefficients, value)
 
 
-def _plain_vjp(grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor) -> Any:
-    along = (grad_value @ coefficients.T).transpose(1, 2)
-    of_left, through_s = (torch.bmm(_dense(first, part, len(coefficients)), along) for part in values.unbind(-2))
+def _plain_vjp(
+    grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    along = (grad_value @ coefficients.T).view(left.shape[0], left.shape[2], size).transpose(1, 2)
+    of_left, through_s = (torch.bmm(_dense(first, part, size), along) for part in values.unbind(-2))
     return of_left, (through_s * left).sum(-1)
 
 
 def _sum_by_hand(
-    left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor
+    left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int
 ) -> SplineSum:
-    basis = _basis(s.detach(), low, spacing, pieces, len(coefficients))
-    value, _ = _SplineSum.apply(left, s, coefficients, basis.first, basis.values)
+    basis = _basis(s.detach(), low, spacing, pieces, size)
+    value, _ = _SplineSum.apply(left, s, coefficients, basis.first, basis.values, size)
     return SplineSum(left, basis, coefficients, value)
 
 
@@ -240,17 +271,21 @@ class _SplineSum(torch.autograd.Function):
     """The sum, with a gradient that is differentiable by the coefficients and by the gradient that it is given."""
 
     @staticmethod
-    def forward(left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        (num_atoms, _, columns), (size, channels) = left.shape, coefficients.shape
+    def forward(
+        left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor, size: int
+    ) -> tuple[Tensor, Tensor]:
+        num_atoms, _, columns = left.shape
         summed = left.new_empty(num_atoms, columns, size)
         for part in _portions(first, size):
             weights = _dense_once(first[part], values[part, :, :1], size)
             torch.bmm(left[part].transpose(1, 2), weights, out=summed[part])
-        return torch.mm(summed.view(-1, size), coefficients).view(num_atoms, columns, channels), summed
+        summed = summed.view(num_atoms, columns * size // len(coefficients), len(coefficients))
+        value = torch.mm(summed.flatten(0, 1), coefficients)
+        return value.view(*summed.shape[:2], coefficients.shape[1]), summed
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        left, _, coefficients, first, values = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        left, _, coefficients, first, values, ctx.size = inputs
         ctx.save_for_backward(left, coefficients, first, values, output[1])
         ctx.mark_non_differentiable(output[1])
 
@@ -259,10 +294,10 @@ class _SplineSum(torch.autograd.Function):
         left, coefficients, first, values, summed = ctx.saved_tensors
         of_left = of_s = of_coefficients = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            of_left, of_s = _SplineVjp.apply(grad_value, coefficients, left, first, values)
+            of_left, of_s = _SplineVjp.apply(grad_value, coefficients, left, first, values, ctx.size)
         if ctx.needs_input_grad[2]:
             of_coefficients = summed.flatten(0, 1).T @ grad_value.flatten(0, 1)
-        return of_left, of_s, of_coefficients, None, None
+        return of_left, of_s, of_coefficients, None, None, None
 
 
 class _SplineVjp(torch.autograd.Function):
@@ -270,9 +305,9 @@ class _SplineVjp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor
+        grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor, size: int
     ) -> tuple[Tensor, Tensor]:
-        (num_atoms, num_slots, columns), size = left.shape, len(coefficients)
+        num_atoms, num_slots, columns = left.shape
         along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
         along = along.view(num_atoms, columns, size).transpose(1, 2).contiguous()
         # rows of all P places from any one on: they overlap, and are only read
@@ -289,23 +324,24 @@ class _SplineVjp(torch.autograd.Function):
         return of_left, of_s
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.size = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_left: Tensor, grad_s: Tensor) -> tuple[Tensor | None, ...]:
         grad_value, coefficients, left, first, values = ctx.saved_tensors
-        (num_atoms, _, columns), size = left.shape, len(coefficients)
+        (num_atoms, _, columns), size = left.shape, ctx.size
         summed = left.new_empty(num_atoms, columns, size)
         for part in _portions(first, 2 * size):
             weights = _dense_once(first[part], values[part], size)
             both = torch.cat([grad_left[part], grad_s[part, :, None] * left[part]], 1)
             torch.bmm(both.transpose(1, 2), weights, out=summed[part])
-        flat = summed.view(-1, size)
+        flat = summed.view(-1, len(coefficients))
         of_value = torch.mm(flat, coefficients).view(grad_value.shape)
         of_coefficients = torch.mm(flat.T, grad_value.flatten(0, 1))
-        return of_value, of_coefficients, None, None, None
+        return of_value, of_coefficients, None, None, None, None
 
 
 def _dense_once(first: Tensor, values: Tensor, size: int) -> Tensor:

@@ -158,9 +158,11 @@ class Network(nn.Module):
             grad = layer.vjp(grad, derivative)
         return x.sum(1), grad
 
-    def value_and_derivative(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (B, M) of a network of one input and its derivative (B, M)."""
-        x, dx = s, torch.ones_like(s)
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (B, M) and its derivative (B, M) with respect to the first input."""
+        dx = torch.ones_like(x)
+        if x.shape[-1] > 1:
+            dx = torch.cat([dx[..., :1], torch.zeros_like(x[..., 1:])], -1)
         for layer in self.stack:
             x, derivative = layer.with_derivative(x)
             dx = layer.jvp(dx, derivative)
