@@ -429,10 +429,6 @@ def _write_alloy(folder: Path) -> None:
 
 
 def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> str:
-    missing: dict[tuple[str, int, int], list[str]] = {}
-    for job in jobs:
-        if job not in done:
-            missing.setdefault((job.name, job.seed, job.budget), []).append(job.recipe)
     parts = [
         f"# One run at a constant rate beside runs that decay, {common.today()}",
         f"RMSE on the frames that chose nothing: median over the seeds (each seed). Models of {SMALL['neuron']}, rcut "
@@ -459,13 +455,21 @@ def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.N
                 parts += [f"## {name}: {quantity}, {UNITS[quantity]}", common.table(header, rows)]
     parts += _choices(done)
     parts += _beside_wsd(done)
-    if missing:
-        lines = [
-            f"- {name}, seed {seed}, {budget} steps: {', '.join(recipes)}"
-            for (name, seed, budget), recipes in sorted(missing.items())
-        ]
-        parts += ["## Not finished", "\n".join(lines)]
+    if missing := _missing(jobs, done):
+        parts += ["## Not finished", "\n".join(missing)]
     return "\n\n".join(parts)
+
+
+def _missing(jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> list[str]:
+    """Return a line for each seed and budget of which something is missing."""
+    lines: dict[tuple[int, int], list[str]] = {}
+    for seed, budget, name in dict.fromkeys((job.seed, job.budget, job.name) for job in jobs):
+        of_set = [job for job in jobs if (job.seed, job.budget, job.name) == (seed, budget, name)]
+        left = [job.recipe for job in of_set if job not in done]
+        if left:
+            words = name if len(left) == len(of_set) else f"{name} ({'; '.join(left)})"
+            lines.setdefault((seed, budget), []).append(words)
+    return [f"- seed {seed}, {budget} steps: {', '.join(words)}" for (seed, budget), words in sorted(lines.items())]
 
 
 def _rows(name: str, quantity: str, done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> list[list[str]]:
