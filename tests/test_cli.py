@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import types
@@ -301,3 +302,24 @@ def test_a_name_cannot_steer_the_terminal(capsys):
     """Names of files come from archives and other people."""
     assert cli.main(["show", "\x1b[2Jmodel.pt"]) == 2
     assert capsys.readouterr().err.startswith("dp-ema: \\x1b[2Jmodel.pt: no such file")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of the GNU C library")
+def test_freed_memory_is_kept_unless_the_user_says_what_to_do_with_it():
+    """In a process of its own: it lasts."""
+    code = """
+import resource, sys
+import torch
+from deepmd_ema.cli.memory import keep_freed_memory
+kept = keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(10_000_000)  # more than the C library keeps by itself
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(kept, faults() < 4_000)
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    for more, said in (({}, "True True"), ({"MALLOC_ARENA_MAX": "2"}, "False False")):
+        assert run_python("-c", code, env=env | more).stdout.strip() == said

@@ -10,7 +10,7 @@ from toy_models import TRICLINIC, toy_atoms
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import env_mat, moments, norm  # noqa: F401  (they register their kernels)
+from deepmd_ema.model.kernels import env_mat, moments, norm, silu, unit  # noqa: F401  (they register their kernels)
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
@@ -54,6 +54,9 @@ def arguments(name):
         "tanh_moments": (rows, net),
         "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces, 23),
         "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23),
+        "silu": (draw(num_atoms, 8),),
+        "silut": (draw(num_atoms, 8), 10.0),
+        "unit_rows": (draw(num_atoms, 3, 8),),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
     }[name]
 
@@ -110,6 +113,25 @@ def test_gather_and_sum_do_what_loops_do():
     assert not hood.mask.all()
     close(gather_neighbors(node, hood.neighbor, hood.reverse), gathered)
     close(sum_over_reverse(pair, hood.neighbor, hood.reverse), summed)
+
+
+@pytest.mark.parametrize("name", ["silu", "silut", "unit_rows"])
+def test_activations_and_unit_rows_have_the_second_derivatives_of_their_plain_twins(name):
+    (x, *more), results = arguments(name), []
+    weight = draw(*x.shape, seed=7)
+    for call in (KERNELS[name].by_hand, KERNELS[name].plain):
+        _, vjp = torch.func.vjp(lambda x, call=call: call(torch.tanh(x * weight), *more), x)
+        (grad,) = vjp(draw(*x.shape, seed=8).detach())
+        results.append([grad, *torch.autograd.grad((grad * draw(*x.shape, seed=9).detach()).sum(), [x, weight])])
+    for by_hand, plain in zip(*results, strict=True):
+        close(by_hand, plain)
+    assert torch.autograd.gradgradcheck(lambda x: KERNELS[name].by_hand(x, *more), (draw(2, 3),))
+
+
+def test_silut_bends_where_its_input_is_large():
+    z = torch.linspace(-3, 3, 13, dtype=torch.float64)
+    close(silu.silut(z, 1.0), KERNELS["silut"].plain(z, 1.0))
+    close(silu.silut(z[z < 1], 1.0), silu.silut(z, 1.0)[z < 1])
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from deepmd_ema.cli.memory import keep_freed_memory
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
 from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated
@@ -34,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train."""
+    keep_freed_memory()
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

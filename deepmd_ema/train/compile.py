@@ -29,7 +29,7 @@ from deepmd_ema.train.task import TaskMixture
 logger = logging.getLogger(__name__)
 
 OPTION = "training.enable_compile"
-# measured, benchmarks/results/2026-11-22-compile.md: 0.09 to 0.13 s of one core for each operation of an eager step
+# measured, benchmarks/results/2026-11-22-compile.md: 0.07 to 0.13 s of one core for each operation of an eager step
 SECONDS_PER_OPERATION = 0.1
 LARGEST_SHARE = 0.05  # of a run that "auto" spends on trying
 TURNS = 5  # of measuring: the least time counts

@@ -13,8 +13,8 @@ from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normal
 from deepmd_ema.model.descriptor.repflow_layer import Geometry, RepflowLayer
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.kernels.silu import activation_function
 from deepmd_ema.model.kernels.switch import exponential_switch, switch
-from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
@@ -46,7 +46,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor):
         super().__init__(config, num_types, seed, config.repflow.n_dim)
         flow = config.repflow
         self.flow, self.num_features = flow, flow.n_dim
-        self.act = activation(config.activation_function).value
+        self.act = activation_function(config.activation_function)
         generator = torch.Generator().manual_seed(seed_for("repflow", self.start))
         self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
         self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.kernels.gather import gather_neighbors
-from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.kernels.silu import activation_function
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.seeds import seed_for
@@ -76,7 +76,7 @@ class RepflowLayer(nn.Module):
         angles_matter: bool = True,
     ) -> None:
         super().__init__()
-        self.options, self.act = options, activation(act).value
+        self.options, self.act = options, activation_function(act)
         self.edges_matter, self.angles_matter = edges_matter, angles_matter
         n, e, a = options.n_dim, options.e_dim, options.a_dim
         generator = torch.Generator().manual_seed(seed_for("layers", seed))

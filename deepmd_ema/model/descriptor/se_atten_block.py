@@ -13,6 +13,7 @@ from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.kernels.unit import unit_rows
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
@@ -54,7 +55,7 @@ class SeAttenBlock(ElementBlock):
                     self.num_channels,
                     options.attn,
                     gated=options.attn_dotr,
-                    normalize=options.normalize,
+                    unit_rows=unit_rows if options.normalize else None,
                     scaling=scaling,
                     smooth=options.smooth,
                     dtype=dtype,

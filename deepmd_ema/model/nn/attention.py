@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
@@ -26,7 +26,7 @@ class GatedAttention(nn.Module):
         width: M.
         hidden: H.
         gated: whether weights are multiplied by the cosines of the angles between neighbors.
-        normalize: whether queries, keys and values have length 1.
+        unit_rows: gives queries, keys and values (..., H) the length 1; None leaves them as they are.
         scaling: factor of the product of query and key.
         smooth: whether weights vanish with the switch of either neighbor.
         dtype: precision of the parameters.
@@ -39,14 +39,14 @@ class GatedAttention(nn.Module):
         hidden: int,
         *,
         gated: bool,
-        normalize: bool,
+        unit_rows: Callable[[Tensor], Tensor] | None,
         scaling: float,
         smooth: bool,
         dtype: torch.dtype,
         seed: int,
     ) -> None:
         super().__init__()
-        self.gated, self.normalize, self.scaling, self.smooth = gated, normalize, scaling, smooth
+        self.gated, self.unit_rows, self.scaling, self.smooth = gated, unit_rows, scaling, smooth
         self.in_proj = linear(width, 3 * hidden, dtype, seed_for("in_proj", seed))
         self.out_proj = linear(hidden, width, dtype, seed_for("out_proj", seed))
 
@@ -60,20 +60,18 @@ class GatedAttention(nn.Module):
             direction: (A, K, 3), unit vectors, 0 where there is none.
             num_slots: slots of an atom with those that are not here; the empty ones count in a smooth softmax.
         """
-        query, key, value = self.in_proj(pairs).chunk(3, -1)
-        if self.normalize:
-            query, key, value = (functional.normalize(x, dim=-1) for x in (query, key, value))
+        projected = self.in_proj(pairs).unflatten(-1, (3, -1))
+        query, key, value = (projected if self.unit_rows is None else self.unit_rows(projected)).unbind(-2)
         logits = torch.bmm(query * self.scaling, key.transpose(1, 2))
         both = switch[:, :, None] * switch[:, None, :]
         if self.smooth:
             logits = (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT
-            weights = softmax_with_absent(logits, num_slots) * both
+            weights, factor = softmax_with_absent(logits, num_slots), both  # 0 where there is no neighbor
         else:
-            weights = masked_softmax(logits, mask[:, None, :])
-        weights = weights * mask[:, :, None]
+            weights, factor = masked_softmax(logits, mask[:, None, :]), mask[:, :, None].to(logits.dtype)
         if self.gated:
-            weights = weights * torch.bmm(direction, direction.transpose(1, 2))
-        return self.out_proj(torch.bmm(weights, value))
+            factor = factor * torch.bmm(direction, direction.transpose(1, 2))
+        return self.out_proj(torch.bmm(weights * factor, value))
 
     def of_no_neighbor(self, pairs: Tensor) -> Tensor:
         """Return what attention adds to the channels (..., M) of an empty slot, which attends to nothing."""

@@ -1,0 +1,25 @@
+"""How the C library of the process treats memory that is freed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h of the GNU C library
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep freed memory for the next step, and return whether it does.
+
+    By default it gives large blocks back to the system, which hands them out page by page again, filled with zeros: a
+    third of the time of a training step of dpa3 on a CPU. The largest memory of a run stays the same. Nothing is
+    changed where the user has set ``MALLOC_*`` or ``GLIBC_TUNABLES``, or where it is not the GNU C library.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    # no blocks of their own, which are always given back, and no giving back of the end of the heap
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
