@@ -23,7 +23,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ FRAMES_PER_BATCH = {"water": 1, "molecules": 4, "alloy": 2}
 SMALL = {"rcut": 4.5, "rcut_smth": 0.5, "neuron": [8, 16, 32], "axis_neuron": 8, "precision": "float32"}
 SNAPSHOTS, CHECKPOINTS = 25, 100  # steps between two; the wsd runs go on from checkpoints
 CHOSEN, LIVE = "chosen", "live"
+AS_WSD = "linear, as wsd"  # the linear decay over the part of wsd, made of snapshots
 STYLES = {
     "constant, chosen": {"color": "#D55E00", "marker": "o", "lw": 2.4},
     "constant, p05": {"color": "#E69F00", "marker": ".", "ls": "--"},
@@ -161,16 +162,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _in_order(args: argparse.Namespace) -> list[Job]:
-    """Return all jobs: small budgets and the first seed come first, so that a page can be made early."""
+    """Return all jobs: small budgets and the first seed come first, so that a page can be made early; the ramp last."""
     jobs = [
         Job(name, seed, recipe, budget, args.work)
         for seed in args.seeds
         for budget in sorted(args.budgets)
         for name in args.sets
-        for recipe in (CONSTANT, *DECAYED)
+        for recipe in (CONSTANT, *reversed(DECAYED))  # wsd, the shortest, first
     ]
     large = {budget: max(0, k - 2) for k, budget in enumerate(sorted(args.budgets))}
-    return sorted(jobs, key=lambda job: (args.seeds.index(job.seed) + large[job.budget], args.seeds.index(job.seed)))
+    turn = {job: args.seeds.index(job.seed) + large[job.budget] + (job.recipe == RAMP) for job in jobs}
+    return sorted(jobs, key=lambda job: (turn[job], args.seeds.index(job.seed)))
 
 
 def _print_cost(jobs: Sequence[Job], left: Sequence[Job]) -> None:
@@ -323,11 +325,15 @@ def _of_constant(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     kinds: dict[str, int] = {}
     for k in sorted(scores, key=scores.get):
         kinds.setdefault(rows[k].decay.shape if rows[k].decay else "length", k)
+    wanted = dict(kinds)
+    for k, row in enumerate(rows):
+        if row.decay and row.decay.shape == "linear" and abs(row.decay.part - DECAY_PART) < 0.1 * DECAY_PART:
+            wanted[AS_WSD] = k
     measured, _, _ = measure_combinations(
-        run, [rows[k].combination for k in kinds.values()], models, task.name, test, cpu
+        run, [rows[k].combination for k in wanted.values()], models, task.name, test, cpu
     )
     errors = {row.name: _errors(row.errors) for row in measured if row.combination is None}
-    made = {kind: _errors(row.errors) for kind, row in zip(kinds, measured[-len(kinds) :])}
+    made = {kind: _errors(row.errors) for kind, row in zip(wanted, measured[-len(wanted) :])}
     names = {kind: rows[k].name if rows[k].decay else f"sigma_rel {rows[k].sigma_rel:.3f}" for kind, k in kinds.items()}
     winner = next(kind for kind, k in kinds.items() if k == best)
     details = {"chosen": winner, "names": names, "errors": made, "left_out": left_out}
@@ -423,10 +429,6 @@ def _write_alloy(folder: Path) -> None:
 
 
 def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> str:
-    missing: dict[tuple[str, int, int], list[str]] = {}
-    for job in jobs:
-        if job not in done:
-            missing.setdefault((job.name, job.seed, job.budget), []).append(job.recipe)
     parts = [
         f"# One run at a constant rate beside runs that decay, {common.today()}",
         f"RMSE on the frames that chose nothing: median over the seeds (each seed). Models of {SMALL['neuron']}, rcut "
@@ -452,19 +454,28 @@ def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.N
                 ]
                 parts += [f"## {name}: {quantity}, {UNITS[quantity]}", common.table(header, rows)]
     parts += _choices(done)
-    if missing:
-        lines = [
-            f"- {name}, seed {seed}, {budget} steps: {', '.join(recipes)}"
-            for (name, seed, budget), recipes in sorted(missing.items())
-        ]
-        parts += ["## Not finished", "\n".join(lines)]
+    parts += _beside_wsd(done)
+    if missing := _missing(jobs, done):
+        parts += ["## Not finished", "\n".join(missing)]
     return "\n\n".join(parts)
+
+
+def _missing(jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> list[str]:
+    """Return a line for each seed and budget of which something is missing."""
+    lines: dict[tuple[int, int], list[str]] = {}
+    for seed, budget, name in dict.fromkeys((job.seed, job.budget, job.name) for job in jobs):
+        of_set = [job for job in jobs if (job.seed, job.budget, job.name) == (seed, budget, name)]
+        left = [job.recipe for job in of_set if job not in done]
+        if left:
+            words = name if len(left) == len(of_set) else f"{name} ({'; '.join(left)})"
+            lines.setdefault((seed, budget), []).append(words)
+    return [f"- seed {seed}, {budget} steps: {', '.join(words)}" for (seed, budget), words in sorted(lines.items())]
 
 
 def _rows(name: str, quantity: str, done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> list[list[str]]:
     rows = []
     for budget in sorted(args.budgets):
-        # one row compares the same seeds: those of which every recipe is there
+        # one row compares the same seeds: those of which every recipe is there, but for the ramp
         found = {
             recipe: {
                 job.seed: result["errors"]
@@ -473,14 +484,20 @@ def _rows(name: str, quantity: str, done: dict[Job, dict[str, Any]], args: argpa
             }
             for recipe in (CONSTANT, *DECAYED)
         }
-        seeds = [seed for seed in args.seeds if all(seed in errors for errors in found.values())]
+        compared = [recipe for recipe in found if recipe != RAMP]
+        seeds = [seed for seed in args.seeds if all(seed in found[recipe] for recipe in compared)]
         if not seeds:
             continue
         cells = [[found[CONSTANT][seed][w][quantity] for seed in seeds] for w in (LIVE, "p05", CHOSEN)]
-        decayed = {recipe: [found[recipe][seed][CHOSEN][quantity] for seed in seeds] for recipe in DECAYED}
+        decayed = {
+            recipe: [found[recipe][seed][CHOSEN][quantity] for seed in seeds]
+            for recipe in DECAYED
+            if all(seed in found[recipe] for seed in seeds)
+        }
         best = min(decayed, key=lambda recipe: statistics.median(decayed[recipe]))
         ratio = statistics.median(cells[-1]) / statistics.median(decayed[best])
-        numbers = [median_and_each(values) for values in (*cells, *decayed.values())]
+        numbers = [median_and_each(values) for values in cells]
+        numbers += [median_and_each(decayed[recipe]) if recipe in decayed else "" for recipe in DECAYED]
         rows.append([str(budget), *numbers, best, f"{ratio:.2f}"])
     return rows
 
@@ -509,6 +526,30 @@ def _choices(done: dict[Job, dict[str, Any]]) -> list[str]:
         "energy, meV/atom, and force, meV/angstrom. In bold what ranked first."
     )
     return ["## What was chosen of the constant runs", text, common.table(header, rows)]
+
+
+def _beside_wsd(done: dict[Job, dict[str, Any]]) -> list[str]:
+    """Return how a decay made of snapshots compares with the decay that it stands for."""
+    rows = []
+    for job, result in sorted(done.items(), key=lambda pair: (SETS.index(pair[0].name), pair[0].seed, pair[0].budget)):
+        made = result["details"].get("errors", {}).get(AS_WSD)
+        real = done.get(replace(job, recipe="wsd"))
+        if made is None or real is None:
+            continue
+        rows.append([job.name, str(job.seed), str(job.budget)])
+        for name in METRICS:
+            values = (result["errors"][LIVE][name], made[name], real["errors"][LIVE][name])
+            rows[-1] += [f"{value:.4g}" for value in values]
+    if not rows:
+        return []
+    words = ("constant, live", f"linear {100 * DECAY_PART:g} % of snapshots", "wsd, live")
+    header = ["set", "seed", "steps", *(f"{name}: {word}" for name in METRICS for word in words)]
+    text = (
+        f"The same decay made and run: live weights before it (of the constant run), the linear decay over the last "
+        f"{100 * DECAY_PART:g} % made of its snapshots, and live weights of the wsd run, which is the same run up to "
+        "where the decay begins. Energy in meV/atom, force in meV/angstrom."
+    )
+    return ["## A decay made of snapshots beside the same decay in the run", text, common.table(header, rows)]
 
 
 def _plot(done: dict[Job, dict[str, Any]], picture: Path) -> None:

@@ -1,6 +1,6 @@
 """Training on data sets larger than memory: start-up, memory over time, and the share of time waiting for data.
 
-usage: python benchmarks/large_data.py [--frames 20000] [--kinds npy systems mixed lmdb hdf5] [--output PAGE]
+usage: python benchmarks/large_data.py [--frames 20000 ...] [--kinds npy systems mixed lmdb hdf5] [--output PAGE]
 
 Makes sets of small molecules whose energies and forces are those of a harmonic potential, and trains on each twice.
 A set is made once per size and kept in --work. 1,000,000 frames of 9 atoms take 270 MB and, with --kinds npy systems,
@@ -75,15 +75,15 @@ def main() -> None:
     args = _arguments()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = []
-    for kind in args.kinds:
-        frames = max(2000, args.frames // FEWER[kind])
+    for frames, kind in ((max(2000, number // FEWER[kind]), kind) for number in args.frames for kind in args.kinds):
         folder = args.work / f"{kind}-{frames}"
         seconds = make_set(folder, kind, frames, min(NUM_SYSTEMS, max(10, frames // 100)))
         print(f"{folder}: {frames:,} frames, made in {seconds:.1f} s", flush=True)
         rows += _measure(folder, kind, frames, args)
         if args.remove:
             shutil.rmtree(folder)
-    command = f"benchmarks/large_data.py --frames {args.frames} --kinds {' '.join(args.kinds)} --steps {args.steps} "
+    numbers, kinds = " ".join(map(str, args.frames)), " ".join(args.kinds)
+    command = f"benchmarks/large_data.py --frames {numbers} --kinds {kinds} --steps {args.steps} "
     page = "\n\n".join(
         [
             f"# Large data sets, {common.today()}",
@@ -91,7 +91,7 @@ def main() -> None:
             f"with energies and forces, se_e2_a, {args.batch} frames a batch; MB of memory are resident: private, and "
             "mapped files. Read are bytes that the process asks the system for, until the first step is done; those "
             f"of the first row of a set with {'an empty' if args.cold else 'whatever'} page cache. Waiting is the "
-            "share of the time of training.  \n"
+            "share of the time of training, from the first batch on.  \n"
             f"On {common.machine(common.programs(None), args.threads, args.device)}.",
             common.table(
                 ["set", "frames", "MB on disk", "start", "first step after, s", "MB read until then",
@@ -107,7 +107,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     common.add_common_options(parser)
-    parser.add_argument("--frames", type=int, default=20_000, help="frames of a set, fewer of some kinds")
+    parser.add_argument("--frames", type=int, nargs="+", default=[20_000], help="frames of a set, fewer of some kinds")
     parser.add_argument("--kinds", nargs="+", default=list(FEWER), choices=list(FEWER), help="how frames are stored")
     parser.add_argument("--steps", type=int, default=300, help="training steps of a run")
     parser.add_argument("--batch", type=int, default=16, help="frames per batch")
@@ -325,7 +325,7 @@ class Watched:
 
 
 def _measure(folder: Path, kind: str, frames: int, args: argparse.Namespace) -> list[list[str]]:
-    place = args.work / f"run-{kind}"
+    place = args.work / f"run-{folder.name}"
     common.write_input(place, _input(folder, args))
     size = sum(file.stat().st_size for file in (folder / "train").rglob("*") if file.is_file())
     rows = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,75 @@ def cpu_copy(tree: Any) -> Any:
 
     The copy shares no memory with ``tree``. A tensor that occurs under several names is copied once.
     """
-    return _cpu_copy(tree, {})
+    copies = HostCopies(wait=True)
+    return map_tensors(copies, tree)
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return nested dictionaries, lists and tuples with every tensor detached, on the CPU, in memory of its own size.
+
+    Tensors that are so already are not copied: the result may share memory with ``tree``.
+    """
+    seen: dict[Any, Tensor] = {}  # a tensor that occurs under several names stays one
+
+    def plain(tensor: Tensor) -> Tensor:
+        key = _place_of(tensor)
+        if key not in seen:
+            host = tensor.detach().to("cpu")
+            seen[key] = host if _fills_its_memory(host) else host.clone(memory_format=torch.contiguous_format)
+        return seen[key]
+
+    return map_tensors(plain, tree)
+
+
+class HostCopies:
+    """Copies in host memory of tensors as they are now; each tensor is copied once, under whatever names it comes.
+
+    Copies from a GPU are enqueued and arrive later. The tensors are referred to as long as this object lives, so that
+    their memory is no other tensor's meanwhile; they must not be changed before the last copy is taken.
+
+    Args:
+        wait: whether a copy is complete when it is returned; else the function from :meth:`arrival` waits for it.
+    """
+
+    def __init__(self, wait: bool = False) -> None:
+        self._wait = wait
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._devices: set[torch.device] = set()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the copy of ``tensor``: of its shape and precision, contiguous, and alone in its memory."""
+        source, key = tensor.detach(), _place_of(tensor)
+        if key not in self._made:
+            later = source.is_cuda and not self._wait
+            # page-locked: a copy to other memory would wait for the device
+            copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=later)
+            self._made[key] = tensor, copy.copy_(source, non_blocking=later)
+            if later:
+                self._devices.add(source.device)
+        return self._made[key][1]
+
+    def arrival(self) -> Callable[[], None]:
+        """Return a function, to be called in any thread, that waits for the copies that were made so far."""
+        events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested dictionaries, lists and tuples with ``change`` of every tensor in its place."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(change, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        changed = [map_tensors(change, value) for value in tree]
+        return tuple(changed) if isinstance(tree, tuple) else changed
+    return tree
 
 
 def content_digest(tree: Any) -> str:
@@ -103,16 +171,13 @@ def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
         yield f"{tree!r};".encode()
 
 
-def _cpu_copy(tree: Any, seen: dict[Any, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        key = (tree.device, tree.data_ptr(), tree.dtype, tuple(tree.shape), tree.stride()) if tree.numel() else id(tree)
-        if key not in seen:
-            copy = torch.empty(tree.shape, dtype=tree.dtype)
-            seen[key] = copy.copy_(tree.detach())
-        return seen[key]
-    if isinstance(tree, Mapping):
-        return {key: _cpu_copy(value, seen) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        copies = [_cpu_copy(value, seen) for value in tree]
-        return tuple(copies) if isinstance(tree, tuple) else copies
-    return tree
+def _place_of(tensor: Tensor) -> Any:
+    """Return what is equal for two tensors if they are the same numbers in the same memory."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is contiguous and all of its memory: files hold the memory behind a tensor."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

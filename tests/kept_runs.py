@@ -13,7 +13,7 @@ from infer_models import random_model
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.config import config_from_dict, to_dict
-from deepmd_ema.train.saver import StateBuilder
+from deepmd_ema.train.saver import StateBuilder, narrowed
 
 AVERAGING = [
     {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True},
@@ -55,8 +55,8 @@ def write_kept_run(
         for name in KEPT if step % every == 0 else ():
             if bank.info(name)["updates"]:
                 path = folder / "snapshots" / f"model_{name}.ckpt-{step}.pt"
-                checkpoint.save(path, payloads.snapshot(name, step))
-    more = {**training_parts(), "averages": bank.state_dict(), **(training or {})}
-    checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, more))
+                checkpoint.save(path, narrowed(payloads.snapshot(name, step), dict(model.named_buffers())))
+    more = {**training_parts(), **(training or {})}
+    checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda _copy: more))
     (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")
     return folder

@@ -184,7 +184,8 @@ for name in ("replace", "fsync", "unlink"):
     setattr(os, name, dying(getattr(os, name)))
 torch.save = dying(torch.save)
 Path.symlink_to = dying(Path.symlink_to)
-best.offer(0.5, 20, lambda: payload(20, "best"))
+best.offer(0.5, 20)
+best.write(20, payload(20, "best"))
 content = payload(20) | {"best": {"live": best.state_dict()}}
 save_together(20, [(live, content), (average, payload(20, "average", "ema"))], [best])
 print("end", count)
@@ -204,7 +205,7 @@ def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatc
         )
         best = BestFiles("best", ".", 1, "E:MAE")
         for step in (5, 10):
-            best.offer(10 / step, step, lambda step=step: payload(step, "best"))
+            submit(best, 10 / step, step)
             content = payload(step) | {"best": {"live": best.state_dict()}}
             save_together(step, [(live, content), (average, payload(step, "average", "ema"))], [best])
         pid = os.fork()
@@ -226,7 +227,7 @@ def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatc
         again.load_state_dict(newest["best"]["live"])
         assert len(again.records) == 1
         assert checkpoint.load(again.path(again.records[0][1]))["step"] == step
-        again.offer(0.5, 20, lambda: payload(20, "best"))
+        submit(again, 0.5, 20)
         save_together(20, [(live, payload(20)), (average, payload(20, "average", "ema"))], [again])
         expected = ["best.ckpt-20.t-1.pt", "checkpoint", "model.ckpt-10.pt", "model.ckpt-20.pt", "model.ckpt.pt"]
         assert names(folder) == [*expected, "model_ema.ckpt-20.pt", "model_ema.ckpt.pt"]
@@ -245,7 +246,10 @@ def best(here):
 
 
 def submit(best, value, step):
-    return best.offer(value, step, lambda: payload(step, "best"))
+    kept = best.offer(value, step)
+    if kept:
+        best.write(step, payload(step, "best"))
+    return kept
 
 
 def test_best_files_carry_their_rank_as_those_of_deepmd_kit(here, best):
@@ -265,10 +269,13 @@ def test_of_equal_values_the_earlier_one_stays_ahead_and_nan_is_never_kept(here,
     assert best.records == [(1.0, 1), (1.0, 4)]
 
 
-def test_no_payload_is_made_for_a_value_that_is_not_kept(best):
+def test_nothing_is_to_be_written_for_a_value_that_is_not_kept(here, best):
     submit(best, 1.0, 1)
     submit(best, 2.0, 2)
-    assert not best.offer(3.0, 3, lambda: pytest.fail("made in vain"))
+    before = names(here)
+    assert not best.offer(3.0, 3)
+    assert names(here) == before
+    assert best.records == [(1.0, 1), (2.0, 2)]
 
 
 def test_what_was_pushed_out_stays_until_a_checkpoint_knows(here):

@@ -14,12 +14,16 @@ from toy_models import SECTIONS
 
 from deepmd_ema.cli import main
 from deepmd_ema.config import load_config
-from deepmd_ema.data.check import remembered
+from deepmd_ema.data import remembered
 from deepmd_ema.data.check.report import DataReport
+from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.formats.npy import Rows
+from deepmd_ema.data.formats.system import DeepmdSystem
+from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import check_unless_unchanged, open_run
+from deepmd_ema.data.source import ReadSpec
 
-MEMORY = ".dp-ema.checked.json"
+MEMORY = Path(".dp-ema.checked")
 
 
 @pytest.fixture
@@ -36,9 +40,9 @@ def old(tmp_path, monkeypatch):
 
 def check(now=None):
     [(name, task)] = load_config("input.json").tasks.items()
-    opened = time.time() if now is None else now
-    data = open_run(load_config("input.json"))[name]
-    return check_unless_unchanged(task, data, Path(MEMORY), opened)
+    memory = Memory(MEMORY, time.time() if now is None else now)
+    data = open_run(load_config("input.json"), {name: memory})[name]
+    return check_unless_unchanged(task, data, memory)
 
 
 def was_read(result):
@@ -125,7 +129,7 @@ def test_options_that_choose_no_data_are_free(old):
 
 def test_files_that_may_change_within_their_time_are_not_known(old):
     assert was_read(check(now=0.0))
-    assert not Path(MEMORY).exists()
+    assert not MEMORY.exists()
     check()
     assert was_read(check(now=0.0))
 
@@ -134,7 +138,7 @@ def test_data_with_problems_are_not_remembered(old):
     put_nan_keeping_times()
     time.sleep(0.01)
     assert check().problems
-    assert not Path(MEMORY).exists()
+    assert not MEMORY.exists()
 
 
 def test_files_that_change_while_they_are_read_are_not_remembered(old, monkeypatch):
@@ -149,43 +153,88 @@ def test_files_that_change_while_they_are_read_are_not_remembered(old, monkeypat
 
     monkeypatch.setattr(remembered.os, "stat", stat)
     assert was_read(check())
-    assert not Path(MEMORY).exists()
+    assert not MEMORY.exists()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[1]", '{"KEY": 3}', '{"KEY": {"neighbors": {}}}', '{"KEY": {"neighbors": []}}']
-)
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"neighbors": {}}', '{"neighbors": []}', "[" * 100_000])
 def test_a_damaged_memory_is_no_memory(old, content):
     check()
-    [key] = json.loads(Path(MEMORY).read_text())
-    Path(MEMORY).write_text(content.replace("KEY", key))
+    [file] = MEMORY.iterdir()
+    file.write_text(content)
     assert was_read(check())
     assert not was_read(check())
 
 
-def test_only_the_newest_results_are_kept(old, monkeypatch):
-    monkeypatch.setattr(remembered, "_MOST_RESULTS", 2)
+def test_only_the_newest_findings_are_kept(old, monkeypatch):
+    monkeypatch.setattr(remembered, "_MOST_FINDINGS", 2)
     for rcut in (3.0, 3.25, 3.5):
         change_input(model__descriptor__rcut=rcut)
         check()
-    assert len(json.loads(Path(MEMORY).read_text())) == 2
+    assert len(list(MEMORY.iterdir())) == 2
     assert not was_read(check())
 
 
 def test_a_memory_that_cannot_be_written_is_a_warning(old, caplog):
-    Path(MEMORY).mkdir()
+    MEMORY.touch()
     assert was_read(check())
     assert "is not remembered" in caplog.text
 
 
 def test_a_second_run_from_the_same_statistics_is_the_same_run(old, monkeypatch):
-    """Its weights are bitwise those of the first, and the label files are read for its batches only."""
+    """Its curve is the same to the last digit, and arrays are read for its batches only."""
     change_input(training__stat_file="statistics", training__numb_steps=2, training__disp_freq=1)
     time.sleep(0.01)
     curves = []
-    for _ in range(2):
+    for number in range(2):
+        if number:
+            monkeypatch.setattr(DeepmdSystem, "chunks", lambda *_: pytest.fail("all frames are read"))
         assert main(["train", "input.json", "--device", "cpu"]) == 0
         curves.append(Path("lcurve.out").read_text())
-        assert Path("statistics.checked.json").is_file()
+        assert len(list(Path("statistics.checked").iterdir())) == 1
     assert curves[0] == curves[1]
-    assert "have not changed" not in curves[0]
+
+
+def test_an_lmdb_data_set_is_read_completely_once(old, monkeypatch):
+    pytest.importorskip("lmdb")
+    pytest.importorskip("msgpack")
+    from test_data_lmdb import toy_records, write_lmdb
+
+    def opened():
+        return open_systems(["train.lmdb"], ReadSpec(["O", "H"], ("energy",), memory=Memory(MEMORY, time.time())))[0]
+
+    write_lmdb(Path("train.lmdb"), toy_records(6))
+    time.sleep(0.01)
+    first = opened()
+    with monkeypatch.context() as patch:
+        patch.setattr("deepmd_ema.data.formats.lmdb._frame", lambda *_: pytest.fail("a frame is read"))
+        second = opened()
+    assert second.frame_sizes.tolist() == first.frame_sizes.tolist()
+    assert (second.notes, second.unread, second.index_of.tolist()) == (
+        first.notes,
+        first.unread,
+        first.index_of.tolist(),
+    )
+    [file] = MEMORY.iterdir()
+    for damaged in ("{}", '{"sizes": 3, "types": [], "names": []}', "nothing"):
+        file.write_text(damaged)
+        assert opened().frame_sizes.tolist() == first.frame_sizes.tolist()
+
+
+def test_arrays_that_are_composed_of_other_files_are_not_known(old):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File("parts.h5", "w") as parts, h5py.File("whole.h5", "w") as file:
+        for group in ("linked", "whole"):
+            for name in ("type.raw", "type_map.raw"):
+                file[f"{group}/{name}"] = Path("train", name).read_text().split()
+        for path in Path("train/set.000").glob("*.npy"):
+            parts[path.stem] = np.load(path)
+            file[f"linked/set.000/{path.name}"] = h5py.ExternalLink("parts.h5", path.stem)
+            layout = h5py.VirtualLayout(parts[path.stem].shape, parts[path.stem].dtype)
+            layout[...] = h5py.VirtualSource("parts.h5", path.stem, parts[path.stem].shape)
+            file.create_virtual_dataset(f"whole/set.000/{path.name}", layout)
+    linked, whole = open_systems(["whole.h5"], ReadSpec(["O", "H"], ("energy",)))
+    assert whole.files() is None
+    assert whole.is_slow
+    assert {file.name for file in linked.files()} == {"whole.h5", "parts.h5"}
+    assert not linked.is_slow
+    np.testing.assert_array_equal(linked.frame(1).coord, whole.frame(1).coord)

@@ -107,3 +107,18 @@ def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, opt
     eager, whole = start("eager", 6), start("compiled", 6, compiled)
     a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
     assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
+
+
+def test_copies_of_a_step_hold_that_step_while_the_device_goes_on():
+    from deepmd_ema.tensors import HostCopies
+
+    weights = torch.arange(1 << 20, device="cuda", dtype=torch.float64)
+    expected, copies = weights.cpu(), HostCopies()
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 64
+    copy = copies(weights)
+    weights.zero_()  # as the next step does
+    assert copy.is_pinned()
+    copies.arrival()()
+    assert torch.equal(copy, expected)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -113,16 +114,47 @@ class Reaper:
         return half
 
 
+class LateReaper(Reaper):
+    """Holds write number ``at`` of the writer up until training has gone on for a step, and kills the process then."""
+
+    def __init__(self, at):
+        super().__init__(at)
+        self.went_on = threading.Event()
+
+    def strikes(self):
+        if not threading.current_thread().name.startswith("dp-ema-writer"):
+            return False
+        strikes = super().strikes()
+        assert not strikes or self.went_on.wait(60)
+        return strikes
+
+
 class EndAfterOneStep(Callback):
-    """Ends the process well before it takes a second step."""
+    """Ends the process well before it takes a second step, when the files of the first are written."""
+
+    last = BEFORE + 1
+
+    def __init__(self, reaper):
+        self.reaper = reaper
 
     def during(self, trainer, phase):
-        if phase == "step" and trainer.step > BEFORE:
+        if phase == "step" and trainer.step == self.last:
+            trainer.saver.writer.wait()
             os._exit(0)
         return nullcontext()
 
 
-def train_and_die(at):
+class EndAfterTwoSteps(EndAfterOneStep):
+    """Ends the process when it has taken a second step, and tells the reaper when its row stands in the table."""
+
+    last = BEFORE + 2
+
+    def in_validation(self, trainer, weights):
+        if trainer.step == self.last:
+            self.reaper.went_on.set()
+
+
+def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
     """Go on in a child process, killed at write ``at``; return whether it was."""
     pid = os.fork()  # as a fork: starting torch anew for each write would take seconds each
     if pid == 0:
@@ -130,8 +162,9 @@ def train_and_die(at):
         os.dup2(null, 1)
         os.dup2(null, 2)
         try:
-            Reaper(at).stand_behind()
-            run_training("input.json", restart="model.ckpt.pt", device="cpu", callback=EndAfterOneStep())
+            reaper = reaper(at)
+            reaper.stand_behind()
+            run_training("input.json", restart="model.ckpt.pt", device="cpu", callback=callback(reaper))
         finally:
             os._exit(9)  # neither killed nor at the end of the step: a fault of the run
     _, status = os.waitpid(pid, 0)
@@ -166,6 +199,19 @@ def test_A12_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, m
     assert not killed, "raise MOST_WRITES"
     # out.json, three tables cut; then three rows and two remarks, two best and two numbered files with their moves, ...
     assert struck > 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("at", range(1, 21, 3))  # of 21 writes
+def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_same_end(stand, monkeypatch, at):
+    parts = stand / f"ahead_{at}"
+    shutil.copytree(stand / "before", parts, symlinks=True)
+    monkeypatch.chdir(parts)
+    assert train_and_die(at, LateReaper, EndAfterTwoSteps)
+    rows = (parts / "lcurve.out").read_text().splitlines()
+    assert int(rows[-1].split()[0]) == BEFORE + 2  # training has gone on
+    run_training("input.json", restart="model.ckpt.pt", device="cpu")
+    assert_same_end(stand / "whole", parts)
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_goes_on(stand, monkeypatch):

@@ -16,9 +16,9 @@ from deepmd_ema.averaging.binding import Binding, RangeShard, canonical, unwrap
 from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signals_wait
 from deepmd_ema.averaging.profile import LIVE, Profile
 from deepmd_ema.averaging.storage import lerp
-from deepmd_ema.dist.dtensor import full_tensor
+from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.tensors import check_weights, cpu_copy, prefix_of
+from deepmd_ema.tensors import HostCopies, check_weights, prefix_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,27 +123,33 @@ class AverageBank:
                 self._exchange = None
 
     @torch.no_grad()
-    def weights(self, name: str, copy: bool = True, keep: bool = True) -> dict[str, Tensor]:
+    def weights(self, name: str, copy: bool | HostCopies = True, keep: bool = True) -> dict[str, Tensor]:
         """Return the model under the average ``name``: averaged tensors, everything else live.
 
         Names and order are those of the state dict. Every rank must call this when weights are sharded.
 
         Args:
             name: of the average; ``live`` for the raw weights, also while an average is swapped in.
-            copy: whether the tensors are copies on the CPU, or may share memory with the averages and the model.
+            copy: whether the tensors are copies on the CPU, or what makes these; else they may share memory with the
+                averages and the model.
             keep: whether this process wants them; else it only takes part in the collectives, and the result is empty.
         """
         average = None if name == LIVE else self._averages[name]
-        averaged = full_tensors(average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep)
+        copies = HostCopies(wait=True) if copy is True else copy or None
+        averaged = full_tensors(average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep, copies)
         found: dict[str, Tensor] = {}
         for task, module in self._modules.items():
             for name, value in unwrap(module).state_dict().items():
                 if isinstance(value, Tensor):
                     key = prefix_of(task) + canonical(name)
-                    whole = averaged.get(key) if key in self._binding.names else full_tensor(value)
-                    if keep and whole is not None:
-                        found[key] = whole
-        return cpu_copy(found) if copy else found
+                    is_averaged = key in self._binding.names
+                    whole = averaged.get(key) if is_averaged else full_tensor(value)
+                    if not keep or whole is None:
+                        continue
+                    if copies is not None and not is_averaged:
+                        whole = whole.cpu() if is_sharded(value) else copies(whole)
+                    found[key] = whole
+        return found
 
     @torch.no_grad()
     def copy_to(self, name: str, module: nn.Module, task: str = "") -> None:
@@ -171,15 +177,18 @@ class AverageBank:
         }
 
     @torch.no_grad()
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+    def state_dict(
+        self, keep: bool = True, weights: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> dict[str, Any]:
         """Return all averages by parameter name with their counters, as copies on the CPU.
 
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.
 
         Args:
             keep: whether this process wants the tensors; else it only takes part in collectives; then there are none.
+            weights: what :meth:`weights` has returned for every average; it is taken as it is and not gathered again.
         """
-        profiles = {}
+        profiles, copy = {}, HostCopies(wait=True)
         for name, average in self._averages.items():
             updates, mean_step = average.counts()
             profiles[name] = {
@@ -187,11 +196,12 @@ class AverageBank:
                 "updates": updates,
                 "mean_age": average.mean_age(self._steps),
                 "mean_step": mean_step,
-                "weights": full_tensors(average, self._exchange, average.storage.shards, keep),
+                "weights": full_tensors(average, self._exchange, average.storage.shards, keep, copy)
+                if weights is None
+                else {n: weights[name][n] for n in average.tensor_names if n in weights[name]},
             }
-        return cpu_copy(
-            {"steps": self._steps, "tasks": list(self._modules), "frozen": self._binding.frozen, "profiles": profiles}
-        )
+        tasks, frozen = list(self._modules), list(self._binding.frozen)
+        return {"steps": self._steps, "tasks": tasks, "frozen": frozen, "profiles": profiles}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | None, step: int = 0) -> None:

@@ -115,7 +115,7 @@ class RangeShard(Shard):
     def full_tensor(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is the local range. A collective."""
         if self._size == 1:
-            return part.detach().view(self.shape)
+            return part.detach().view(self.shape)  # the same memory
         return all_gather_rows(part.detach(), self.parameter.numel(), self._size).view(self.shape)
 
     def local_shard(self, full: Tensor) -> Tensor:

@@ -63,6 +63,11 @@ class Exchange:
             shard.all_gather_into_param()
             self._done = i
 
+    @property
+    def aside(self) -> Iterable[Tensor]:
+        """Live weights that do not stand in the average meanwhile."""
+        return self._aside.values()
+
     def live(self, i: int) -> Tensor:
         """Return the raw weights of shard ``i``, wherever they are now; whole."""
         storage = self.average.storage
@@ -77,12 +82,22 @@ class Exchange:
 
 
 def full_tensors(
-    average: Average | None, exchange: Exchange | None, shards: Sequence[Shard], keep: bool
+    average: Average | None,
+    exchange: Exchange | None,
+    shards: Sequence[Shard],
+    keep: bool,
+    copy: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors of ``shards`` under ``average``, or live where it has none or has not started; all whole.
 
-    Gathered tensors go to host memory, so that the whole model is never on a device that holds a part of it; nothing
-    stays where ``keep`` is off.
+    Gathered tensors go to host memory, so that the whole model is never on a device that holds a part of it.
+
+    Args:
+        average: of the weights, or None for the live ones.
+        exchange: the average that is in the place of the live weights, if there is one.
+        shards: what is wanted.
+        keep: whether this process wants the tensors; else it only takes part in the collectives.
+        copy: makes copies of what is in the memory of the model or of an average; None: it is returned itself.
     """
     # by first name: the shard as it is held there, and what reads it; later entries take the place of earlier ones
     reads: dict[str, tuple[Shard, Callable[[], Tensor]]] = {
@@ -96,11 +111,17 @@ def full_tensors(
         place = exchange if exchange is not None and exchange.average is average else average.storage
         own = average.storage.shards
         reads |= {shard.names[0]: (shard, partial(place.averaged, i)) for i, shard in enumerate(own)}
+    held = {_memory_of(shard.local) for shard in shards}
+    for own_average in filter(None, (average, exchange.average if exchange is not None else None)):
+        held |= {_memory_of(buffer.flat) for buffer in own_average.storage.buffers}
+    held |= {_memory_of(tensor) for tensor in exchange.aside} if exchange is not None else set()
     found: dict[str, Tensor] = {}
     for wanted in shards:
         shard, read = reads[wanted.names[0]]
         tensor = read()  # also without `keep`: it is a collective where shards are gathered
         if keep:
+            if copy is not None and _memory_of(tensor) in held:
+                tensor = copy(tensor)
             found |= dict.fromkeys(wanted.names, tensor.cpu() if shard.is_sharded else tensor)
     return found
 
@@ -131,6 +152,10 @@ def signals_wait() -> Iterator[None]:
             signal.signal(s, handler)
         for number in arrived:
             signal.raise_signal(number)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _swap(one: Tensor, other: Tensor) -> None:

@@ -26,7 +26,7 @@ from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, writing
-from deepmd_ema.tensors import content_digest, cpu_copy
+from deepmd_ema.tensors import content_digest, on_cpu
 from deepmd_ema.weights import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
@@ -70,7 +70,7 @@ def save(
     fallback: Path | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``payload`` to ``path`` in one move, with a digest of it; tensors are copied to the CPU first.
+    """Write ``payload`` to ``path`` in one move, with a digest of it; nothing may change its tensors meanwhile.
 
     Args:
         path: the file; its folder is made if it is missing.
@@ -87,7 +87,7 @@ def save(
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part:
                 with part.open("wb") as file:
-                    content = cpu_copy(payload)
+                    content = on_cpu(payload)
                     torch.save({**content, _DIGEST: content_digest(content)}, file)
                 if check is not None:
                     check(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +100,17 @@ class BestFiles:
         folder: of the files.
         keep: how many are kept.
         metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
-        writes: whether this process writes the files; others keep the records and make the payload, no more.
+        writes: whether this process writes the files; others keep the records, no more.
     """
 
     def __init__(self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True) -> None:
         self.writes = writes
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
+        self._pushed_out: list[tuple[float, int]] = []  # by the last record
 
-    def offer(self, value: float, step: int, payload: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the file of ``step`` if it is among the best, and return whether it is.
+    def offer(self, value: float, step: int) -> bool:
+        """Enter ``value`` if it is among the best, and return whether it is: then :meth:`write` must be called.
 
         Of equal values the earlier one ranks higher; a value that is not finite is never kept.
         """
@@ -118,13 +119,18 @@ class BestFiles:
         if not math.isfinite(value) or rank >= self.keep:
             return False
         records.insert(rank, (value, step))
-        content = payload()
-        if self.writes:
-            save(self._file(step, rank + 1), content)
-        self.records = records[: self.keep]
-        if self.writes:
-            self._arrange(records)
+        self.records, self._pushed_out = records[: self.keep], records[self.keep :]
         return True
+
+    def write(self, step: int, payload: Mapping[str, Any]) -> Path:
+        """Write the file of ``step``, which must be among the best, and give the others their ranks; return its path.
+
+        The records must be those that :meth:`offer` has left.
+        """
+        path = self.path(step)
+        save(path, payload)
+        self._arrange([*self.records, *self._pushed_out])
+        return path
 
     def path(self, step: int) -> Path:
         """Return the file of ``step``, which must be among the best."""

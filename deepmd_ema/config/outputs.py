@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
 SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
-CHECKED = ".checked.json"  # end of the name of a file that remembers the check of the data
+CHECKED = ".checked"  # end of the name of a folder that remembers what was found in the data
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 
@@ -121,7 +121,7 @@ class Outputs:
         return self._config.tasks[task].data.stat_file
 
     def checked_data(self, task: str) -> Path:
-        """Return where the result of the check of the data of a task is remembered: beside the cached statistics."""
+        """Return the folder of what was found in the data of a task: beside the cached statistics if there are any."""
         stat_file = self.stat_file(task)
         if stat_file is not None and self._config.tasks[task].data.stat_file_mode != "read":
             return Path(f"{stat_file}{CHECKED}")

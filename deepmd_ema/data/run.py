@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
-from deepmd_ema.data.check.remembered import CheckResult, identify, recall, remember
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
+from deepmd_ema.data.check.result import CheckResult
 from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, WriteError, collect_problems, counted
@@ -39,8 +39,12 @@ class TaskData(NamedTuple):
     valid: list[FrameSource]
 
 
-def open_run(config: RunConfig) -> dict[str, TaskData]:
+def open_run(config: RunConfig, memories: Mapping[str, Memory] | None = None) -> dict[str, TaskData]:
     """Return the data of every task by its name.
+
+    Args:
+        config: of the run.
+        memories: by task, of what was found in data that have not changed.
 
     Raises:
         DataError: with the problems of all tasks at once, of training and validation data.
@@ -48,7 +52,7 @@ def open_run(config: RunConfig) -> dict[str, TaskData]:
     data: dict[str, TaskData] = {}
     problems: list[str] = []
     for name, task in config.tasks.items():
-        spec = _spec_of(task)
+        spec = replace(_spec_of(task), memory=memories[name] if memories is not None else None)
         opened: list[list[FrameSource]] = []
         for section, given in _sections(task).items():
             opened.append([])
@@ -90,42 +94,51 @@ def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
     return problems
 
 
-def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Path, opened: float) -> DataReport | CheckResult:
+def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> DataReport | CheckResult:
     """Return what the checks find in the data of one task, as remembered if no file of them has changed since.
 
     Args:
         task: its options.
         data: its sources.
-        memory: file of remembered results; one without problems is added.
-        opened: when the sources were opened, seconds since the epoch.
+        memory: of results; one without problems is added.
     """
-    sources = [*data.train, *data.valid]
-    identify_now = partial(identify, sources, _what_a_check_depends_on(task), opened)
-    key = identify_now()
-    known = None if key is None else recall(memory, key)
+    key = _key_of_check(task, data, memory)
+    known = CheckResult.from_dict(memory.recall(key))
     if known is not None:
         return replace(known, problems=_option_problems(task, data))
     report = check_task(task, data)
-    if key is not None and not report.problems and report.neighbors is not None and identify_now() == key:
+    good = not report.problems and report.neighbors is not None
+    if key is not None and good and _key_of_check(task, data, memory) == key:
+        assert report.neighbors is not None
         try:
-            remember(memory, key, CheckResult(report.notes, report.warnings, report.neighbors))
+            memory.remember(key, CheckResult(report.notes, report.warnings, report.neighbors).to_dict())
         except WriteError as error:
             logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
     return report
 
 
-def _what_a_check_depends_on(task: TaskConfig) -> dict[str, object]:
-    """Return the options that change what a check finds, beside those that choose the data."""
-    descriptor = task.model.descriptor
-    return {
+def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | None:
+    """Return what identifies the files of the data and the options that change what a check finds."""
+    descriptor, sources = task.model.descriptor, [*data.train, *data.valid]
+    files: dict[Path, None] = {}  # each once: many systems may be in one file
+    for source in sources:
+        own = source.files()
+        if own is None:
+            return None
+        files |= dict.fromkeys(own)
+    spec = _spec_of(task)
+    about = {
         "task": task.name,
-        "read": asdict(_spec_of(task)),
+        "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
+        "validation": len(data.valid),
+        "read": [list(spec.type_map), list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam],
         "labels": list(task.loss.labels),
         "cutoff": descriptor.cutoff,
         "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
         "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
         "min_pair_dist": _least_distance(task),
     }
+    return memory.key(files, about)
 
 
 def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int) -> dict[str, float]:

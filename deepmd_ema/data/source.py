@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from deepmd_ema.arrays import Array
+from deepmd_ema.data.remembered import Memory
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ReadSpec:
         numb_fparam: frame parameters per frame, 0 for none.
         numb_aparam: atomic parameters per atom, 0 for none.
         default_fparam: frame parameters where the data have none; None to refuse such data.
+        memory: of what was found in files that must be read completely when they are opened; None to read them.
     """
 
     type_map: Sequence[str]
@@ -69,6 +71,7 @@ class ReadSpec:
     numb_fparam: int = 0
     numb_aparam: int = 0
     default_fparam: Sequence[float] | None = None
+    memory: Memory | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:

@@ -22,12 +22,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` gathered from all ranks. Every rank must call this if it is sharded."""
+    """Return ``tensor`` gathered from all ranks, in memory of its own. Every rank must call this if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
     if tensor.placements != (Shard(0),):  # what an operation on shards returned, as a norm
-        return tensor.full_tensor()
+        return tensor.full_tensor().clone()  # where it is the same on all ranks, it is the local one
     # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model are small
     return all_gather_rows(tensor._local_tensor.detach(), tensor.shape[0], mesh.size(), mesh.get_group())
 

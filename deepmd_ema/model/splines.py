@@ -16,7 +16,7 @@ from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
 
 logger = logging.getLogger(__name__)
 
-# of the derivative of a net, over its largest value; forces differ by about a tenth of it
+# of the derivative of a net, over its largest value
 LARGEST_ERROR = {torch.float64: 1e-8, torch.float32: 1e-6}
 FEWEST, FIRST, MOST = 32, 64, 1024  # intervals, powers of two
 MARGIN_TO_COARSEN = 8  # times smaller than the largest error must be what fewer knots are expected to give

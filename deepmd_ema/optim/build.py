@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.dist.dtensor import full_tensor, local_shard, shard_like
+from deepmd_ema.dist.dtensor import full_tensor, is_sharded, local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
+from deepmd_ema.tensors import cpu_copy
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
@@ -115,12 +116,21 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, keep: bool = True
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    keep: bool = True,
+    copy: Callable[[Tensor], Tensor] = cpu_copy,
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
     Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
     sharded, every rank must call this; rank 0 gets all of it, and the others nothing if ``keep`` is off.
+
+    Args:
+        optimizer: one from :func:`build_optimizer`.
+        named_parameters: those that it was made for.
+        keep: whether this rank wants the state.
+        copy: copies to host memory what is not gathered.
     """
     local = _local(optimizer)
     shared = local is not optimizer
@@ -129,7 +139,8 @@ def optimizer_state(
         for key, value in local.state.get(p, {}).items():
             full = full_tensor(value)  # a collective when sharded; one tensor at a time bounds the memory
             if keep or shared:
-                state.setdefault(name, {})[key] = full.to("cpu", copy=True)
+                gathered = shared or is_sharded(value)  # what is sent to rank 0 must have arrived
+                state.setdefault(name, {})[key] = full.to("cpu", copy=shared) if gathered else copy(full)
     if shared:
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(state, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
+from deepmd_ema.tensors import cpu_copy
 
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
@@ -93,13 +94,13 @@ class LKF:
             p.copy_(torch.where(good, p + _from_row(part, p).to(p.dtype), p))
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
         """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""
         return {
             "type": "LKF",
             "parameters": dict(self._shapes),
-            "memory": self._memory.to("cpu", copy=True),
-            "covariances": [c.to("cpu", copy=True) for c in self._covariances],
+            "memory": copy(self._memory),
+            "covariances": [copy(c) for c in self._covariances],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -131,12 +131,14 @@ class IntervalTimes:
         self._spent = dict.fromkeys(_CATEGORIES, 0.0)
         self._since = self._began = time.perf_counter()
         self._waited = 0.0
+        self._first_wait: float | None = None
         self._hinted = False
 
     def waiting_share(self) -> float:
-        """Return the share of all time so far that was spent waiting for data, 0 to 1."""
-        total = max(time.perf_counter() - self._began, 1e-9)
-        return min(1.0, (self._waited + self._spent["data"]) / total)
+        """Return the share of the time since the first batch was there that was spent waiting for others, 0 to 1."""
+        first = self._first_wait or 0.0
+        total = max(time.perf_counter() - self._began - first, 1e-9)
+        return min(1.0, max(0.0, self._waited + self._spent["data"] - first) / total)
 
     @contextmanager
     def of(self, category: str) -> Iterator[None]:
@@ -145,7 +147,10 @@ class IntervalTimes:
         try:
             yield
         finally:
-            self._spent[category] += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self._spent[category] += seconds
+            if category == "data" and self._first_wait is None:
+                self._first_wait, self._began = seconds, begin
 
     def split(self) -> str:
         """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new interval.

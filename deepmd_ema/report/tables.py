@@ -65,9 +65,10 @@ class RowTable:
     def sync(self) -> None:
         """Bring all rows to the disk: call it before a checkpoint, because a restart does not write them again."""
         if not self._is_synced and self._path.is_file():  # a device or a pipe has nothing to flush
+            # set before: another thread may add a row meanwhile, which counts as not flushed
+            self._is_synced, self._synced_at = True, time.monotonic()
             with writing(self._path):
                 sync(self._path)
-            self._is_synced, self._synced_at = True, time.monotonic()
 
     def _add(self, line: str) -> None:
         append(self._path, line if self._begun else self._header + line, anew=not self._begun)

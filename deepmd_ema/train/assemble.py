@@ -11,6 +11,7 @@ from torch import nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count
+from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig, config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.config.schema.optim import LKFConfig
@@ -79,15 +80,16 @@ def assemble(
         world.is_main,
     )
     times = IntervalTimes()
-    validator = _build_validator(prepared, bank, num_steps, builder, world)
     reporter = _build_reporter(config, tasks, bank, num_steps, start.step, times, world)
-    tables = [*reporter.curves.values(), *(row.log for row in validator.rows)]
+    rows = _validated(prepared, num_steps, world)
+    tables = [*reporter.curves.values(), *(row.log for row in rows)]
+    saver = _build_saver(config, num_steps, start.step, builder, rows, tables, world)
     trainer = Trainer(
         tasks=tasks,
         take_step=_build_step(prepared, module, num_steps, world),
         bank=bank,
-        validator=validator,
-        saver=_build_saver(config, num_steps, start.step, builder, validator, tables, world),
+        validator=_build_validator(prepared, bank, num_steps, rows, saver, world),
+        saver=saver,
         reporter=reporter,
         times=times,
         num_steps=num_steps,
@@ -153,28 +155,35 @@ def _build_step(prepared: PreparedRun, module: nn.Module, num_steps: int, world:
     return GradientStep(models, module, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
 
 
-def _build_validator(
-    prepared: PreparedRun, bank: AverageBank | None, num_steps: int, builder: StateBuilder, world: World
-) -> FullValidation:
-    """Return the full validation of the live weights and of every average that asks for it, if any does."""
+def _validated(prepared: PreparedRun, num_steps: int, world: World) -> list[Validated]:
+    """Return the rows of a full validation: the live weights and every average that asks for it, by task."""
     config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
-    tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
     metric, rows = validating.validation_metric, []
     for weights in config.fully_validated:
-        for task in tasks:
+        for task in (name for name, task in prepared.tasks.items() if task.valid):
             log = ValidationLog(outputs.validation_log(weights, task), num_steps, metric) if world.is_main else None
             prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
             best = BestFiles(prefix, folder, keep, metric, writes=world.is_main)
             rows.append(Validated(weights, task, log, best if validating.save_best else None))
+    return rows
+
+
+def _build_validator(
+    prepared: PreparedRun, bank: AverageBank | None, num_steps: int, rows: Sequence[Validated], saver: Saver,
+    world: World,
+) -> FullValidation:  # fmt: skip
+    """Return the full validation of ``rows``, whose best files ``saver`` has written."""
+    validating = prepared.config.validating
+    tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
     # below 1 a fraction of the run, never at 1, a step above it
     start = validating.full_val_start
     first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
-    payload, every = partial(builder.weights, kind="best"), validating.validation_freq
-    return FullValidation(prepared.models, bank, rows, tasks, payload, metric, first, every, world)
+    metric, every, begin = validating.validation_metric, validating.validation_freq, saver.writer.begin
+    return FullValidation(prepared.models, bank, rows, tasks, begin, saver.keep_best, metric, first, every, world)
 
 
 def _build_saver(
-    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, validator: FullValidation,
+    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, rows: Iterable[Validated],
     tables: Iterable[RowTable | None], world: World,
 ) -> Saver:  # fmt: skip
     """Return what writes the files of the live weights and of every average.
@@ -184,7 +193,7 @@ def _build_saver(
         num_steps: steps of the whole run.
         start: steps done before it, at a restart.
         builder: makes the content of the files.
-        validator: whose best files are pruned once a checkpoint knows of them.
+        rows: of full validations, whose best files are pruned once a checkpoint knows of them.
         tables: whose rows are older than a checkpoint; None on ranks that write nothing.
         world: the processes of the run.
     """
@@ -197,16 +206,16 @@ def _build_saver(
 
     return Saver(
         builder,
+        Writer(world),
         series(LIVE, None),
         {a.name: series(a.name, a.ckpt_keep) for a in training.averaging},
-        bests=[row.best for row in validator.rows if row.best is not None],
+        bests=[row.best for row in rows if row.best is not None],
         every=training.save_freq,
         snapshots=[
             Snapshots(a.name, CheckpointSeries(training.save_ckpt, suffix_of(a.name), folder, 0, start), every)
             for a in training.averaging
             if (every := snapshot_every(a, training.save_freq))
         ],
-        world=world,
         tables=[table for table in tables if table is not None],
     )
 

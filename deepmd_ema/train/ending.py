@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import RunConfig
 from deepmd_ema.errors import counted
 from deepmd_ema.report.progress import duration, errors_in_words
@@ -34,6 +35,7 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.in_words()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
+    pairs.append(("saving", _saving_in_words(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     model = next(iter(averages.values()), saver.link)
@@ -43,6 +45,16 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
         pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {input_file} --plot"))
     pairs.append(("next", f"dp-ema freeze -c {model}" + (f" --head {heads[0]}" if heads else "")))
     return facts(f"trained model: {saver.link}", pairs)
+
+
+def _saving_in_words(times: WriterTimes) -> str:
+    if not times.steps:
+        return ""
+    late = f", {counted(times.waits, 'time')} for files of an earlier step" if times.waits else ""
+    return (
+        f"files of {counted(times.steps, 'step')} written in {duration(times.written_s)} beside training, which waited "
+        f"{duration(times.waited_s)} for them{late}"
+    )
 
 
 def _best_lines(trainer: Trainer) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import Schedule
 from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.step import Outcome, Step
 from deepmd_ema.train.task import Task
 
@@ -78,9 +79,9 @@ class KalmanStep(Step):
             prediction = {}
         return Outcome(rate, values, ok)
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
         """Return the covariances of the filter, if this process is to ``keep`` them."""
-        return self._filter.state_dict() if keep else {}
+        return self._filter.state_dict(copy) if keep else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the covariances of ``state``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.tensors import cpu_copy
 
 LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
 
@@ -43,18 +44,19 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
         )
 
 
-def whole_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """Return the state dict with whole tensors, gathered one by one; every rank must call this when sharded.
+def whole_state(model: nn.Module, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Tensor]:
+    """Return the state dict with whole tensors in host memory, gathered one by one; a collective when sharded.
 
     Args:
         model: sharded or not.
         keep: whether this rank wants them; else the result is empty.
+        copy: copies to host memory what is not gathered.
     """
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         whole = full_tensor(value)
         if keep:
-            state[name] = whole.cpu() if is_sharded(value) else whole
+            state[name] = whole.cpu() if is_sharded(value) else copy(whole)
     return state
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.check.remembered import CheckResult
+from deepmd_ema.data.check.result import CheckResult
 from deepmd_ema.data.collate import PairCache, collate
+from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import TaskData, check_unless_unchanged, open_run, task_shares
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
@@ -89,11 +90,15 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     """
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
-    started, opened = time.perf_counter(), time.time()
+    started = time.perf_counter()
+    memories = {name: Memory(Outputs(config).checked_data(name), time.time()) for name in config.tasks}
+    systems: dict[str, TaskData] = {}
+    # rank 0 first: of files that must be read completely it remembers what the others need
+    world.broadcast_from_rank0(lambda: systems.update(open_run(config, memories)))
     with world.all_ranks_ok():
-        systems = open_run(config)
+        systems = systems or open_run(config, memories)
     config, nearest = world.broadcast_from_rank0(
-        partial(_check_data, config, systems, start, skip_neighbor_stat, opened)
+        partial(_check_data, config, systems, memories, start, skip_neighbor_stat)
     )
     checked = time.perf_counter()
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
@@ -111,13 +116,13 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
 
 
 def _check_data(
-    config: RunConfig, systems: Mapping[str, TaskData], start: Start, skip_neighbor_stat: bool, opened: float
+    config: RunConfig, systems: Mapping[str, TaskData], memories: Mapping[str, Memory], start: Start, skip: bool
 ) -> tuple[RunConfig, dict[str, float | None]]:
     """Return the config with ``sel`` resolved and the nearest pair of each task, after checking the data."""
     nearest, found = {}, {}
     problems: list[str] = []
     for name, task in config.tasks.items():
-        report = check_unless_unchanged(task, systems[name], Outputs(config).checked_data(name), opened)
+        report = check_unless_unchanged(task, systems[name], memories[name])
         if isinstance(report, CheckResult):
             logger.info("data%s have not changed since they were checked: %s", f" of {name}" * bool(name), report.date)
         for line in report.notes:
@@ -126,7 +131,7 @@ def _check_data(
             logger.warning("%s", line)
         problems += report.problems
         descriptor = task.model.descriptor
-        if skip_neighbor_stat and descriptor.neighbors is None:
+        if skip and descriptor.neighbors is None:
             place = f"{task.place('model')}.descriptor"
             problems.append(f"--skip-neighbor-stat: {place} ({descriptor.summary()}) needs it. Give numbers.")
         if not report.problems:

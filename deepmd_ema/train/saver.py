@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +15,25 @@ from torch import Tensor, nn
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
-from deepmd_ema.dist.world import World
+from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.report.tables import RowTable
-from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.tensors import HostCopies
 from deepmd_ema.train.bias import OUT_BIAS, Biases
 from deepmd_ema.train.parallel import whole_state
 from deepmd_ema.weights import LIVE
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+MakeState: TypeAlias = Callable[[HostCopies], Mapping[str, Any]]
+"""Returns what a restart needs beside weights and averages, its tensors copied by the argument."""
+
+
+@dataclass
 class StateBuilder:
     """Builds the content of model files; tensors are copies on the CPU, so a later step cannot change them.
+
+    All files of a step share one copy of each tensor, which is forgotten at :meth:`forget` or when another step is
+    asked for: between, neither weights nor averages may change, and no average be swapped in.
 
     Attributes:
         models: the live models.
@@ -33,6 +43,7 @@ class StateBuilder:
             are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
         writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
+        copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
     """
 
     models: nn.Module
@@ -41,37 +52,65 @@ class StateBuilder:
     min_nbor_dist: float | Mapping[str, float | None] | None
     run: str
     writes: bool = True
+    copies: HostCopies = field(default_factory=HostCopies, init=False)
+    _step: int | None = field(default=None, init=False)
+    _models: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
-    def training(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of ``model.ckpt-<step>.pt``: raw weights and everything that a restart needs."""
-        return self._content("training", LIVE, step, {"model": whole_state(self.models, keep=self.writes), **state})
+    def training(self, step: int, state: MakeState) -> dict[str, Any]:
+        """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
+        content = {"model": self._weights(LIVE, step), **state(self.copies)}
+        if self.bank is not None:
+            averaged = {name: self._weights(name, step) for name in self.bank.names}
+            content["averages"] = self.bank.state_dict(self.writes, averaged)
+        return self._content("training", LIVE, step, content)
 
     def weights(self, name: str, step: int, kind: str) -> dict[str, Any]:
         """Return the content of a file of the weights ``name``: ``live``, or an average."""
-        if name == LIVE or self.bank is None:
-            return self._content(kind, name, step, {"model": whole_state(self.models, keep=self.writes)})
-        info, tensors = self.bank.info(name), self.bank.weights(name, copy=False, keep=self.writes)
-        return self._content(kind, name, step, {"average": {"profile": name, **info}, "model": tensors})
+        content: dict[str, Any] = {"model": dict(self._weights(name, step))}
+        if name != LIVE and self.bank is not None:
+            content["average"] = {"profile": name, **self.bank.info(name)}
+        return self._content(kind, name, step, content)
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
-        """Return a copy of the average ``name`` for ``dp-ema posthoc``; trained parameters are narrowed to float32.
-
-        Averaged buffers are not: they are few, and the energies of the elements may be large.
-        """
+        """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be :func:`narrowed`."""
         assert self.bank is not None
         content = self.weights(name, step, "snapshot")
-        if not self.writes:
-            return content
-        averaged = self.bank[name].tensor_names
-        buffers = {n for n, _ in self.models.named_buffers()}
-        narrow = {n: content["model"][n].to(torch.float32) for n in averaged if n not in buffers}
-        return {**content, "averaged": list(averaged), "model": {**content["model"], **narrow}}
+        return {**content, "averaged": list(self.bank[name].tensor_names)} if self.writes else content
+
+    def forget(self) -> None:
+        """Keep no copies any longer than files need them."""
+        self._step, self._models, self.copies = None, {}, HostCopies()
+
+    def _weights(self, name: str, step: int) -> dict[str, Tensor]:
+        if step != self._step:
+            self.forget()
+            self._step = step
+        if name not in self._models:
+            if name == LIVE or self.bank is None:
+                self._models[name] = whole_state(self.models, self.writes, self.copies)
+            else:
+                self._models[name] = self.bank.weights(name, self.copies, self.writes)
+        return self._models[name]
 
     def _content(self, kind: str, weights: str, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
         if not self.writes:
             return {"average": content.get("average")}
         head = checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, run=self.run)
-        return cpu_copy({**head, **content})
+        return {**head, **content}
+
+
+def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, Any]:
+    """Return the content of a snapshot with its trained parameters in float32.
+
+    Averaged buffers stay as they are: they are few, and the energies of the elements may be large.
+
+    Args:
+        snapshot: from :meth:`StateBuilder.snapshot`, its copies complete.
+        buffers: names of the buffers of the models.
+    """
+    parameters = set(snapshot["averaged"]).difference(buffers)
+    model = {n: t.to(torch.float32) if n in parameters else t for n, t in snapshot["model"].items()}
+    return {**snapshot, "model": model}
 
 
 @dataclass(frozen=True)
@@ -91,26 +130,26 @@ class Snapshots:
 
 @dataclass
 class Saver:
-    """Writes the live file and the averaged files of one step as one transaction.
+    """Has the files of a step written beside training; live and averaged files of one step are one transaction.
 
     Attributes:
         builder: makes the content of the files.
+        writer: writes them, in the order in which they are given.
         live: names and rotation of ``model.ckpt-*.pt``.
         averages: the same for each average, by its name.
         bests: best files, which are pruned once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step, also of a stopped run.
-        world: the processes of the run; rank 0 writes.
         tables: their rows are on the disk before a checkpoint, from which a restart goes on without writing them again.
     """
 
     builder: StateBuilder
+    writer: Writer
     live: CheckpointSeries
     averages: Mapping[str, CheckpointSeries]
     bests: Sequence[BestFiles]
     every: int
     snapshots: Sequence[Snapshots]
-    world: World
     tables: Sequence[RowTable] = ()
 
     @property
@@ -128,37 +167,73 @@ class Saver:
 
     def keep_snapshots(self, due: Sequence[Snapshots], step: int) -> None:
         """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
+        self.writer.begin(step)
+        buffers = [name for name, _ in self.builder.models.named_buffers()]
         for kept in due:
             content = self.builder.snapshot(kept.name, step)
-            with self.world.all_ranks_ok():
-                if self.world.is_main and content["average"]["updates"]:
-                    checkpoint.save(kept.series.file(step), content)
-                    kept.series.rotate(step)
+            if content["average"]["updates"]:
+                self._submit(partial(_write_snapshot, kept, step, content, buffers))
 
-    def save(self, step: int, state: Mapping[str, Any], biases: Biases | None = None) -> list[str]:
-        """Write all files of ``step``, move the links, rotate; return the names that were written.
+    def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
+        """Write the best file of ``step``, which ``best`` has entered.
+
+        Args:
+            best: whose file.
+            weights: ``live``, or the name of an average.
+            step: optimizer steps so far.
+            done: called with the path when it is written, in the thread of the writer.
+        """
+        self.writer.begin(step)
+        content = self.builder.weights(weights, step, "best")
+        self._submit(lambda: done(best.write(step, content)))
+
+    def save(self, step: int, state: MakeState, biases: Biases | None = None, words: str = "") -> None:
+        """Write all files of ``step``, then move the links and rotate.
 
         Args:
             step: optimizer steps so far.
-            state: everything a restart needs beside the weights.
+            state: everything a restart needs beside weights and averages.
             biases: by name of the weights the biases (1, T, 1) in eV that were fitted again after the last step, by
                 their names in the models. Averaged files have them in the model; the training file has them beside raw
                 weights, so that a restart stays exact.
+            words: what the log says when all is written, beside the names of the files.
         """
-        extra = {"refitted_bias": {name: _plain_bias(found) for name, found in biases.items()}} if biases else {}
-        files = [(self.live, self.builder.training(step, {**state, **extra}))]
+        self.writer.begin(step)
+        training = self.builder.training(step, state)
+        if biases:
+            training["refitted_bias"] = {name: _plain_bias(found) for name, found in biases.items()}
+        files = [(self.live, training)]
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
-            if biases and self.world.is_main:
+            if biases and self.builder.writes:
                 content["model"].update((n, bias.clone()) for n, bias in biases[name].items())
             files.append((series, content))
-        written: list[Path] = []
-        with self.world.all_ranks_ok():
-            if self.world.is_main:
-                for table in self.tables:
-                    table.sync()
-                written = save_together(step, files, self.bests)
-        return [str(path) for path in written]
+        self._submit(partial(self._write, step, files, words))
+
+    def end_step(self) -> None:
+        """Give the copies of a step free as soon as its files are written: nothing more is due after it."""
+        self.builder.forget()
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        arrived = self.builder.copies.arrival()
+
+        def write() -> None:
+            arrived()
+            job()
+
+        self.writer.submit(write)
+
+    def _write(self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str) -> None:
+        for table in self.tables:
+            table.sync()
+        logger.info("saved %s", ", ".join(map(str, save_together(step, files, self.bests))))
+        if words:
+            logger.info("%s", words)
+
+
+def _write_snapshot(kept: Snapshots, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
+    checkpoint.save(kept.series.file(step), narrowed(content, buffers))
+    kept.series.rotate(step)
 
 
 def _plain_bias(biases: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:

@@ -14,6 +14,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
 from deepmd_ema.optim.schedule import Schedule
+from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.task import Task, TaskMixture
 
 
@@ -56,8 +57,13 @@ class Step:
         """Update the weights with one batch; ``step`` counts from 1."""
         raise NotImplementedError
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return what the optimizer remembers, by parameter name; every rank takes part, those that ``keep`` get it."""
+    def state_dict(self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
+        """Return what the optimizer remembers, by parameter name; every rank takes part, those that ``keep`` get it.
+
+        Args:
+            keep: whether this rank wants it.
+            copy: copies tensors to host memory.
+        """
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,9 +155,9 @@ class GradientStep(Step):
         guarded_step(self._optimizer, 1 - ok)
         return Outcome(rate, values, ok)
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
         """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
-        return optimizer_state(self._optimizer, self._named, keep)
+        return optimizer_state(self._optimizer, self._named, keep, copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""

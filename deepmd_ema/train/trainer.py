@@ -13,12 +13,15 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.dist.launch import END_SIGNALS, handled
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
+from deepmd_ema.tensors import cpu_copy, map_tensors
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.bias import Biases
 from deepmd_ema.train.display import Reporter
@@ -31,6 +34,7 @@ from deepmd_ema.train.validate import FullValidation, ValidationAborted
 logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
+WRITER_FAILED = 1 << 16  # told as a signal is, and larger than all of them
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
@@ -138,6 +142,7 @@ class Trainer:
             try:
                 self.callback.on_start(self)
                 self._loop()
+                self.saver.writer.finish()
             except BaseException:
                 with suppress(OSError, UserError):  # the first error is the one to tell
                     self._close()
@@ -147,6 +152,7 @@ class Trainer:
 
     def _close(self) -> None:
         try:
+            self.saver.writer.close()
             self.reporter.close()
         finally:
             self.tasks.close()
@@ -159,8 +165,9 @@ class Trainer:
                 self._save()
             while self.step < self.num_steps:
                 self.advance()
-                # other ranks are waited for, which on a GPU, where the host runs ahead, is worth it now and then only
-                asks = self.world.device.type == "cpu" or self.step % STEPS_BETWEEN_QUESTIONS == 0
+                # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
+                waits = self.world.size > 1 and self.world.device.type != "cpu"
+                asks = not waits or self.step % STEPS_BETWEEN_QUESTIONS == 0
                 if asks and self._is_stopped() and self.step < self.num_steps:
                     self._leave()
         except ValidationAborted:
@@ -186,11 +193,18 @@ class Trainer:
                     self.bank.update(ok, epoch=number / self.tasks.batches_per_epoch)
             self.callback.after_update(self)
             self._do_what_is_due(task, batch, outcome)
+            self.saver.end_step()
         self.callback.after_step(self)
 
     def _is_stopped(self) -> bool:
-        """Whether some rank was asked to stop: all of them then stop after this step."""
-        asked = self.world.all_reduce_max(self.stop.signal or 0)
+        """Whether some rank was asked to stop: all of them then stop after this step.
+
+        Raises:
+            UserError: if files could not be written since it was asked last.
+        """
+        asked = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else self.stop.signal or 0)
+        if asked == WRITER_FAILED:
+            self.saver.writer.raise_error()
         if asked and self.stop.signal is None:
             self.stop.signal = signal.Signals(asked)
         return asked > 0
@@ -228,15 +242,15 @@ class Trainer:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
                 biases = self.refit()
-            logger.info("saved %s", ", ".join(self._write(biases)))
-            if self.bank is not None:
-                logger.info("averages of step %s: %s", f"{self.step:,}", averages_in_words(self.bank))
+            self._write(biases)
 
-    def _write(self, biases: Biases | None = None) -> list[str]:
+    def _write(self, biases: Biases | None = None) -> None:
+        words = ""
+        if self.bank is not None:
+            words = f"averages of step {self.step:,}: {averages_in_words(self.bank)}"
         with self.times.of("checkpoint"):
-            written = self.saver.save(self.step, self.state_dict(), biases)
+            self.saver.save(self.step, self.state_dict, biases, words)
         self._saved = self.step
-        return written
 
     def _leave(self) -> None:
         """Save the current step and end the run."""
@@ -247,6 +261,7 @@ class Trainer:
         )
         if self._saved != self.step or self._owes_validation:
             self._save()
+        self.saver.writer.finish()
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
@@ -258,17 +273,15 @@ class Trainer:
     def _raise_if_diverged(self) -> None:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a restart needs beside the weights."""
+    def state_dict(self, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
+        """Return everything a restart needs beside weights and averages, with tensors copied to the CPU by ``copy``."""
         state: dict[str, Any] = {
-            "optimizer": self.take_step.state_dict(self.world.is_main),
+            "optimizer": self.take_step.state_dict(self.world.is_main, copy),
             "streams": self.tasks.state_dict(),
-            "display": self.reporter.state_dict(),
+            "display": map_tensors(copy, self.reporter.state_dict()),
             "owes_validation": self._owes_validation,
             "splines": self.splines.state_dict(),
         }
-        if self.bank is not None:
-            state["averages"] = self.bank.state_dict(self.world.is_main)
         if self.validator.rows:
             state["best"] = self.validator.state_dict()
         return state

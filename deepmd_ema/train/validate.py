@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from deepmd_ema.averaging import AverageBank
@@ -60,7 +61,8 @@ class FullValidation:
         bank: averages, or None when only the live weights are validated.
         rows: what is validated, maybe nothing; those of the same weights follow each other.
         tasks: validation frames by task.
-        payload: makes the content of the model file of a set of weights (``live`` or an average) at a step.
+        begin: waits until the files of earlier steps are written, whose remarks come before the rows of a step.
+        keep_best: has the best file of a set of weights written, and a function called with its path when it is.
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
         every: steps between two validations.
@@ -71,7 +73,8 @@ class FullValidation:
     bank: AverageBank | None
     rows: Sequence[Validated]
     tasks: Mapping[str, PreparedTask]
-    payload: Callable[[str, int], Mapping[str, Any]]
+    begin: Callable[[int], None]
+    keep_best: Callable[[BestFiles, str, int, Callable[[Path], None]], None]
     metric: Metric
     start: int | None
     every: int
@@ -86,7 +89,7 @@ class FullValidation:
     def run(
         self, step: int, stopped: Callable[[], bool] = lambda: False, entered: Callable[[str], None] = lambda _: None
     ) -> dict[str, Errors]:
-        """Validate every set of weights, write its rows and its best files; return the errors by name of the row.
+        """Validate every set of weights, write its rows, and have its best files written; return errors by row.
 
         Args:
             step: optimizer steps done.
@@ -105,16 +108,18 @@ class FullValidation:
                     batches = self._until(stopped, self.tasks[row.task])
                     own = evaluate(self.models.of(row.task), batches, self.world.device)
                     errors[row] = Errors(self.world.all_reduce_sum(own.sums))
+        self.begin(step)
         for row, found in errors.items():
             if row.log is not None:
                 row.log.write(step, found)
-            if row.best is not None:
-                value = found.metric(self.metric)
-                with self.world.all_ranks_ok():
-                    kept = row.best.offer(value, step, partial(self.payload, row.weights, step))
-                if kept and row.log is not None:
-                    row.log.write_best(row.best.path(step), self.metric, value)
+            value = found.metric(self.metric)
+            if row.best is not None and row.best.offer(value, step):
+                self.keep_best(row.best, row.weights, step, partial(self._tell_best, row, value))
         return {row.name: found for row, found in errors.items()}
+
+    def _tell_best(self, row: Validated, value: float, path: Path) -> None:
+        if row.log is not None:
+            row.log.write_best(path, self.metric, value)
 
     def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch]:
         batches = partial(sequential_batches, task.valid, task.model.layout, task.cache)

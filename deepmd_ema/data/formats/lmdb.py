@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,7 +19,7 @@ from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom, of_atoms
-from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
+from deepmd_ema.errors import DataError, WriteError, collect_problems, counted, first_few, show_text
 from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
 
 _ATYPE, _META = "atype", "__metadata__"
@@ -141,7 +141,7 @@ def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
 
 
 def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
-    """Return the frames of a data base, after reading all of it once.
+    """Return the frames of a data base, after reading all of it once, unless that is remembered.
 
     Raises:
         DataError: with the first problems of its frames.
@@ -154,10 +154,61 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise DataError(f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements.")
-    sizes, used, seen, problems = list[int](), set[int](), Counter[str](), list[str]()
     known = len(names if names is not None else spec.type_map)
+    index = _index(path, store, meta["nframes"], known, key_format, spec)
+    problems = [] if index.sizes.size else [f"{path}: no frames. Leave it out."]
+    index_of = type_table(str(path), spec.type_map, names, index.types, str(path), problems, _META)
+    if problems:
+        raise DataError(problems)
+    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    read = {*LABELS, *taken, COORD, BOX, _ATYPE, *_DESCRIBE}
+    left = {name: number for name, number in index.names.items() if name not in read}
+    unread = tuple(p for p, number in taken.items() if not number and p in index.names)
+    return LmdbFile(str(path), store, spec, key_format, index_of, index.sizes, left, unread)
+
+
+class _Index(NamedTuple):
+    """What is found in all frames of a data base: their sizes, the types that occur, and how many have each name."""
+
+    sizes: Array
+    types: Array
+    names: Mapping[str, int]
+
+
+def _index(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
+    """Return what is found in all frames, as remembered if the file has not changed since.
+
+    Args:
+        path: of the data base, for messages.
+        store: the same, open.
+        num_frames: number of frames.
+        known: number of types that have a name.
+        key_format: of the number of a frame.
+        spec: what is read.
+
+    Raises:
+        DataError: with the first problems of the frames.
+    """
+    wanted = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
+    about = {"lmdb": str(path), "frames": num_frames, "known": known, "format": key_format, "read": wanted}
+    key = spec.memory.key([store.file], about) if spec.memory is not None else None
+    stored = spec.memory.recall(key) if spec.memory is not None else None
+    with suppress(KeyError, TypeError, ValueError, AttributeError):  # of what something else has written
+        if stored is not None:
+            sizes, types = (np.array(stored[name], np.int64).reshape(-1) for name in ("sizes", "types"))
+            return _Index(sizes, types, {str(name): int(number) for name, number in stored["names"].items()})
+    found = _read_all(path, store, num_frames, known, key_format, spec)
+    if spec.memory is not None and key is not None and spec.memory.key([store.file], about) == key:
+        with suppress(WriteError):  # told when the check of the data is to be remembered in the same place
+            finding = {"sizes": found.sizes.tolist(), "types": found.types.tolist(), "names": dict(found.names)}
+            spec.memory.remember(key, finding)
+    return found
+
+
+def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
+    sizes, used, seen, problems = list[int](), set[int](), Counter[str](), list[str]()
     plain, any_type = np.append(np.arange(known), -1), replace(spec, type_map=[str(t) for t in range(known)])
-    for index in range(meta["nframes"]):
+    for index in range(num_frames):
         with collect_problems(problems, f"{path}: frame {index} (from 0): "):
             record = _frame_record(store, index, key_format)
             sizes.append(len(record[_ATYPE]))
@@ -166,17 +217,9 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
             seen.update(record.keys())
         if len(problems) >= _MOST_PROBLEMS:
             raise DataError([*problems, f"{path}: the frames after this one were not read."])
-    if not sizes and not problems:
-        problems.append(f"{path}: no frames. Leave it out.")
-    real_types = np.array(sorted(t for t in used if t >= 0), np.int64)
-    index_of = type_table(str(path), spec.type_map, names, real_types, str(path), problems, _META)
     if problems:
         raise DataError(problems)
-    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
-    read = {*LABELS, *taken, COORD, BOX, _ATYPE, *_DESCRIBE}
-    left = {name: number for name, number in seen.items() if name not in read}
-    unread = tuple(p for p, number in taken.items() if not number and p in seen)
-    return LmdbFile(str(path), store, spec, key_format, index_of, np.array(sizes, np.int64), left, unread)
+    return _Index(np.array(sizes, np.int64), np.array(sorted(t for t in used if t >= 0), np.int64), seen)
 
 
 def _frame_record(store: _Store, index: int, key_format: str) -> dict[str, Array]:

@@ -1,0 +1,166 @@
+"""The thread that writes the files of a run while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepmd_ema.dist.world import World
+
+_NAME = "dp-ema-writer"
+
+
+@dataclass
+class WriterTimes:
+    """What a writer has done so far.
+
+    Attributes:
+        steps: steps of which files were written.
+        waits: how often training waited for files of an earlier step.
+        waited_s: how long it waited for them, and at its end, in seconds.
+        written_s: seconds that the thread took.
+    """
+
+    steps: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    written_s: float = 0.0
+
+
+class Writer:
+    """Writes files on rank 0 in a thread, in the order of the jobs; other ranks keep in step with it.
+
+    The files of one step may wait together, because they share their tensors. Those of a later step wait for them in
+    :meth:`begin`, before their tensors are copied, so that host memory holds the state of one step at most. What a job
+    refers to must stay as it is until the next :meth:`begin` of another step, :meth:`wait` or :meth:`finish`.
+
+    After a job has failed, all others are dropped; its error is raised once, where training asks for it.
+
+    Args:
+        world: the processes of the run.
+
+    Attributes:
+        times: what was done.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.times = WriterTimes()
+        self._world = world
+        self._step: int | None = None  # whose tensors may be copied
+        self._last: int | None = None  # that had a job
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy = self._ends = self._has_given_up = False
+        self._error: BaseException | None = None
+
+    def begin(self, step: int) -> None:
+        """Wait until all files of earlier steps are written; every rank must call this before it copies for ``step``.
+
+        Raises:
+            UserError: what a job raised, on rank 0; on other ranks :class:`RankLostError`.
+        """
+        with self._world.all_ranks_ok():
+            if step != self._step:
+                self.times.waits += self._is_working()
+                self.wait()
+                self._step = step
+            self._raise()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have ``job`` done after those before it; ranks other than 0 do nothing."""
+        if not self._world.is_main:
+            return
+        with self._changed:
+            if self._has_given_up:
+                return
+            if self._step != self._last:
+                self.times.steps += 1
+                self._last = self._step
+            self._jobs.append(job)
+            if self._thread is None:
+                # a daemon: a process that is to end at once does not wait for a disk that hangs
+                self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error waits to be raised, on this rank."""
+        return self._error is not None
+
+    def raise_error(self) -> None:
+        """Raise what a job raised; every rank must call this.
+
+        Raises:
+            UserError: what a job raised, on rank 0; on other ranks :class:`RankLostError`.
+        """
+        with self._world.all_ranks_ok():
+            self._raise()
+
+    def wait(self) -> None:
+        """Wait until every file is written or given up; call it before files of the run are read."""
+        began = time.perf_counter()
+        with self._changed:
+            while self._is_working():
+                self._changed.wait()
+        self.times.waited_s += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait until every file is written; every rank must call this.
+
+        Raises:
+            UserError: what a job raised, on rank 0; on other ranks :class:`RankLostError`.
+        """
+        with self._world.all_ranks_ok():
+            self.wait()
+            self._raise()
+
+    def close(self) -> None:
+        """Wait until every file is written or given up, and end the thread."""
+        self.wait()
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._ends = True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def _is_working(self) -> bool:
+        return self._busy or bool(self._jobs)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._ends:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._busy = True
+            began = time.perf_counter()
+            error = _error_of(job)
+            del job  # else its tensors would stay until the next one
+            with self._changed:
+                self.times.written_s += time.perf_counter() - began
+                self._busy = False
+                if error is not None:
+                    self._error, self._has_given_up = error, True
+                    self._jobs.clear()
+                self._changed.notify_all()
+
+
+def _error_of(job: Callable[[], None]) -> BaseException | None:
+    try:
+        job()
+    except BaseException as error:  # whatever it is, it is raised again where training asks
+        return error
+    return None
