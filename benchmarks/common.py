@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import os
 import re
@@ -79,9 +80,10 @@ class HaltedRun:
         write_input(folder, config)
         with (folder / "train.log").open("w") as log:
             words = [*command, "train", "input.json", "--skip-neighbor-stat"]
-            return cls(
-                folder, subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
             )
+        return cls(folder, process)
 
     def wait_for(self, step: int, until: float) -> int:
         """Return the first row after ``step``, waiting for it; its time is in ``rows``."""
@@ -392,6 +394,12 @@ def publish(page: str, output: Path | None) -> None:
 def today() -> str:
     """Return the date of a page."""
     return time.strftime("%Y-%m-%d")
+
+
+def _end_with_parent() -> None:
+    """Have this process killed when the one that has started it ends, however that ends: it may be halted then."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _networks(config: dict) -> list[dict]:
