@@ -197,7 +197,7 @@ def lose_file():
         def refuse(*_arguments, **_options):
             raise PermissionError(13, "Permission denied")
 
-        npy.np.fromfile = refuse
+        npy.os.preadv = refuse
 
     _without_cache()
     _after_step(lose)

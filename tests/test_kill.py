@@ -176,7 +176,9 @@ def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
 
 
 def assert_same_end(whole, parts):
-    assert {p.name for p in parts.iterdir()} == {p.name for p in whole.iterdir()}
+    # whether the data are old enough for a check to be remembered depends on when the test runs
+    names = [{p.name for p in folder.iterdir()} - {".dp-ema.checked"} for folder in (parts, whole)]
+    assert names[0] == names[1]
     for name in TABLES:
         assert (parts / name).read_text() == (whole / name).read_text(), name
     for file in whole.glob("*.pt"):

@@ -218,3 +218,10 @@ def test_a_potential_takes_knots_where_there_are_many_pairs_with_the_numbers_of_
         assert (spline.intervals > 0) == (choice == "auto")
     assert np.abs(found["auto"].force - found["direct"].force).max() < 1e-9 * np.abs(found["direct"].force).max()
     assert np.abs(found["auto"].energy - found["direct"].energy).max() < 1e-11 * np.abs(found["direct"].energy).max()
+
+
+def test_numbers_that_are_not_finite_are_seen_in_the_sums():
+    s = 3 * drawn(2, 5, seed=1)
+    s[0, 0] = float("nan")
+    found = on_knots(net_of(), 32, drawn(2, 5, 4), s)
+    assert not torch.isfinite(found.value[0]).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -21,7 +22,7 @@ from deepmd_ema.data.run import TaskData, check_unless_unchanged, open_run, task
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.files import writing
 from deepmd_ema.geometry import NeighborStatistics
 from deepmd_ema.model.bias import change_bias, energies_of
@@ -93,8 +94,13 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     started = time.perf_counter()
     memories = {name: Memory(Outputs(config).checked_data(name), time.time()) for name in config.tasks}
     systems: dict[str, TaskData] = {}
+
+    def open_first() -> None:
+        with suppress(UserError):  # which all ranks see in the next lines
+            systems.update(open_run(config, memories))
+
     # rank 0 first: of files that must be read completely it remembers what the others need
-    world.broadcast_from_rank0(lambda: systems.update(open_run(config, memories)))
+    world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, memories)
     config, nearest = world.broadcast_from_rank0(

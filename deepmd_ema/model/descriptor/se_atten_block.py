@@ -101,7 +101,9 @@ class SeAttenBlock(ElementBlock):
         if dropped is not None:
             rows = rows * (~(dropped & hood.mask))[..., None]
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
-        if self.spline.intervals and not self.layers:
+        # functions for each element of the centre need atoms in the order of their types, which images may lack
+        in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(table)
+        if self.spline.intervals and not self.layers and in_order:
             moments = self._moments_on_knots(rows, table, neighbor_type, switch, batch)
         else:
             pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])

@@ -225,7 +225,8 @@ def _pieces_and_slopes() -> np.ndarray:
 
 def _basis(s: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int) -> Basis:
     place = (s - low) / spacing
-    first = place.detach().floor().clamp(0, size - DEGREE - 1)
+    # a number that is not finite has no place, and is still seen in the weights
+    first = place.detach().floor().nan_to_num(0.0).clamp(0, size - DEGREE - 1)
     u = place - first
     powers = [torch.ones_like(u), u]
     for _ in range(DEGREE - 1):
