@@ -225,3 +225,10 @@ def test_numbers_that_are_not_finite_are_seen_in_the_sums():
     s[0, 0] = float("nan")
     found = on_knots(net_of(), 32, drawn(2, 5, 4), s)
     assert not torch.isfinite(found.value[0]).any()
+
+
+def test_a_restart_with_another_evaluation_chooses_anew(start):  # noqa: F811
+    folder = start("run", 10)  # auto: there are few pairs
+    assert not any(load(folder / "model.ckpt-10.pt")["splines"]["intervals"].values())
+    start("run", 12, SPLINE, restart="model.ckpt.pt", allow_config_change=True)
+    assert all(load(folder / "model.ckpt-12.pt")["splines"]["intervals"].values())

@@ -47,13 +47,14 @@ class SplineControl:
             saved: what :meth:`state_dict` returned in the run that is continued.
         """
         known = dict(saved["intervals"]) if saved else {}
+        wanted = dict(saved["wanted"]) if saved else {}
         self.checked = dict(saved["checked"]) if saved else {}
         done: set[Spline] = set()
         for task, batch in batches.items():
             for name, spline in self._by_task[task].items():
                 if spline not in done and spline.wanted != "direct":
                     done.add(spline)
-                    if name in known:
+                    if wanted.get(name) == spline.wanted:  # not if a restart has changed the option
                         spline.use(known[name])
                     elif spline.wanted == "spline" or batch.vector.device.type == "cpu":
                         choose(name, spline, partial(self._evaluate, task, batch))
@@ -87,7 +88,8 @@ class SplineControl:
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to go on with the same knots."""
         named = {name: spline.intervals for splines in self._by_task.values() for name, spline in splines.items()}
-        return {"intervals": named, "checked": dict(self.checked)}
+        wanted = {name: spline.wanted for splines in self._by_task.values() for name, spline in splines.items()}
+        return {"intervals": named, "wanted": wanted, "checked": dict(self.checked)}
 
     def _evaluate(self, task: str, batch: Batch) -> None:
         self.models(task, batch, create_graph=False, need_virial=False)
