@@ -58,10 +58,8 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
 
-    embedding_eval: str = option(
-        "auto",
-        choices=("auto", "spline", "direct"),
-        doc="As of se_e2_a; without effect beside attention layers, which see each pair.",
+    embedding_eval: str = shared.embedding_eval_option(
+        "As of se_e2_a; without effect beside attention layers, which see each pair."
     )
 
     tebd_input_mode: ClassVar[str] = "strip"

@@ -155,16 +155,14 @@ def precision_option() -> Any:
     return option("default", choices=choices, doc="Precision of the parameters; `default` is float64.")
 
 
-def embedding_eval_option() -> Any:
+def embedding_eval_option(
+    doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: on the "
+    "knots of a spline of degree 7, so many that derivatives differ by less than 1e-8 of the largest (1e-6 in "
+    "float32), which is checked while training. `auto`: `spline` on a CPU where there are many pairs. The trained "
+    "networks are ordinary ones.",
+) -> Any:
     """Declare an option ``embedding_eval``."""
-    return option(
-        "auto",
-        choices=("auto", "spline", "direct"),
-        doc="How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: on "
-        "the knots of a spline of degree 7, so many that derivatives differ by less than 1e-8 of the largest (1e-6 in "
-        "float32), which is checked while training. `auto`: `spline` on a CPU where there are many pairs. The trained "
-        "networks are ordinary ones.",
-    )
+    return option("auto", choices=("auto", "spline", "direct"), doc=doc)
 
 
 def seed_option() -> Any:
