@@ -105,6 +105,44 @@ def move(old: Path, new: Path) -> None:
     sync(new.parent)
 
 
+def replace_folder(part: Path, final: Path) -> None:
+    """Give a folder that was written as ``part`` the name ``final``, and remove the folder that has it.
+
+    A crash at any moment leaves a whole folder as ``final``, or as :func:`spare_of` it.
+    """
+    for folder, _, names in os.walk(part):
+        for name in names:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    spare = spare_of(final)
+    if final.exists():  # no system replaces a folder that is not empty in one move
+        remove(spare)
+        move(final, spare)
+    move(part, final)
+    remove(spare)
+
+
+def spare_of(folder: Path) -> Path:
+    """Return where a folder stands while another one takes its place."""
+    return folder.with_name(f"{folder.name}.old")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder, which no longer has its name when the first of its files goes."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    part = part_of(path)
+    os.replace(path, part)
+    shutil.rmtree(part)
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder, without links."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file == path or not file.is_symlink())
+
+
 def link(path: Path, target: Path) -> None:
     """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in one move."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +199,7 @@ def refuse_inputs(path: Path, option: str, inputs: Iterable[str | Path | None]) 
 
 
 def sweep(folder: Path) -> None:
-    """Remove half-written files in ``folder`` that a killed process has left.
+    """Remove half-written files and folders in ``folder`` that a killed process has left.
 
     A process is asked for on its own machine only; a file of another machine is left after a day.
     """
@@ -170,7 +208,10 @@ def sweep(folder: Path) -> None:
             with suppress(FileNotFoundError):
                 is_ours, age = match["machine"] == this_machine(), time.time() - (folder / name).lstat().st_mtime
                 if not is_running(int(match["pid"])) if is_ours else age > _LEFT_S:
-                    (folder / name).unlink()
+                    if (folder / name).is_dir():
+                        shutil.rmtree(folder / name)
+                    else:
+                        (folder / name).unlink()
 
 
 @cache
@@ -205,24 +246,25 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def part_of(final: Path) -> Path:
+    """Return the path of the half-written form of a file or folder: nobody can foresee it, and :func:`sweep` knows it."""
+    suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
+    mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
+    name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])
+    return final.with_name(name + mark)
+
+
 @contextmanager
 def _taking_the_place_of(final: Path) -> Iterator[Path]:
     """Yield a path beside ``final`` for its half-written form, which is moved there at the end, or removed."""
     sweep(final.parent)
-    part = _part_of(final)
+    part = part_of(final)
     try:
         yield part
         move(part, final)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def _part_of(final: Path) -> Path:
-    suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
-    mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
-    name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])
-    return final.with_name(name + mark)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,73 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import CheckpointError, first_few
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Rows of a tensor that one rank writes.
+
+    Attributes:
+        part: the rows, in host memory.
+        first: number of the first of them.
+        shape: of the whole tensor.
+    """
+
+    part: Tensor
+    first: int
+    shape: tuple[int, ...]
+
+    def to(self, dtype: torch.dtype) -> RowShard:
+        """Return the same rows in another precision."""
+        return replace(self, part=self.part.to(dtype))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that has been left on the disk.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: its precision.
+        read: returns rows, by the number of the first and how many there are.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        """Whether the elements are floating-point numbers."""
+        return self.dtype.is_floating_point
+
+    def whole(self) -> Tensor:
+        """Read all of it."""
+        return self.read(0, self.shape[0] if self.shape else 1)
+
+
+def whole(value: Any) -> Any:
+    """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read; one of two names once."""
+    seen: dict[int, Tensor] = {}
+
+    def change(value: Any) -> Any:
+        if isinstance(value, StoredTensor):
+            if id(value) not in seen:
+                seen[id(value)] = value.whole()
+            return seen[id(value)]
+        if isinstance(value, Mapping):
+            return {key: change(each) for key, each in value.items()}
+        return type(value)(map(change, value)) if isinstance(value, list | tuple) else value
+
+    return change(value)
 
 
 def precision(name: str) -> torch.dtype:

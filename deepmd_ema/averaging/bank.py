@@ -17,6 +17,7 @@ from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signa
 from deepmd_ema.averaging.profile import LIVE, Profile
 from deepmd_ema.averaging.storage import lerp
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import HostCopies, check_weights, prefix_of
 
@@ -123,7 +124,9 @@ class AverageBank:
                 self._exchange = None
 
     @torch.no_grad()
-    def weights(self, name: str, copy: bool | HostCopies = True, keep: bool = True) -> dict[str, Tensor]:
+    def weights(
+        self, name: str, copy: bool | HostCopies = True, keep: bool = True, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
         """Return the model under the average ``name``: averaged tensors, everything else live.
 
         Names and order are those of the state dict. Every rank must call this when weights are sharded.
@@ -133,16 +136,22 @@ class AverageBank:
             copy: whether the tensors are copies on the CPU, or what makes these; else they may share memory with the
                 averages and the model.
             keep: whether this process wants them; else it only takes part in the collectives, and the result is empty.
+            own_rows: takes the rows that this process writes into a sharded checkpoint, which are returned instead.
         """
         average = None if name == LIVE else self._averages[name]
         copies = HostCopies(wait=True) if copy is True else copy or None
-        averaged = full_tensors(average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep, copies)
-        found: dict[str, Tensor] = {}
+        averaged = full_tensors(
+            average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep, copies, own_rows
+        )
+        found: dict[str, Any] = {}
         for task, module in self._modules.items():
             for name, value in unwrap(module).state_dict().items():
                 if isinstance(value, Tensor):
                     key = prefix_of(task) + canonical(name)
                     is_averaged = key in self._binding.names
+                    if own_rows is not None:
+                        found[key] = averaged[key] if is_averaged else own_rows(value)
+                        continue
                     whole = averaged.get(key) if is_averaged else full_tensor(value)
                     if not keep or whole is None:
                         continue
@@ -177,9 +186,7 @@ class AverageBank:
         }
 
     @torch.no_grad()
-    def state_dict(
-        self, keep: bool = True, weights: Mapping[str, Mapping[str, Tensor]] | None = None
-    ) -> dict[str, Any]:
+    def state_dict(self, keep: bool = True, weights: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return all averages by parameter name with their counters, as copies on the CPU.
 
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.

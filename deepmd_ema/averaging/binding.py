@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepmd_ema.dist.dtensor import all_gather_rows, from_local, full_tensor, local_shard, shard_like
-from deepmd_ema.tensors import prefix_of
+from deepmd_ema.tensors import StoredTensor, prefix_of, whole
 
 _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -87,12 +87,16 @@ class Shard:
         """Shape of the full tensor."""
         return tuple(self.parameter.shape)
 
+    def as_tensor(self, part: Tensor) -> Tensor:
+        """Return the tensor of which ``part`` is the local shard, sharded as the parameter is."""
+        return from_local(part.detach(), self.parameter)
+
     def full_tensor(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is the local shard. A collective when sharded."""
-        return full_tensor(from_local(part.detach(), self.parameter))
+        return full_tensor(self.as_tensor(part))
 
-    def local_shard(self, full: Tensor) -> Tensor:
-        """Return the local shard of ``full``, which every rank has."""
+    def local_shard(self, full: Tensor | StoredTensor) -> Tensor:
+        """Return the local shard of ``full``, which every rank has or can read."""
         return shard_like(full, self.parameter)
 
     def all_gather_into_param(self) -> None:
@@ -112,15 +116,20 @@ class RangeShard(Shard):
         self._length = -(-shard.parameter.numel() // self._size)  # of the longest range
         self.local = self.local_shard(shard.parameter.detach().view(-1))  # a reshape may copy: then not live memory
 
+    def as_tensor(self, part: Tensor) -> Tensor:
+        """Return the tensor of which ``part`` is the local range. A collective."""
+        return self.full_tensor(part)
+
     def full_tensor(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is the local range. A collective."""
         if self._size == 1:
             return part.detach().view(self.shape)  # the same memory
         return all_gather_rows(part.detach(), self.parameter.numel(), self._size).view(self.shape)
 
-    def local_shard(self, full: Tensor) -> Tensor:
+    def local_shard(self, full: Tensor | StoredTensor) -> Tensor:
         """Return the local range of ``full``."""
-        return full.reshape(-1)[self._rank * self._length : (self._rank + 1) * self._length]
+        found: Tensor = whole(full)
+        return found.reshape(-1)[self._rank * self._length : (self._rank + 1) * self._length]
 
     @torch.no_grad()
     def all_gather_into_param(self) -> None:

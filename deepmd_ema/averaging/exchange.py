@@ -7,13 +7,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Shard
+from deepmd_ema.dist.dtensor import full_tensor, local_shard
 from deepmd_ema.dist.launch import END_SIGNALS
+from deepmd_ema.dist.own_rows import OwnRows
 
 
 class Exchange:
@@ -69,16 +72,16 @@ class Exchange:
         return self._aside.values()
 
     def live(self, i: int) -> Tensor:
-        """Return the raw weights of shard ``i``, wherever they are now; whole."""
+        """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter is."""
         storage = self.average.storage
         part = self._aside.get(i, storage.tensors[i]) if i < self._done else storage.shards[i].local
-        return storage.shards[i].full_tensor(part)
+        return storage.shards[i].as_tensor(part)
 
     def averaged(self, i: int) -> Tensor:
-        """Return the average of shard ``i``, wherever it is now; whole."""
+        """Return the average of shard ``i``, wherever it is now, sharded as the parameter is or whole."""
         storage = self.average.storage
         in_weights = i < self._done and i not in self._aside
-        return storage.shards[i].full_tensor(storage.shards[i].local) if in_weights else storage.averaged(i)
+        return storage.shards[i].as_tensor(storage.shards[i].local) if in_weights else storage.as_tensor(i)
 
 
 def full_tensors(
@@ -87,7 +90,8 @@ def full_tensors(
     shards: Sequence[Shard],
     keep: bool,
     copy: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, Tensor]:
+    own_rows: OwnRows | None = None,
+) -> dict[str, Any]:
     """Return the tensors of ``shards`` under ``average``, or live where it has none or has not started; all whole.
 
     Gathered tensors go to host memory, so that the whole model is never on a device that holds a part of it.
@@ -98,27 +102,34 @@ def full_tensors(
         shards: what is wanted.
         keep: whether this process wants the tensors; else it only takes part in the collectives.
         copy: makes copies of what is in the memory of the model or of an average; None: it is returned itself.
+        own_rows: takes the rows that this process writes, which are returned instead.
     """
     # by first name: the shard as it is held there, and what reads it; later entries take the place of earlier ones
     reads: dict[str, tuple[Shard, Callable[[], Tensor]]] = {
-        shard.names[0]: (shard, partial(shard.full_tensor, shard.local)) for shard in shards
+        shard.names[0]: (shard, partial(shard.as_tensor, shard.local)) for shard in shards
     }
     if exchange is not None:
         own = exchange.average.storage.shards
         reads |= {shard.names[0]: (shard, partial(exchange.live, i)) for i, shard in enumerate(own)}
     if average is not None and average.started:
         average.flush()
-        place = exchange if exchange is not None and exchange.average is average else average.storage
+        is_swapped = exchange is not None and exchange.average is average
+        read = exchange.averaged if is_swapped else average.storage.as_tensor
         own = average.storage.shards
-        reads |= {shard.names[0]: (shard, partial(place.averaged, i)) for i, shard in enumerate(own)}
+        reads |= {shard.names[0]: (shard, partial(read, i)) for i, shard in enumerate(own)}
     held = {_memory_of(shard.local) for shard in shards}
     for own_average in filter(None, (average, exchange.average if exchange is not None else None)):
         held |= {_memory_of(buffer.flat) for buffer in own_average.storage.buffers}
     held |= {_memory_of(tensor) for tensor in exchange.aside} if exchange is not None else set()
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for wanted in shards:
         shard, read = reads[wanted.names[0]]
-        tensor = read()  # also without `keep`: it is a collective where shards are gathered
+        tensor = read()  # may be a collective
+        if own_rows is not None:
+            is_temporary = _memory_of(local_shard(tensor)) not in held
+            found |= dict.fromkeys(wanted.names, own_rows(tensor, is_temporary))
+            continue
+        tensor = full_tensor(tensor)  # also without `keep`: it is a collective where shards are gathered
         if keep:
             if copy is not None and _memory_of(tensor) in held:
                 tensor = copy(tensor)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from deepmd_ema.averaging.binding import Shard
 from deepmd_ema.averaging.profile import Profile
+from deepmd_ema.dist.dtensor import full_tensor
+from deepmd_ema.tensors import StoredTensor, whole
 
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
 _AT_ONCE = 1 << 17  # elements of live weights that are widened and averaged together: they stay in the cache of a core
@@ -60,13 +62,17 @@ class Storage:
         shard = self.shards[i]
         self.tensors[i].copy_(shard.full_tensor(shard.local) if self._gathered[i] else shard.local)
 
-    def set(self, i: int, full: Tensor) -> None:
+    def set(self, i: int, full: Tensor | StoredTensor) -> None:
         """Set tensor ``i``. A collective when it is sharded."""
-        self.tensors[i].copy_(full if self._gathered[i] else self.shards[i].local_shard(full))
+        self.tensors[i].copy_(whole(full) if self._gathered[i] else self.shards[i].local_shard(full))
+
+    def as_tensor(self, i: int) -> Tensor:
+        """Return tensor ``i``, sharded as its parameter is if it is not kept whole. A collective of ranges."""
+        return self.tensors[i] if self._gathered[i] else self.shards[i].as_tensor(self.tensors[i])
 
     def averaged(self, i: int) -> Tensor:
         """Return tensor ``i``, whole. A collective when it is sharded."""
-        return self.tensors[i] if self._gathered[i] else self.shards[i].full_tensor(self.tensors[i])
+        return full_tensor(self.as_tensor(i))
 
     def local_shard(self, i: int) -> Tensor:
         """Return what belongs into the live shard ``i``. A collective when it is gathered."""

@@ -8,10 +8,8 @@ that a run keeps.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,17 +19,18 @@ import torch
 from torch import Tensor
 
 from deepmd_ema import __version__
-from deepmd_ema.checkpoint.names import numbered, series_and_step, training_series
+from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, write_archive
+from deepmd_ema.checkpoint.folder import SHARDS, is_sharded, read_folder, write_folder
+from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
 from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
-from deepmd_ema.files import atomic_write, writing
-from deepmd_ema.tensors import content_digest, on_cpu
+from deepmd_ema.files import atomic_write, spare_of, writing
+from deepmd_ema.tensors import whole
 from deepmd_ema.weights import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
-
-_DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
 
 # files that a run has written and no command can make again: what they are, and what would be lost
 _NOT_REPLACED = {
@@ -40,8 +39,6 @@ _NOT_REPLACED = {
     "average": ("the average that the run has saved", "it would be gone"),
     "best": ("one of the best files of the run", "it would be gone"),
 }
-_HDF5 = b"\x89HDF\r\n\x1a\n"
-_PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
 _LONGEST_NAME = 4096  # bytes of a path, on any system
 
 
@@ -58,10 +55,6 @@ class DeepmdCheckpointError(CheckpointError):
             f"--finetune start a run from its weights, and `dp-ema convert {path} model.dp` makes a model file of it."
         )
         self.content = content
-
-
-class _DamagedError(Exception):
-    """The bytes are not what was written."""
 
 
 def save(
@@ -86,11 +79,29 @@ def save(
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part:
-                with part.open("wb") as file:
-                    content = on_cpu(payload)
-                    torch.save({**content, _DIGEST: content_digest(content)}, file)
+                write_archive(part, payload)
                 if check is not None:
                     check(part)
+    except WriteError as error:
+        raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
+
+
+def save_sharded(path: Path, payload: Mapping[str, Any], world: World, fallback: Path | None = None) -> None:
+    """Write ``payload`` to the folder ``path``, to which each rank writes its part. Every rank must call this.
+
+    Args:
+        path: the folder.
+        payload: as for :func:`save`, with :class:`~deepmd_ema.tensors.RowShard` in place of tensors that the ranks
+            share out.
+        world: the processes of the run, with a group that nobody else uses meanwhile.
+        fallback: as for :func:`save`.
+
+    Raises:
+        CheckpointError: where it cannot be written; on other ranks :class:`RankLostError`. An older folder is kept.
+    """
+    try:
+        with writing(path):
+            write_folder(path, payload, world)
     except WriteError as error:
         raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
 
@@ -98,15 +109,29 @@ def save(
 def load(path: str | Path) -> dict[str, Any]:
     """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve` takes.
 
+    A sharded checkpoint is read whole, and has the content of a gathered one.
+
     Raises:
         CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks a part, was written
             by a newer version, or is no checkpoint at all.
         DeepmdCheckpointError: if DeePMD-kit has written it.
     """
+    found: dict[str, Any] = whole(load_shards(path))
+    return found
+
+
+def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Return what :func:`load` does, with tensors in the shards of a sharded checkpoint left on the disk.
+
+    Args:
+        path: as for :func:`load`.
+        share: number k and n of the processes that read it together, each of which checks the bytes of its n-th of the
+            shards.
+    """
     path = resolve(path)
     try:
-        return _read(path)
-    except _DamagedError as error:
+        return _read(path, share)
+    except DamagedError as error:
         older = _newest_intact_before(path)
         advice = (
             f"The newest intact checkpoint before it is {older}: go on from that one."
@@ -117,7 +142,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def load_facts(path: str | Path) -> dict[str, Any]:
-    """Return the content of one file with its tensors left on the disk: to look through many files.
+    """Return the content of one checkpoint with its tensors left on the disk: to look through many of them.
 
     Names, shapes and facts are those of :func:`load`, which reads the rest and checks every byte.
 
@@ -125,6 +150,8 @@ def load_facts(path: str | Path) -> dict[str, Any]:
         CheckpointError: as :func:`load` does.
     """
     try:
+        if is_sharded(Path(path)):
+            return _checked(Path(path), read_folder(Path(path), share=None))
         payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # whatever it is: the other way of reading says it in words
         return load(path)
@@ -132,13 +159,13 @@ def load_facts(path: str | Path) -> dict[str, Any]:
 
 
 def resolve(path: str | Path) -> Path:
-    """Return the file that ``path`` means: a file, a name without ``.pt``, or a folder in which a run has saved.
+    """Return the checkpoint that ``path`` means: itself, its name without ``.pt`` or ``.dcp``, or the folder of a run.
 
     Raises:
         CheckpointError: if there is no such file; the checkpoints in that folder are listed.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and not is_sharded(path):
         pointer = path / POINTER
         if not pointer.is_file():
             raise CheckpointError(
@@ -147,9 +174,11 @@ def resolve(path: str | Path) -> Path:
         return _follow(pointer)
     if path.name == POINTER and path.is_file():
         return _follow(path)
-    for candidate in (path, path.with_name(path.name + ".pt")):
-        if candidate.is_file():
+    for candidate in (path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES)):
+        if candidate.is_file() or is_sharded(candidate):
             return candidate
+        if is_sharded(spare_of(candidate)):  # a kill has hit the moment at which a newer folder took its place
+            return spare_of(candidate)
         if candidate.is_symlink():
             raise CheckpointError(f"{candidate}: links to {os.readlink(candidate)}, which is missing. {_nearby(path)}")
     raise CheckpointError(f"{path}: no such file. {_nearby(path)}")
@@ -170,7 +199,7 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
         what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
     path = Path(path)
     real = path.resolve()
-    use = "Use a training checkpoint (model.ckpt-*.pt)"
+    use = "Use a training checkpoint (model.ckpt-*.pt or .dcp)"
     files = numbered(real.parent, training_series(real.name, payload["weights"]))
     if files:
         partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
@@ -318,68 +347,14 @@ def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | 
     return profile
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read and check one file; :class:`_DamagedError` if its bytes were lost or changed."""
-    try:
-        _check_archive(path)
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-        expected = payload.pop(_DIGEST, None) if isinstance(payload, dict) else None
-        if expected is not None and expected != content_digest(payload):
-            raise _DamagedError("its content is not what was written (another digest)")
-    except (CheckpointError, _DamagedError):
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
-            f"dp-ema did not write it. If DeePMD-kit did, `dp --pt freeze -c {path} -o model.pth` and `dp "
-            "convert-backend model.pth model.dp` make a model.dp of it, which dp-ema reads."
-        ) from error
-    except PermissionError as error:
-        raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}).") from error
-    except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
-        raise _DamagedError(f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from error
+def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Read and check one checkpoint; :class:`DamagedError` if its bytes were lost or changed."""
+    if path.is_dir():
+        return _checked(path, read_folder(path, share))
+    payload = read_archive(path)
+    if isinstance(payload, dict) and SHARDS in payload:
+        raise CheckpointError(f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}.")
     return _checked(path, payload)
-
-
-def _check_archive(path: Path) -> None:
-    """Check every byte against the archive's checksums, which ``torch.load`` does not do."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    if not head:
-        raise _DamagedError("the file is empty")
-    if head == _HDF5:
-        raise CheckpointError(
-            f"{path}: a frozen model (.dp, HDF5), not a checkpoint. Give it a name that ends in .dp; all commands but "
-            "--restart read it then."
-        )
-    if head[:2] != b"PK":
-        raise CheckpointError(f"{path}: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt.")
-    if not zipfile.is_zipfile(path):
-        raise _DamagedError(f"cut off after {path.stat().st_size} bytes")
-    with zipfile.ZipFile(path) as archive:
-        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise CheckpointError(
-                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `dp convert-backend {path} "
-                f"{path.with_suffix('.dp')}` with DeePMD-kit makes a .dp of it, which dp-ema reads."
-            )
-        _check_entries(archive)
-        bad = archive.testzip()
-    if bad is not None:
-        raise _DamagedError(f"the checksum of {bad} is wrong")
-
-
-def _check_entries(archive: zipfile.ZipFile) -> None:
-    """Check that every entry is as torch writes it.
-
-    torch has a reader of its own, which takes a compressed entry or one with the attributes of a folder for something
-    else than Python's does: then the checksum is right and the weights are wrong.
-    """
-    names = set()
-    for entry in archive.infolist():
-        plain = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
-        if not plain or entry.external_attr or entry.flag_bits & ~_PLAIN_FLAGS or entry.filename in names:
-            raise _DamagedError(f"the entry {entry.filename} of the archive is not as it was written")
-        names.add(entry.filename)
 
 
 def _checked(path: Path, payload: Any) -> dict[str, Any]:
@@ -392,7 +367,7 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
                 f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
         check_content(payload, path)
-        return {name: part for name, part in payload.items() if name != _DIGEST}
+        return {name: part for name, part in payload.items() if name != DIGEST}
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
     if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
         raise DeepmdCheckpointError(path, payload)
@@ -406,7 +381,7 @@ def _newest_intact_before(path: Path) -> Path | None:
         return None
     older = {s: p for s, p in numbered(real.parent, found[0]).items() if s < found[1]}
     for step in sorted(older, reverse=True):
-        with suppress(_DamagedError, CheckpointError):  # this one is not intact either
+        with suppress(DamagedError, CheckpointError):  # this one is not intact either
             _read(older[step])
             return older[step]
     return None
@@ -419,7 +394,7 @@ def _follow(pointer: Path) -> Path:
         if not name.isprintable():
             raise ValueError("it is no text")
         named = pointer.parent / name
-        there = named.is_file()
+        there = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{pointer}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
@@ -427,12 +402,12 @@ def _follow(pointer: Path) -> Path:
         ) from error
     if not there:
         raise CheckpointError(f"{pointer}: names {name or 'nothing'}, which is missing. {_nearby(named)}")
-    return named
+    return resolve(named)
 
 
 def _nearby(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
-    files = [p for p in folder.iterdir() if p.name.endswith(".pt")]
+    files = [p for p in folder.iterdir() if p.suffix in SUFFIXES]
     if not files:
         return f"There is no checkpoint in {folder.resolve()}."
 

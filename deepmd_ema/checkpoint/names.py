@@ -5,35 +5,37 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deepmd_ema.config.outputs import suffix_of, suffixed
+from deepmd_ema.config.outputs import GATHERED_SUFFIX, SHARDED_SUFFIX, suffix_of, suffixed
 from deepmd_ema.weights import LIVE
 
-_NUMBERED = re.compile(r"(.+)-(\d+)\.pt")
+SUFFIXES = (GATHERED_SUFFIX, SHARDED_SUFFIX)
+_SUFFIX = f"(?:{'|'.join(map(re.escape, SUFFIXES))})"
+_NUMBERED = re.compile(rf"(.+)-(\d+){_SUFFIX}")
 
 
-def link_name(series: str) -> str:
+def link_name(series: str, suffix: str = GATHERED_SUFFIX) -> str:
     """Return the name of the link to the newest file of a series."""
-    return f"{series}.pt"
+    return f"{series}{suffix}"
 
 
-def numbered_name(series: str, step: int) -> str:
+def numbered_name(series: str, step: int, suffix: str = GATHERED_SUFFIX) -> str:
     """Return the name of the file of ``step``."""
-    return f"{series}-{step}.pt"
+    return f"{series}-{step}{suffix}"
 
 
 def numbered_pattern(series: str) -> str:
     """Return a regular expression of all names of :func:`numbered_name`; its first group is the step."""
-    return rf"{re.escape(series)}-(\d+)\.pt"
+    return rf"{re.escape(series)}-(\d+){_SUFFIX}"
 
 
-def best_name(prefix: str, step: int, rank: int) -> str:
+def best_name(prefix: str, step: int, rank: int, suffix: str = GATHERED_SUFFIX) -> str:
     """Return the name of a best file; rank 1 is the best."""
-    return f"{prefix}.ckpt-{step}.t-{rank}.pt"
+    return f"{prefix}.ckpt-{step}.t-{rank}{suffix}"
 
 
 def best_pattern(prefix: str) -> str:
     """Return a regular expression of all names of :func:`best_name`; its groups are the step and the rank."""
-    return rf"{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+)\.pt"
+    return rf"{re.escape(prefix)}\.ckpt-(\d+)\.t-(\d+){_SUFFIX}"
 
 
 def series_and_step(file: str) -> tuple[str, int] | None:
@@ -47,17 +49,17 @@ def name_of_weights(file: str, weights: str, step: int | None) -> str:
     stem = Path(file).stem
     found = series_and_step(file)
     if found is not None:
-        stem = numbered_name(suffixed(found[0], suffix_of(weights)).name, found[1]).removesuffix(".pt")
+        stem = numbered_name(suffixed(found[0], suffix_of(weights)).name, found[1]).removesuffix(GATHERED_SUFFIX)
     elif weights != LIVE:
         stem = f"{stem}{suffix_of(weights)}"
     if step is not None and re.search(rf"-{step}(?!\d)", stem) is None:
         stem = f"{stem}-{step}"
-    return f"{stem}.pt"
+    return f"{stem}{GATHERED_SUFFIX}"
 
 
 def training_series(file: str, weights: str) -> str:
     """Return the series of training checkpoints of the run that wrote ``file``, a file of the weights ``weights``."""
-    if best := re.fullmatch(r"best(?:_[^.]+)?\.([^-]+)(?:-.*)?\.pt", file):  # best_ema, best_ice, best_ice_ema
+    if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_SUFFIX}", file):  # best_ema, best_ice, best_ice_ema
         return f"model.{best[1]}"
     found = series_and_step(file)
     return (found[0] if found is not None else file).replace(f"_{weights}.", ".", 1)

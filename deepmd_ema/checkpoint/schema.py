@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.labels import METRICS
+from deepmd_ema.tensors import StoredTensor
 from deepmd_ema.weights import LIVE
 
 Rule: TypeAlias = Callable[[Any, str], Iterator[str]]
@@ -115,7 +116,7 @@ def _of_one_or_each_task(test: Callable[[Any], bool], rule: Rule) -> Rule:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     return (
         f"{type(value).__name__} {str(value)[:30]!r}" if isinstance(value, str | int | float) else type(value).__name__
@@ -131,7 +132,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor | StoredTensor)
 
 
 def _is_plain(value: Any) -> bool:

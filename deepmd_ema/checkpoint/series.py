@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.checkpoint import names, save
+from deepmd_ema.checkpoint import names
+from deepmd_ema.checkpoint.store import GATHERED, Store
 from deepmd_ema.config.outputs import POINTER, suffixed
 from deepmd_ema.errors import CheckpointError, WriteError, reason_of
-from deepmd_ema.files import atomic_write, link, move
+from deepmd_ema.files import atomic_write, link, move, remove, spare_of
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointSeries:
     """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the newest.
+
+    Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the format.
 
     The suffix stands before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give ``model_ema.ckpt-100.pt``.
     Rotation goes by the step in the name and counts only files up to the current step. Files with higher steps are of
@@ -32,6 +35,7 @@ class CheckpointSeries:
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
         pointer: text file that names the newest file, or None.
+        store: writes the files.
     """
 
     def __init__(
@@ -42,11 +46,13 @@ class CheckpointSeries:
         keep: int = 5,
         start: int | None = None,
         pointer: str | Path | None = None,
+        store: Store = GATHERED,
     ) -> None:
         prefix = Path(prefix)
+        self.store = store
         self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
-        self.link = prefix.parent / names.link_name(self.name)
+        self.link = prefix.parent / names.link_name(self.name, store.suffix)
         self.keep = keep
         self._pointer = Path(pointer) if pointer is not None else (None if suffix else Path(POINTER))
         self._last = start
@@ -54,7 +60,7 @@ class CheckpointSeries:
 
     def file(self, step: int) -> Path:
         """Return the path of the file of ``step``."""
-        return self.folder / names.numbered_name(self.name, step)
+        return self.folder / names.numbered_name(self.name, step, self.store.suffix)
 
     def steps(self) -> list[int]:
         """Return the steps of all files that are there, ascending."""
@@ -63,6 +69,10 @@ class CheckpointSeries:
     def update_links(self, step: int) -> None:
         """Move the link, then the pointer, to the file of ``step``."""
         link(self.link, self.file(step))
+        for suffix in names.SUFFIXES:  # that of another format would lead to an older file
+            other = self.link.with_name(names.link_name(self.name, suffix))
+            if other != self.link and other.is_symlink():
+                other.unlink()
         if self._pointer is not None:
             with atomic_write(self._pointer) as part:
                 part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
@@ -76,7 +86,10 @@ class CheckpointSeries:
         own = [s for s in steps if s <= step and s not in overtaken]
         old = own[: -self.keep] if self.keep >= 1 else []
         for s in [*overtaken, *old]:
-            self.file(s).unlink(missing_ok=True)
+            for suffix in names.SUFFIXES:
+                file = self.folder / names.numbered_name(self.name, s, suffix)
+                remove(file)
+                remove(spare_of(file))
         self._last = step
         newer = [s for s in steps if s > step]
         if newer and not self._noted:
@@ -100,11 +113,14 @@ class BestFiles:
         folder: of the files.
         keep: how many are kept.
         metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
-        writes: whether this process writes the files; others keep the records, no more.
+        writes: whether this process names and removes the files; others keep the records, no more.
+        store: writes the files.
     """
 
-    def __init__(self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True) -> None:
-        self.writes = writes
+    def __init__(
+        self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True, store: Store = GATHERED
+    ) -> None:
+        self.writes, self.store = writes, store
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
         self._pushed_out: list[tuple[float, int]] = []  # by the last record
@@ -128,8 +144,8 @@ class BestFiles:
         The records must be those that :meth:`offer` has left.
         """
         path = self.path(step)
-        save(path, payload)
-        self._arrange([*self.records, *self._pushed_out])
+        self.store.save(path, payload)
+        self.store.on_rank0(lambda: self._arrange([*self.records, *self._pushed_out]))
         return path
 
     def path(self, step: int) -> Path:
@@ -144,7 +160,7 @@ class BestFiles:
         for files in self._on_disk().values():
             for file in files:
                 if file.name not in mine:
-                    file.unlink(missing_ok=True)
+                    remove(file)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric and the records, best first."""
@@ -183,10 +199,13 @@ class BestFiles:
                 move(files[0], wanted)
             for file in files:
                 if wanted in files and file != wanted:
-                    file.unlink(missing_ok=True)
+                    remove(file)
 
     def _file(self, step: int, rank: int) -> Path:
-        return self.folder / names.best_name(self.prefix, step, rank)
+        """Return the name of a best file: of the format in which it is there, or will be written."""
+        there = {path.suffix for path in self._on_disk().get(step, ())} or {self.store.suffix}
+        suffix = self.store.suffix if self.store.suffix in there else there.pop()
+        return self.folder / names.best_name(self.prefix, step, rank, suffix)
 
     def _on_disk(self) -> dict[int, list[Path]]:
         return names.files_by_step(self.folder, names.best_pattern(self.prefix))
@@ -195,7 +214,7 @@ class BestFiles:
 def save_together(
     step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], bests: Sequence[BestFiles] = ()
 ) -> list[Path]:
-    """Write the files of one step as one transaction and return their paths.
+    """Write the files of one step as one transaction and return their paths; a collective if they are sharded.
 
     The first series is the live one. All files are written before any link moves, and the pointer moves last: a crash
     at any moment leaves links to a step all of whose files are whole. A file without those of the
@@ -213,20 +232,25 @@ def save_together(
     before = [s for s in live.steps() if s < step]
     fallback = live.file(before[-1]) if before else None
     for series, payload in files:
-        save(series.file(step), payload, fallback)
+        series.store.save(series.file(step), payload, fallback)
+    live.store.on_rank0(lambda: _move_on(step, [series for series, _ in files], bests))
+    return [series.file(step) for series, _ in files]
+
+
+def _move_on(step: int, series: Sequence[CheckpointSeries], bests: Sequence[BestFiles]) -> None:
+    live = series[0]
     try:
-        for series, _ in reversed(files):  # the live link and the pointer last: a restart follows them
-            series.update_links(step)
+        for each in reversed(series):  # the live link and the pointer last: a restart follows them
+            each.update_links(step)
     except (OSError, WriteError) as error:
         raise CheckpointError(
             f"{live.link}: the link to the newest checkpoint could not be moved ({reason_of(error)}). "
             f"{live.file(step)} is whole and usable."
         ) from error
-    for series, _ in files:  # only now: until the links moved, the older files were the ones to restart from
-        series.rotate(step)
+    for each in series:  # only now: until the links moved, the older files were the ones to restart from
+        each.rotate(step)
     for best in bests:
         best.prune()
-    return [series.file(step) for series, _ in files]
 
 
 def keep_count(max_keep: int, ratio: float | None, num_steps: int, save_freq: int) -> int:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepmd_ema.dist.world import World
+from deepmd_ema.dist.world import World, untold
 
 _NAME = "dp-ema-writer"
 
@@ -31,7 +31,7 @@ class WriterTimes:
 
 
 class Writer:
-    """Writes files on rank 0 in a thread, in the order of the jobs; other ranks keep in step with it.
+    """Writes files in a thread, in the order of the jobs: on rank 0 alone, with which others keep in step, or on each.
 
     The files of one step may wait together, because they share their tensors. Those of a later step wait for them in
     :meth:`begin`, before their tensors are copied, so that host memory holds the state of one step at most. What a job
@@ -41,14 +41,15 @@ class Writer:
 
     Args:
         world: the processes of the run.
+        everywhere: whether every rank writes, and does the same jobs in the same order.
 
     Attributes:
         times: what was done.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, everywhere: bool = False) -> None:
         self.times = WriterTimes()
-        self._world = world
+        self._world, self._writes = world, everywhere or world.is_main
         self._step: int | None = None  # whose tensors may be copied
         self._last: int | None = None  # that had a job
         self._jobs: deque[Callable[[], None]] = deque()
@@ -61,7 +62,7 @@ class Writer:
         """Wait until all files of earlier steps are written; every rank must call this before it copies for ``step``.
 
         Raises:
-            UserError: what a job raised, on rank 0; on other ranks :class:`RankLostError`.
+            UserError: what a job raised, where it did; on other ranks :class:`RankLostError`.
         """
         with self._world.all_ranks_ok():
             if step != self._step:
@@ -71,8 +72,8 @@ class Writer:
             self._raise()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have ``job`` done after those before it; ranks other than 0 do nothing."""
-        if not self._world.is_main:
+        """Have ``job`` done after those before it; ranks that do not write do nothing."""
+        if not self._writes:
             return
         with self._changed:
             if self._has_given_up:
@@ -96,7 +97,7 @@ class Writer:
         """Raise what a job raised; every rank must call this.
 
         Raises:
-            UserError: what a job raised, on rank 0; on other ranks :class:`RankLostError`.
+            UserError: what a job raised, where it did; on other ranks :class:`RankLostError`.
         """
         with self._world.all_ranks_ok():
             self._raise()
@@ -113,7 +114,7 @@ class Writer:
         """Wait until every file is written; every rank must call this.
 
         Raises:
-            UserError: what a job raised, on rank 0; on other ranks :class:`RankLostError`.
+            UserError: what a job raised, where it did; on other ranks :class:`RankLostError`.
         """
         with self._world.all_ranks_ok():
             self.wait()
@@ -162,5 +163,5 @@ def _error_of(job: Callable[[], None]) -> BaseException | None:
     try:
         job()
     except BaseException as error:  # whatever it is, it is raised again where training asks
-        return error
+        return untold(error)
     return None

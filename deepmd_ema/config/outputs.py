@@ -18,6 +18,10 @@ CHECKED = ".checked"  # end of the name of a folder that remembers what was foun
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 
+GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
+SHARDED_SUFFIX = ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
+
+
 def suffixed(file: str | Path, suffix: str) -> Path:
     """Return ``file`` with ``suffix`` before its last dot: ``val.log`` and ``_ema`` give ``val_ema.log``."""
     file = Path(file)
@@ -89,7 +93,12 @@ class Outputs:
     def checkpoint_link(self, weights: str) -> Path:
         """Return the link to the newest checkpoint of some weights."""
         prefix = suffixed(self._config.training.save_ckpt, suffix_of(weights))
-        return prefix.with_name(f"{prefix.name}.pt")
+        return prefix.with_name(f"{prefix.name}{self.suffix}")
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of checkpoints, averages, snapshots and best weights."""
+        return SHARDED_SUFFIX if self._config.training.writes_shards else GATHERED_SUFFIX
 
     @property
     def checkpoint_folder(self) -> Path:

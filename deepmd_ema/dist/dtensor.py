@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from deepmd_ema.tensors import StoredTensor
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether each rank holds only a shard of ``tensor``."""
@@ -61,8 +63,35 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of ``full``, which every rank holds, cut as ``like`` is; without communication."""
+def is_row_sharded(tensor: Tensor) -> bool:
+    """Whether each rank holds rows of ``tensor``, as FSDP2 shards parameters."""
+    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the number of the first row that this rank holds of a row-sharded tensor."""
+    assert isinstance(tensor, DTensor)
+    return rows_of(tensor.shape[0], tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())[0]
+
+
+def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first row of a rank and how many it has, cut as ``torch.chunk`` does."""
+    longest = -(-rows // size)
+    first = min(rank * longest, rows)
+    return first, min(longest, rows - first)
+
+
+def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of ``full``, cut as ``like`` is; without communication.
+
+    Args:
+        full: a tensor that every rank holds, or one on the disk, of which only this shard is read.
+        like: a tensor of that shape, sharded or not.
+    """
+    if isinstance(full, StoredTensor):
+        if is_row_sharded(like):
+            return full.read(first_row(like), len(local_shard(like)))
+        full = full.whole()
     if not isinstance(like, DTensor):
         return full
     mesh = like.device_mesh

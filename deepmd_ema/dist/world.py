@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -76,6 +76,30 @@ class World(Launch):
         dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, in their order, and nothing on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.is_main else []
+        dist.gather_object(value, values if self.is_main else None, group=self.cpu_group)
+        return values
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Return the value for this rank of those that rank 0 has for all; what others give is not looked at."""
+        if self.size == 1:
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, list(values) if self.is_main else None, group=self.cpu_group)
+        found: T = box[0]
+        return found
+
+    def for_writer(self) -> World:
+        """Return the same processes with a group of their own, for the thread that writes files. A collective."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
+        return replace(self, cpu_group=group, long_timeout_group=group)
+
     @contextmanager
     def all_ranks_ok(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Run the body on every rank, and end all ranks if it fails on one.
@@ -104,6 +128,13 @@ class World(Launch):
             raise own_error
         if failed:
             raise RankLostError(f"ended because rank {failed - 1} could not go on; its message says why")
+
+
+def untold(error: BaseException) -> BaseException:
+    """Return ``error`` as one of which other ranks have not been told, to be raised once more, in another thread."""
+    if hasattr(error, _TOLD):
+        delattr(error, _TOLD)
+    return error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.config import choose_head
+from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, first_few
@@ -210,7 +211,7 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     if frozen and source.suffix.lower() not in WRITTEN_SUFFIXES:
         raise UserError(f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of.")
     path = _default_target(loaded) if output is None else Path(output)
-    known = WRITTEN_SUFFIXES if frozen else (".pt",)
+    known = WRITTEN_SUFFIXES if frozen else (GATHERED_SUFFIX,)
     if path.suffix.lower() not in known:
         more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
         raise UserError(f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}")
@@ -231,7 +232,7 @@ def _default_target(loaded: LoadedModel) -> Path:
         return source.with_name(f"{source.stem}_updated{source.suffix}")
     real = source.resolve()  # a link to the newest file does not name the step
     name = name_of_weights(real.name, info.weights if info.kind == "training" else LIVE, info.step)
-    return source.with_name(f"{Path(name).stem}_updated{real.suffix}")
+    return source.with_name(f"{Path(name).stem}_updated{GATHERED_SUFFIX}")
 
 
 def _given(values: Sequence[float], type_map: Sequence[str]) -> Array:

@@ -13,6 +13,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict, config_summary, rows_of_tasks, saved_models
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.files import size_of
 from deepmd_ema.infer.change_bias import record_in_words
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, average_in_words, load_models
 from deepmd_ema.labels import METRICS
@@ -56,7 +57,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         weights, model, state = _weights(payload), _model(config), _state(payload)
     if whole_config:
         return as_text(config)
-    title = f"{path}: {KINDS[kind]} of {version}, {path.stat().st_size / 1e6:.2f} MB"
+    title = f"{path}: {KINDS[kind]} of {version}, {size_of(path) / 1e6:.2f} MB"
     run = [(name, text) for name, text in _run(config) if name not in dict(model)]
     rows = [*weights, *model, _size(tensors), *state, *run, ("config", "--config prints all of it")]
     return "\n".join(render(facts(title, rows), "  "))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded, local_shard, shard_like
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
@@ -120,6 +121,7 @@ def optimizer_state(
     named_parameters: NamedParameters,
     keep: bool = True,
     copy: Callable[[Tensor], Tensor] = cpu_copy,
+    own_rows: OwnRows | None = None,
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
@@ -131,10 +133,17 @@ def optimizer_state(
         named_parameters: those that it was made for.
         keep: whether this rank wants the state.
         copy: copies to host memory what is not gathered.
+        own_rows: takes the rows that this process writes into a sharded checkpoint, which are returned instead, without
+            communication.
     """
     local = _local(optimizer)
     shared = local is not optimizer
     state: dict[str, Any] = {}
+    if own_rows is not None:
+        take = own_rows.owned if shared else own_rows
+        held = ((name, local.state.get(p, {})) for name, p in dict(named_parameters).items())
+        state = {name: {key: take(value) for key, value in of.items()} for name, of in held if of}
+        return {"type": type(local).__name__, "state": state}
     for name, p in dict(named_parameters).items():
         for key, value in local.state.get(p, {}).items():
             full = full_tensor(value)  # a collective when sharded; one tensor at a time bounds the memory

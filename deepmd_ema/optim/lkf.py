@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
-from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.tensors import cpu_copy, whole
 
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
@@ -94,7 +94,7 @@ class LKF:
             p.copy_(torch.where(good, p + _from_row(part, p).to(p.dtype), p))
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
-    def state_dict(self, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
+    def state_dict(self, copy: Callable[[Tensor], Any] = cpu_copy) -> dict[str, Any]:
         """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""
         return {
             "type": "LKF",
@@ -124,7 +124,7 @@ class LKF:
             )
         self._memory.copy_(state["memory"])
         for own, given in zip(self._covariances, state["covariances"]):
-            own.copy_(given)
+            own.copy_(whole(given))
 
 
 def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.names import numbered_name, series_and_step
+from deepmd_ema.checkpoint.names import SUFFIXES, numbered_name, series_and_step
 from deepmd_ema.config.outputs import SNAPSHOTS
 from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
 from deepmd_ema.posthoc.combination import Combination, Track
@@ -101,8 +101,8 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
         )
     averaged = _check_alike(kept, payload)
     written = series_and_step(newest.name)
-    reference = newest.with_name(numbered_name(written[0], step)) if written is not None else newest
-    if reference != newest and reference.is_file():
+    reference = newest.with_name(numbered_name(written[0], step, newest.suffix)) if written is not None else newest
+    if reference != newest and reference.exists():
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
             newest, payload = reference, other
@@ -150,7 +150,7 @@ def _read_all(
     """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
     found, others, beyond, changed = [], [], [], []
     problems: list[str] = []
-    for path in sorted(place.glob("*.pt")):
+    for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
         with collect_problems(problems):
             facts = checkpoint.load_facts(path)
             facts["model"] = {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count
+from deepmd_ema.checkpoint.store import GATHERED, ShardedStore, Store
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig, config_warnings, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
@@ -18,6 +19,7 @@ from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import unnested
@@ -69,6 +71,8 @@ def assemble(
     # before the ranks share anything out: one may then compile while others wait for its code
     used = compile_models(config, models, tasks, batches, prepared.shares, num_steps, world)
     module = parallelize(models, world, config.training.zero_stage)
+    if start.loads_after_sharding(config):
+        start.load_shards(models)
     averages = tracked_averages(config, tasks.steps_per, should_update)
     bank = AverageBank(models.by_task, averages, around=models) if averages else None
     builder = StateBuilder(
@@ -77,13 +81,15 @@ def assemble(
         to_dict(used),
         unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
         start.run_id(config),
-        world.is_main,
+        world.is_main or config.training.writes_shards,
+        partial(OwnRows, world.rank, world.size) if config.training.writes_shards else None,
     )
+    store = ShardedStore(world=world.for_writer()) if config.training.writes_shards else GATHERED
     times = IntervalTimes()
     reporter = _build_reporter(config, tasks, bank, num_steps, start.step, times, world)
-    rows = _validated(prepared, num_steps, world)
+    rows = _validated(prepared, num_steps, store, world)
     tables = [*reporter.curves.values(), *(row.log for row in rows)]
-    saver = _build_saver(config, num_steps, start.step, builder, rows, tables, world)
+    saver = _build_saver(config, num_steps, start.step, builder, store, rows, tables, world)
     trainer = Trainer(
         tasks=tasks,
         take_step=_build_step(prepared, module, num_steps, world),
@@ -155,7 +161,7 @@ def _build_step(prepared: PreparedRun, module: nn.Module, num_steps: int, world:
     return GradientStep(models, module, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
 
 
-def _validated(prepared: PreparedRun, num_steps: int, world: World) -> list[Validated]:
+def _validated(prepared: PreparedRun, num_steps: int, store: Store, world: World) -> list[Validated]:
     """Return the rows of a full validation: the live weights and every average that asks for it, by task."""
     config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
     metric, rows = validating.validation_metric, []
@@ -163,7 +169,7 @@ def _validated(prepared: PreparedRun, num_steps: int, world: World) -> list[Vali
         for task in (name for name, task in prepared.tasks.items() if task.valid):
             log = ValidationLog(outputs.validation_log(weights, task), num_steps, metric) if world.is_main else None
             prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
-            best = BestFiles(prefix, folder, keep, metric, writes=world.is_main)
+            best = BestFiles(prefix, folder, keep, metric, writes=world.is_main, store=store)
             rows.append(Validated(weights, task, log, best if validating.save_best else None))
     return rows
 
@@ -183,7 +189,7 @@ def _build_validator(
 
 
 def _build_saver(
-    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, rows: Iterable[Validated],
+    config: RunConfig, num_steps: int, start: int, builder: StateBuilder, store: Store, rows: Iterable[Validated],
     tables: Iterable[RowTable | None], world: World,
 ) -> Saver:  # fmt: skip
     """Return what writes the files of the live weights and of every average.
@@ -193,26 +199,28 @@ def _build_saver(
         num_steps: steps of the whole run.
         start: steps done before it, at a restart.
         builder: makes the content of the files.
+        store: writes the files.
         rows: of full validations, whose best files are pruned once a checkpoint knows of them.
         tables: whose rows are older than a checkpoint; None on ranks that write nothing.
         world: the processes of the run.
     """
     training, folder = config.training, Outputs(config).snapshot_folder
+    files_of = partial(CheckpointSeries, training.save_ckpt, start=start, store=store)
 
     def series(weights: str, max_keep: int | None) -> CheckpointSeries:
         most = training.max_ckpt_keep if max_keep is None else max_keep
         keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
-        return CheckpointSeries(training.save_ckpt, suffix_of(weights), training.save_dir, keep, start=start)
+        return files_of(suffix_of(weights), training.save_dir, keep)
 
     return Saver(
         builder,
-        Writer(world),
+        Writer(world, everywhere=config.training.writes_shards),
         series(LIVE, None),
         {a.name: series(a.name, a.ckpt_keep) for a in training.averaging},
         bests=[row.best for row in rows if row.best is not None],
         every=training.save_freq,
         snapshots=[
-            Snapshots(a.name, CheckpointSeries(training.save_ckpt, suffix_of(a.name), folder, 0, start), every)
+            Snapshots(a.name, files_of(suffix_of(a.name), folder, 0), every)
             for a in training.averaging
             if (every := snapshot_every(a, training.save_freq))
         ],

@@ -28,6 +28,7 @@ def find_start(
     init_model: str | None,
     finetune: str | None = None,
     heads: Mapping[str, str | None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Start:
     """Load the file that a run starts from, if any.
 
@@ -37,6 +38,7 @@ def find_start(
         finetune: file whose weights are fine-tuned.
         heads: by task, which model of a file with several it starts from; ``RANDOM`` is a fresh fitting network, for
             fine-tuning. One task without a head if not given.
+        share: rank of this process and number of ranks, which check the shards of a sharded checkpoint together.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
@@ -47,10 +49,10 @@ def find_start(
         if _is_frozen(restart):
             raise CheckpointError(
                 f"--restart {restart}: a frozen model holds weights only, not the state of a run. Use a training "
-                f"checkpoint (model.ckpt-*.pt), or start anew from these weights with --init-model {restart}."
+                f"checkpoint (model.ckpt-*.pt or .dcp), or start anew from these weights with --init-model {restart}."
             )
         path = checkpoint.resolve(restart)
-        payload = checkpoint.load(path)
+        payload = checkpoint.load_shards(path, share)
         checkpoint.require_training(payload, path)
         return Restart(path, payload)
     if finetune is not None:

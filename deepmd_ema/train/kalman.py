@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema import optim as sections
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import Schedule
@@ -79,9 +80,11 @@ class KalmanStep(Step):
             prediction = {}
         return Outcome(rate, values, ok)
 
-    def state_dict(self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
+    def state_dict(
+        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
         """Return the covariances of the filter, if this process is to ``keep`` them."""
-        return self._filter.state_dict(copy) if keep else {}
+        return self._filter.state_dict(own_rows or copy) if keep else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the covariances of ``state``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.tensors import cpu_copy
@@ -44,14 +46,22 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
         )
 
 
-def whole_state(model: nn.Module, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Tensor]:
+def saved_state(
+    model: nn.Module,
+    keep: bool = True,
+    copy: Callable[[Tensor], Tensor] = cpu_copy,
+    own_rows: OwnRows | None = None,
+) -> dict[str, Any]:
     """Return the state dict with whole tensors in host memory, gathered one by one; a collective when sharded.
 
     Args:
         model: sharded or not.
         keep: whether this rank wants them; else the result is empty.
         copy: copies to host memory what is not gathered.
+        own_rows: takes the rows that this rank writes into a sharded checkpoint, which are returned instead.
     """
+    if own_rows is not None:
+        return {name: own_rows(value) for name, value in model.state_dict().items()}
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         whole = full_tensor(value)

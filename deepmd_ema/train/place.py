@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered
+from deepmd_ema.checkpoint.folder import is_sharded
+from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered, numbered_pattern
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
@@ -42,7 +43,7 @@ def check_place(config: RunConfig, output: str, inputs: Iterable[str | None]) ->
         f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
         "name."
         for o in outputs
-        if not o.is_folder and o.path.is_dir()
+        if not o.is_folder and o.path.is_dir() and not o.path.is_symlink()
     ]
     checked: set[Path] = set()
     for o in outputs:
@@ -92,7 +93,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         path = Path(output)
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
             files.append(path)
-    files = list(dict.fromkeys(path for path in files if path.is_file()))
+    files = list(dict.fromkeys(path for path in files if path.is_file() or is_sharded(path)))
     if files and not (files == [Path(output)] and _is_normalized(files[0])):
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
@@ -139,7 +140,8 @@ def _earlier_files(config: RunConfig, outputs: Outputs) -> Iterator[Path]:
     for name in _names(config):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
-            yield from numbered(folder, series).values()
+            for paths in files_by_step(folder, numbered_pattern(series)).values():
+                yield from paths
         for task in config.tasks:
             pattern = best_pattern(outputs.best_prefix(name, task))
             for paths in files_by_step(outputs.best_folder, pattern).values():

@@ -114,9 +114,10 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         model.min_nbor_dist = nearest[name]
         tasks[name] = PreparedTask(config.tasks[name], *systems[name], cache, model)
     run = PreparedRun(config, tasks, models, task_shares(config, systems, world.size), seed)
-    state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
-    if not world.is_main:
-        run.models.load_state_dict(state)
+    if not start.loads_after_sharding(config):
+        state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
+        if not world.is_main:
+            run.models.load_state_dict(state)
     logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
     return run
 

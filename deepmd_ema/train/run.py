@@ -68,7 +68,7 @@ def run_training(
     with open_world(device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
             heads = _heads(model_branch, input_file, (restart, init_model, finetune))
-            start = find_start(restart, init_model, finetune, heads)
+            start = find_start(restart, init_model, finetune, heads, (world.rank, world.size))
             config = load_config(input_file, start.model_section if use_pretrain_script else None)
             if problems := launch_problems(config, world.size, launch.launched):
                 raise ConfigError(problems)

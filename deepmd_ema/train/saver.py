@@ -16,16 +16,17 @@ from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.checkpoint.writer import Writer
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
 from deepmd_ema.train.bias import OUT_BIAS, Biases
-from deepmd_ema.train.parallel import whole_state
+from deepmd_ema.train.parallel import saved_state
 from deepmd_ema.weights import LIVE
 
 logger = logging.getLogger(__name__)
 
-MakeState: TypeAlias = Callable[[HostCopies], Mapping[str, Any]]
-"""Returns what a restart needs beside weights and averages, its tensors copied by the argument."""
+MakeState: TypeAlias = Callable[[HostCopies, OwnRows | None], Mapping[str, Any]]
+"""Returns what a restart needs beside weights and averages, its tensors copied by the arguments."""
 
 
 @dataclass
@@ -43,6 +44,7 @@ class StateBuilder:
             are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
         writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
+        shares: for sharded checkpoints, makes what takes the rows that this process writes; None: tensors are whole.
         copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
     """
 
@@ -52,13 +54,14 @@ class StateBuilder:
     min_nbor_dist: float | Mapping[str, float | None] | None
     run: str
     writes: bool = True
+    shares: Callable[[HostCopies], OwnRows] | None = None
     copies: HostCopies = field(default_factory=HostCopies, init=False)
     _step: int | None = field(default=None, init=False)
-    _models: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _models: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
-        content = {"model": self._weights(LIVE, step), **state(self.copies)}
+        content = {"model": self._weights(LIVE, step), **state(self.copies, self._own_rows())}
         if self.bank is not None:
             averaged = {name: self._weights(name, step) for name in self.bank.names}
             content["averages"] = self.bank.state_dict(self.writes, averaged)
@@ -81,15 +84,18 @@ class StateBuilder:
         """Keep no copies any longer than files need them."""
         self._step, self._models, self.copies = None, {}, HostCopies()
 
-    def _weights(self, name: str, step: int) -> dict[str, Tensor]:
+    def _own_rows(self) -> OwnRows | None:
+        return self.shares(self.copies) if self.shares is not None else None
+
+    def _weights(self, name: str, step: int) -> dict[str, Any]:
         if step != self._step:
             self.forget()
             self._step = step
         if name not in self._models:
             if name == LIVE or self.bank is None:
-                self._models[name] = whole_state(self.models, self.writes, self.copies)
+                self._models[name] = saved_state(self.models, self.writes, self.copies, self._own_rows())
             else:
-                self._models[name] = self.bank.weights(name, self.copies, self.writes)
+                self._models[name] = self.bank.weights(name, self.copies, self.writes, self._own_rows())
         return self._models[name]
 
     def _content(self, kind: str, weights: str, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,8 +238,8 @@ class Saver:
 
 
 def _write_snapshot(kept: Snapshots, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
-    checkpoint.save(kept.series.file(step), narrowed(content, buffers))
-    kept.series.rotate(step)
+    kept.series.store.save(kept.series.file(step), narrowed(content, buffers))
+    kept.series.store.on_rank0(lambda: kept.series.rotate(step))
 
 
 def _plain_bias(biases: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
@@ -20,8 +21,10 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.config.schema.training import AUTO_COMPILE
+from deepmd_ema.dist.dtensor import local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
+from deepmd_ema.tensors import StoredTensor, check_weights, whole
 from deepmd_ema.train import changed_tasks
 
 if TYPE_CHECKING:
@@ -120,6 +123,13 @@ class Start:
         Raises:
             CheckpointError: naming every missing, extra or reshaped tensor.
         """
+
+    def loads_after_sharding(self, config: RunConfig) -> bool:
+        """Whether each rank reads its shards of the weights when the models are sharded, in place of all weights."""
+        return False
+
+    def load_shards(self, models: ModelSet) -> None:
+        """Put this rank's shards of the weights of the file into ``models``, which are sharded."""
 
     def resume(self, trainer: Trainer) -> None:
         """Load the state of the continued run into ``trainer``; nothing for a new run."""
@@ -309,6 +319,22 @@ class Restart(FromWeights):
         # files of 0.1.0 have none
         return self.payload.get("run") or digest(self.payload["config"], "")
 
+    def loads_after_sharding(self, config: RunConfig) -> bool:
+        """Whether each rank reads its shards only: no step before needs the weights of a model that is as it was."""
+        training = config.training
+        is_unchanged = to_dict(config)["model"] == self.payload["config"]["model"] and not training.enable_compile
+        is_stored = any(isinstance(tensor, StoredTensor) for tensor in self.payload["model"].values())
+        return is_stored and training.shards_weights and is_unchanged
+
+    def load_shards(self, models: ModelSet) -> None:
+        """Put this rank's shards of the weights of the file into ``models``, which are sharded."""
+        own, found = models.state_dict(), self.payload["model"]
+        check_weights({name: tuple(tensor.shape) for name, tensor in own.items()}, found, self.path)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                local_shard(tensor).copy_(shard_like(found[name], tensor))
+        logger.info("weights of %s (%s, step %d), by shards", self.path, self.payload["weights"], self.step)
+
     def resume(self, trainer: Trainer) -> None:
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
         state = self.payload
@@ -334,7 +360,7 @@ class Restart(FromWeights):
         return [task for task in models.by_task if task in self._tasks]
 
     def _weights(self) -> Mapping[str, Tensor]:
-        raw: Mapping[str, Tensor] = self.payload["model"]  # whatever was made of them after training
+        raw: Mapping[str, Tensor] = whole(self.payload["model"])  # whatever was made of them after training
         return raw
 
 

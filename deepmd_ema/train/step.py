@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
@@ -57,12 +58,15 @@ class Step:
         """Update the weights with one batch; ``step`` counts from 1."""
         raise NotImplementedError
 
-    def state_dict(self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
+    def state_dict(
+        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
         """Return what the optimizer remembers, by parameter name; every rank takes part, those that ``keep`` get it.
 
         Args:
             keep: whether this rank wants it.
             copy: copies tensors to host memory.
+            own_rows: takes the rows that this rank writes into a sharded checkpoint, in place of copies of the whole.
         """
         raise NotImplementedError
 
@@ -155,9 +159,11 @@ class GradientStep(Step):
         guarded_step(self._optimizer, 1 - ok)
         return Outcome(rate, values, ok)
 
-    def state_dict(self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
+    def state_dict(
+        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
         """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
-        return optimizer_state(self._optimizer, self._named, keep, copy)
+        return optimizer_state(self._optimizer, self._named, keep, copy, own_rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.dist.launch import END_SIGNALS, handled
+from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
@@ -273,10 +274,15 @@ class Trainer:
     def _raise_if_diverged(self) -> None:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
-    def state_dict(self, copy: Callable[[Tensor], Tensor] = cpu_copy) -> dict[str, Any]:
-        """Return everything a restart needs beside weights and averages, with tensors copied to the CPU by ``copy``."""
+    def state_dict(
+        self, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
+        """Return everything a restart needs beside weights and averages, with tensors copied to the CPU by ``copy``.
+
+        With ``own_rows`` this rank has the rows of large tensors that it writes into a sharded checkpoint.
+        """
         state: dict[str, Any] = {
-            "optimizer": self.take_step.state_dict(self.world.is_main, copy),
+            "optimizer": self.take_step.state_dict(self.world.is_main, copy, own_rows),
             "streams": self.tasks.state_dict(),
             "display": map_tensors(copy, self.reporter.state_dict()),
             "owes_validation": self._owes_validation,

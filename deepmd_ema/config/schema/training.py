@@ -194,6 +194,13 @@ class TrainingOptions:
         check=Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
         doc="Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
     )
+    checkpoint_format: str = option(
+        "gathered",
+        choices=("gathered", "sharded"),
+        doc="How checkpoints, averages, snapshots and best weights are written: `gathered`: each is a file that rank 0 "
+        "writes; `sharded`: each is a folder to which every rank writes its own part, so that no rank needs memory for "
+        "the whole. Commands read both, and a run restarts from either. Only in dp-ema.",
+    )
     averaging: list[AverageConfig] = option(
         [],
         default_type="ema",
@@ -235,6 +242,11 @@ class TrainingOptions:
         doc="What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
         "parameters. It changes memory, not results. Above 0 the run must be launched by torchrun or srun.",
     )
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether every process writes its own part of a checkpoint."""
+        return self.checkpoint_format == "sharded"
 
     @property
     def shards_weights(self) -> bool:

@@ -1,0 +1,50 @@
+"""The part of each tensor that a rank writes into a sharded checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deepmd_ema.dist.dtensor import first_row, full_tensor, is_row_sharded, local_shard, rows_of
+from deepmd_ema.tensors import HostCopies, RowShard
+
+SMALL = 4096  # elements: rank 0 writes replicated tensors of fewer, which cost more to share out than to write
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Copies the rows of tensors that this rank writes to host memory.
+
+    Of a tensor that is sharded these are the rows that the rank holds, without communication. Rows of one that every
+    rank holds are shared out evenly.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        copies: makes the copies.
+    """
+
+    rank: int
+    size: int
+    copies: HostCopies
+
+    def __call__(self, tensor: Tensor, temporary: bool = False) -> RowShard | Tensor:
+        """Return the rows of this rank, or all of a small tensor that every rank holds.
+
+        Args:
+            tensor: sharded as FSDP2 does it, or the same on all ranks.
+            temporary: whether nobody else holds it, so that it should be freed as soon as its rows are copied.
+        """
+        if is_row_sharded(tensor):
+            return RowShard(self.copies(local_shard(tensor)), first_row(tensor), tuple(tensor.shape))
+        found = full_tensor(tensor).detach()
+        if found.numel() <= SMALL:
+            return self.copies(found)
+        first, count = rows_of(found.shape[0], self.rank, self.size)
+        rows = found[first : first + count]
+        return RowShard(rows.to("cpu", copy=True) if temporary else self.copies(rows), first, tuple(found.shape))
+
+    def owned(self, tensor: Tensor) -> RowShard:
+        """Return all of a tensor that only this rank holds."""
+        return RowShard(self.copies(tensor), 0, tuple(tensor.shape))
