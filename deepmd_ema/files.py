@@ -247,7 +247,7 @@ def sync(path: Path) -> None:
 
 
 def part_of(final: Path) -> Path:
-    """Return the path of the half-written form of a file or folder: nobody can foresee it, and :func:`sweep` knows it."""
+    """Return the path of the half-written form of a file or folder, which nobody can foresee and `sweep` knows."""
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
     name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])

@@ -114,9 +114,9 @@ def full_tensors(
     if average is not None and average.started:
         average.flush()
         is_swapped = exchange is not None and exchange.average is average
-        read = exchange.averaged if is_swapped else average.storage.as_tensor
+        place = exchange.averaged if exchange is not None and is_swapped else average.storage.as_tensor
         own = average.storage.shards
-        reads |= {shard.names[0]: (shard, partial(read, i)) for i, shard in enumerate(own)}
+        reads |= {shard.names[0]: (shard, partial(place, i)) for i, shard in enumerate(own)}
     held = {_memory_of(shard.local) for shard in shards}
     for own_average in filter(None, (average, exchange.average if exchange is not None else None)):
         held |= {_memory_of(buffer.flat) for buffer in own_average.storage.buffers}

@@ -114,7 +114,7 @@ def _read_rows(storage: FileSystemReader, name: str, info: TensorStorageMetadata
     target = torch.empty((count, *info.size[1:]) if info.size else (), dtype=info.properties.dtype)
     offsets = torch.Size((first, *(0 for _ in info.size[1:])) if info.size else ())
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=target.size())
-    plan = LoadPlan(create_read_items_for_chunk_list(name, info, [chunk]))  # type: ignore[arg-type]
+    plan = LoadPlan(create_read_items_for_chunk_list(name, info, [chunk]))
     storage.read_data(plan, _RowLoader(target)).wait()
     return target
 

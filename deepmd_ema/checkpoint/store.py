@@ -1,4 +1,4 @@
-"""How a run writes its model files: gathered, a file that rank 0 writes, or sharded, a folder to which all ranks write."""
+"""How a run writes model files: gathered, each a file of rank 0, or sharded, each a folder of files of all ranks."""
 
 from __future__ import annotations
 

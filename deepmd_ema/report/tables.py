@@ -19,7 +19,7 @@ ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
 logger = logging.getLogger(__name__)
 
 # the line of a best file: whose weights it holds (None: the live ones), and its step
-BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.pt ")
+BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) ")
 _DIGITS = 5  # significant ones of an error in val.log
 SYNC_S = 10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
 

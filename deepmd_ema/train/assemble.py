@@ -75,15 +75,7 @@ def assemble(
         start.load_shards(models)
     averages = tracked_averages(config, tasks.steps_per, should_update)
     bank = AverageBank(models.by_task, averages, around=models) if averages else None
-    builder = StateBuilder(
-        models,
-        bank,
-        to_dict(used),
-        unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
-        start.run_id(config),
-        world.is_main or config.training.writes_shards,
-        partial(OwnRows, world.rank, world.size) if config.training.writes_shards else None,
-    )
+    builder = _build_state_builder(prepared, used, bank, start.run_id(config), world)
     store = ShardedStore(world=world.for_writer()) if config.training.writes_shards else GATHERED
     times = IntervalTimes()
     reporter = _build_reporter(config, tasks, bank, num_steps, start.step, times, world)
@@ -159,6 +151,22 @@ def _build_step(prepared: PreparedRun, module: nn.Module, num_steps: int, world:
     optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
     all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
     return GradientStep(models, module, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
+
+
+def _build_state_builder(
+    prepared: PreparedRun, used: RunConfig, bank: AverageBank | None, run_id: str, world: World
+) -> StateBuilder:
+    """Return what makes the content of model files, which name the config ``used``."""
+    models, sharded = prepared.models, prepared.config.training.writes_shards
+    return StateBuilder(
+        models,
+        bank,
+        to_dict(used),
+        unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
+        run_id,
+        writes=world.is_main or sharded,
+        shares=partial(OwnRows, world.rank, world.size) if sharded else None,
+    )
 
 
 def _validated(prepared: PreparedRun, num_steps: int, store: Store, world: World) -> list[Validated]:
