@@ -108,10 +108,10 @@ def test_the_longest_names_can_be_written(tmp_path, name):
 def test_nobody_can_lay_a_link_where_a_half_written_file_will_be(tmp_path, monkeypatch):
     target = tmp_path / "victim"
     target.write_text("mine")
-    parts = [files._part_of(tmp_path / "out.json") for _ in range(2)]
+    parts = [files.part_of(tmp_path / "out.json") for _ in range(2)]
     assert parts[0] != parts[1]
     parts[0].symlink_to(target)
-    monkeypatch.setattr(files, "_part_of", lambda final: parts[0])
+    monkeypatch.setattr(files, "part_of", lambda final: parts[0])
     with pytest.raises(WriteError, match="File exists"), atomic_write(tmp_path / "out.json"):
         pytest.fail("wrote through the link")
     assert target.read_text() == "mine"

@@ -23,6 +23,7 @@ from deepmd_ema.dist import dtensor
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.infer.load import load_models
 from deepmd_ema.tensors import HostCopies, RowShard, StoredTensor
 from deepmd_ema.train.run import run_training
 
@@ -351,6 +352,87 @@ def test_the_format_may_change_at_a_restart(run):
     assert (folder / "checkpoint").read_text() == f"model.ckpt-{STEPS}.dcp"
     assert not (folder / "model.ckpt.pt").is_symlink()  # would lead to an older one
     assert_same(contents(folder)["model.ckpt"], contents(gathered, "pt")["model.ckpt"])
+
+
+def test_every_command_reads_a_sharded_checkpoint(run, data, tmp_path, monkeypatch, capsys):
+    sharded, gathered = run(0, 1), run(0, 1, form="gathered")
+    for folder, form in ((sharded, "dcp"), (gathered, "pt")):
+        out = tmp_path / form
+        out.mkdir()
+        for words in (
+            ["freeze", "-c", f"{folder}/model.ckpt.{form}", "--average", "p05", "-o", f"{out}/model.dp"],
+            ["freeze", "-c", str(folder), "-o", f"{out}/live.dp"],
+            ["freeze", "-c", f"{folder}/model_ema.ckpt", "-o", f"{out}/ema.dp"],
+            ["convert", f"{folder}/best.ckpt-{STEPS}.t-1.{form}", f"{out}/best.pt"],
+            ["test", "-m", f"{folder}/model_ema.ckpt.{form}", "-s", f"{data}/valid", "-d", f"{out}/detail"],
+            ["show", f"{folder}/model.ckpt.{form}"],
+            ["change-bias", f"{folder}/model.ckpt.{form}", "-b", "-3", "-6", "-o", f"{out}/bias.pt"],
+            ["posthoc", str(folder), "--valid-data", f"{folder}/input.json", "-o", f"{out}/posthoc.pt"],
+        ):
+            assert main(words) == 0, (words, capsys.readouterr().err)
+    names = sorted(path.name for path in (tmp_path / "pt").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "dcp").iterdir())
+    models = [
+        [load_models(tmp_path / form / name).models[""].model.state_dict() for form in ("dcp", "pt")]
+        for name in names
+        if name.endswith((".dp", ".pt"))
+    ]
+    assert len(models) == 6
+    for one, other in models:
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("how", ["init_model", "finetune"])
+def test_a_run_starts_from_the_weights_of_a_sharded_checkpoint(run, tmp_path, monkeypatch, how):
+    whole = run(0, 1)
+    shutil.copy(whole / "input.json", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_training("input.json", device="cpu", **{how: str(whole / "model_ema.ckpt.dcp")})
+    assert checkpoint.load(tmp_path)["step"] == STEPS
+
+
+def test_a_new_run_sets_the_folders_of_an_earlier_one_aside(run, tmp_path, monkeypatch):
+    shutil.copytree(run(0, 1), tmp_path / "run", symlinks=True)
+    before = contents(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    run_training("input.json", device="cpu")
+    assert_same(contents(tmp_path / "run" / "earlier-1"), before)
+    assert checkpoint.load(tmp_path / "run" / "earlier-1")["step"] == STEPS  # by its pointer
+    assert_same(contents(tmp_path / "run"), before)
+
+
+def test_old_folders_are_removed_and_best_ones_stay(data, tmp_path, monkeypatch):
+    options = {**OPTIONS, "training__save_freq": 1, "training__max_ckpt_keep": 2, "validating__max_best_ckpt": 1}
+    config = tiny_input([data / "data"], [data / "valid"], num_steps=STEPS, **options)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    run_training("input.json", device="cpu")
+    names = {path.name for path in tmp_path.glob("*.dcp") if not path.is_symlink()}
+    assert {name for name in names if name.startswith("model.")} == {"model.ckpt-3.dcp", "model.ckpt-4.dcp"}
+    assert len([name for name in names if name.startswith("best.")]) == 1
+    assert len(list(tmp_path.glob("snapshots/*.dcp"))) == STEPS
+    assert not [path for path in tmp_path.rglob("*") if ".part" in path.name]
+
+
+def fail_to_write(folder, rank):
+    """Train as one rank, of which ``rank`` has a full disk."""
+    os.chdir(folder)
+    if os.environ["RANK"] == str(rank):
+        save = torch.save
+        torch.save = lambda content, file: save(content, FullDisk(file))
+    run_training("input.json", device="cpu")
+
+
+def test_a_rank_that_cannot_write_ends_the_run_with_its_message(run, data):
+    folder = data / "full"
+    folder.mkdir()
+    shutil.copy(run(3, 2) / "input.json", folder)
+    first, second = run_ranks(2, fail_to_write, str(folder), 1, may_fail=True)
+    assert second.error == "CheckpointError"
+    assert "could not be written. The disk is full" in second.message
+    assert first.error == "ReportedElsewhere"
+    assert not list(folder.glob("*.dcp"))
+    assert not list(folder.glob("*.part*"))
 
 
 def _stored(tree):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepmd_ema.dist.world import World, untold
+from deepmd_ema.errors import RankLostError
 
 _NAME = "dp-ema-writer"
 
@@ -119,6 +120,8 @@ class Writer:
         with self._world.all_ranks_ok():
             self.wait()
             self._raise()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Wait until every file is written or given up, and end the thread."""
@@ -134,7 +137,8 @@ class Writer:
         return self._busy or bool(self._jobs)
 
     def _raise(self) -> None:
-        if self._error is not None:
+        # what another rank has told the thread, that rank tells here again: both must be in the same collective
+        if self._error is not None and not isinstance(self._error, RankLostError):
             error, self._error = self._error, None
             raise error
 
