@@ -170,7 +170,7 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
             self.origin, self.resaved = origin, []
 
         def on_start(self, trainer) -> None:
-            content = trainer.saver.builder.training(trainer.step, trainer.state_dict())
+            content = trainer.saver.builder.training(trainer.step, trainer.state_dict)
             if self.origin is not None and trainer.world.is_main:
                 source = torch.load(checkpoint_of(Path(work), self.origin, HALF), weights_only=True)
                 self.resaved += differing(source, content)

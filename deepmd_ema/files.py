@@ -124,7 +124,7 @@ def replace_folder(part: Path, final: Path) -> None:
 
 def spare_of(folder: Path) -> Path:
     """Return where a folder stands while another one takes its place."""
-    return folder.with_name(f"{folder.name}.old")
+    return folder.parent / f"{folder.name}.old"
 
 
 def remove(path: Path) -> None:

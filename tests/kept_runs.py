@@ -57,6 +57,6 @@ def write_kept_run(
                 path = folder / "snapshots" / f"model_{name}.ckpt-{step}.pt"
                 checkpoint.save(path, narrowed(payloads.snapshot(name, step), dict(model.named_buffers())))
     more = {**training_parts(), **(training or {})}
-    checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda _copy: more))
+    checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda *_: more))
     (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")
     return folder

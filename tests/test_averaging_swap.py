@@ -256,7 +256,7 @@ class FirstRows(Shard):
         super().__init__(name, parameter)
         self.local = self.local_shard(parameter.detach())
 
-    def full_tensor(self, part):
+    def as_tensor(self, part):
         return torch.cat([part, -part])
 
     def local_shard(self, full):

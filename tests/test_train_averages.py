@@ -407,7 +407,7 @@ def test_A5_E2_a_file_holds_the_moment_that_it_was_made_of():
     step(-5.0)
     step(-6.0)
     made = {
-        "training": payloads.training(2, lambda _copy: {}),
+        "training": payloads.training(2, lambda *_: {}),
         "best": payloads.weights("live", 2, "best"),
         "average": payloads.weights("flat", 2, "average"),
         "snapshot": payloads.snapshot("flat", 2),

@@ -199,7 +199,7 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
         what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
     path = Path(path)
     real = path.resolve()
-    use = "Use a training checkpoint (model.ckpt-*.pt or .dcp)"
+    use = "Use a training checkpoint (model.ckpt-*.pt)"
     files = numbered(real.parent, training_series(real.name, payload["weights"]))
     if files:
         partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is

@@ -49,7 +49,7 @@ def find_start(
         if _is_frozen(restart):
             raise CheckpointError(
                 f"--restart {restart}: a frozen model holds weights only, not the state of a run. Use a training "
-                f"checkpoint (model.ckpt-*.pt or .dcp), or start anew from these weights with --init-model {restart}."
+                f"checkpoint (model.ckpt-*.pt), or start anew from these weights with --init-model {restart}."
             )
         path = checkpoint.resolve(restart)
         payload = checkpoint.load_shards(path, share)
