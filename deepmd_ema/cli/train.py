@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.memory import keep_freed_memory
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
 from deepmd_ema.dist.launch import raise_on_end
@@ -41,7 +42,11 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with raise_on_end(args.launch):
         try:
-            from deepmd_ema.train.run import run_training
+            with loading():
+                # with these options the input is not looked at alone
+                if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
+                    _check_input(args.input)
+                from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
             # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
             if args.launch.rank <= isinstance(error, Terminated):
@@ -60,3 +65,11 @@ def run(args: argparse.Namespace) -> None:
             allow_config_change=args.allow_config_change,
             launch=args.launch,
         )
+
+
+def _check_input(path: str) -> None:
+    """Check the input before torch is imported, so that a mistake is told at once; several ranks agree on it later."""
+    with libraries_of_torch():
+        from deepmd_ema.config import load_config
+
+        load_config(path)
