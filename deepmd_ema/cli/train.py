@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.memory import keep_freed_memory
@@ -12,6 +15,8 @@ from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated
 
 SUMMARY = "train a model"
+# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
+TURN_S = 5e-4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with raise_on_end(args.launch):
+    with raise_on_end(args.launch), _threads_in_turn():
         try:
             with loading():
                 # with these options the input is not looked at alone
@@ -73,3 +78,14 @@ def _check_input(path: str) -> None:
         from deepmd_ema.config import load_config
 
         load_config(path)
+
+
+@contextmanager
+def _threads_in_turn() -> Iterator[None]:
+    """Let the threads of a run, which loads and writes beside training, take turns of ``TURN_S`` in the body."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
