@@ -210,11 +210,14 @@ def test_gradients_of_attention_asked_for_several_times_add_up():
 
 
 def test_attention_by_hand_refuses_derivatives_that_it_does_not_have():
-    args = attention_arguments(ATTENTION)
-    (grad,) = torch.autograd.grad(attention_layers.by_hand(*args).square().sum(), args[0], create_graph=True)
-    assert grad.requires_grad
-    with pytest.raises(NotImplementedError, match="plain_kernels"):
-        torch.autograd.grad(grad.square().sum(), args[3])
+    *first, layers, options = attention_arguments(ATTENTION)
+    with pytest.raises(NotImplementedError, match="by parameters: use plain_kernels"):
+        torch.autograd.grad(attention_layers.by_hand(*first, layers, options).sum(), first[0], create_graph=True)
+    layers = [Weights(*(one.detach() for one in layer)) for layer in layers]
+    loss = attention_layers.by_hand(*first, layers, options).square().sum()
+    (grad,) = torch.autograd.grad(loss, first[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
+        torch.autograd.grad(grad.square().sum(), first[3])
 
 
 def test_silut_bends_where_its_input_is_large():
