@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.kernels.dense import GradientNetwork
 from deepmd_ema.model.nn.layers import Network, freeze
 from deepmd_ema.model.statistics import mean_and_spread
 from deepmd_ema.seeds import seed_for
@@ -58,7 +59,7 @@ class EnergyFitting(nn.Module):
         start = seed if config.seed is None else config.seed
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
         self.nets = nn.ModuleList(
-            Network(
+            GradientNetwork(
                 [self.num_inputs, *config.neuron],
                 config.activation_function,
                 timestep=config.resnet_dt,
@@ -129,7 +130,10 @@ class EnergyFitting(nn.Module):
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
-        inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
+        beside = self._parameters_of(batch)
+        inputs = features.to(self.dtype)
+        if beside:
+            inputs = torch.cat([inputs, *beside], 1)
         shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
         energies, gradients = [], []
         for index, (net, mine) in enumerate(zip(self.networks, inputs.split(shares), strict=True)):
