@@ -12,6 +12,7 @@ from deepmd_ema.model.descriptor.env_statistics import normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, attention_layers
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
+from deepmd_ema.model.kernels.axis_features import axis_features
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.spline import Spline
@@ -114,7 +115,7 @@ class SeAttenBlock(ElementBlock):
         if width < self.sel:
             moments = moments + self._absent_moments(width, table, filler, batch)
         moments = moments / self.sel
-        return torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
+        return axis_features(moments, self.num_axis)
 
     def _embed(self, s: Tensor, table: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
         """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
