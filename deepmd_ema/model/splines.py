@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.kernels.env_mat import radial_parts
 from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
-from deepmd_ema.model.kernels.spline_table import MOST, SplineTables
+from deepmd_ema.model.kernels.spline_table import MOST, SplineTables, Table
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,46 @@ def splines_of(model: nn.Module) -> dict[str, Spline]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Spline)}
 
 
-def tabulate(model: EnergyModel) -> bool:
+def tabulate(model: EnergyModel, always: bool = False) -> bool:
     """Let a model that is only evaluated read nets from tables, and return whether it does (decision 0062).
 
     Its parameters get no gradients from then on. Tables are made by the first evaluation.
+
+    Args:
+        model: on a CPU; on another device nothing is done but that.
+        always: tables for nets of any size, in batches of any size, also where ``embedding_eval`` is ``direct``.
     """
     model.requires_grad_(False)
     for module in model.modules():
         spline = getattr(module, "spline", None)
         if isinstance(spline, Spline) and model.out_bias.device.type == "cpu":
             ends = _range_of(module, least_distance(model))
-            if spline.wanted == "spline":
+            if always or spline.wanted == "spline":
                 spline.tables = SplineTables(*ends, spline.precision)
             elif spline.wanted == "auto" and _width(module) >= FEWEST_NUMBERS:
                 spline.tables = SplineTables(*ends, spline.precision, NUMBERS_OF_PAIRS // _width(module))
     return any(spline.tables is not None for spline in splines_of(model).values())
+
+
+def make_tables(model: EnergyModel, batch: Batch) -> list[Table]:
+    """Make the tables of a tabulated model, which then serve batches of any size, and return them.
+
+    Args:
+        model: on which ``tabulate`` was called.
+        batch: with all elements.
+    """
+    tables = [spline.tables for spline in splines_of(model).values() if spline.tables is not None]
+    for one in tables:
+        one.fewest = 0
+    model(batch)
+    return [table for one in tables for table in one.made]
+
+
+def seal(model: nn.Module) -> None:
+    """From now on read the tables that there are for all batches, without asking whether weights have changed."""
+    for spline in splines_of(model).values():
+        if spline.tables is not None:
+            spline.tables.sealed = True
 
 
 def least_distance(model: EnergyModel) -> float:

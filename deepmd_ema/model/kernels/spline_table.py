@@ -61,6 +61,11 @@ class Table:
     size: int
     error: float
 
+    @property
+    def intervals(self) -> int:
+        """Between the knots."""
+        return self.size - DEGREE
+
     def holds(self, net: Network, beside: Tensor | None) -> bool:
         """Whether the net has the weights, and the further inputs are those, for which this was made."""
         same = beside is self.beside or (beside is not None and torch.equal(beside, cast("Tensor", self.beside)))
@@ -91,7 +96,7 @@ class SplineTables:
         margin = _MARGIN * (high - low)
         self.low, self.high, self.precision, self.fewest = low - margin, high + margin, precision, fewest
         self.sealed = False
-        self._tables: dict[tuple[int, int], Table] = {}
+        self._tables: dict[tuple[Network, int], Table] = {}  # a copy of the model has a copy of its nets here
 
     @property
     def made(self) -> list[Table]:
@@ -106,7 +111,7 @@ class SplineTables:
         """Return ``sum_k left[k] net(s_k)`` for `Spline.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
             return SplitSum(left, None, DirectSum(left, s, net, beside), None)
-        key = id(net), which
+        key = net, which
         table = self._tables.get(key)
         if not self.sealed and (table is None or not table.holds(net, beside)):
             table = self._tables[key] = make_table(net, beside, self.low, self.high, self.precision, s)
