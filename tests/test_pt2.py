@@ -19,10 +19,13 @@ from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
 from deepmd_ema import cli, export, interchange
+from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
+from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import pt2
@@ -164,6 +167,26 @@ def test_arrays_that_cannot_be_written_are_taken_without_a_warning(tmp_path, as_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Potential(as_if_compiled(path)).evaluate(coord, types, box, fparam=[0.3])
+
+
+def test_neighbors_that_are_too_many_are_seen_while_atoms_move():
+    """They are counted only where an atom that was beyond the cutoff may have come inside."""
+    rng = np.random.default_rng(0)
+    coord, types, box = toy_frame(rng, 30)
+    frame = Frame(coord, np.asarray(types), box)
+    pairs = find_pairs(coord, box, 4.5)
+    seen = []
+    for sel in range(1, 30, 2):
+        layout = NeighborLayout(3.5, (sel, sel), 2)
+        images = Images(frame, pairs, layout, 0.0, torch.device("cpu"))
+        for size in (0.0, 0.05, 0.15, 0.3):
+            moved = coord + rng.uniform(-size, size, coord.shape)
+            inside = np.linalg.norm(pairs.vector(moved, box), axis=1) < layout.rcut
+            counts = np.bincount((2 * pairs.i + frame.atom_type[pairs.j])[inside], minlength=60)
+            found = [most > sel for most in images.most(moved)]
+            assert found == (counts.reshape(-1, 2).max(0) > sel).tolist()
+            seen.append(any(found))
+    assert 0 < sum(seen) < len(seen)
 
 
 def test_it_warns_of_the_same_frames_as_the_checkpoint(tmp_path, as_if_compiled, caplog):

@@ -7,6 +7,7 @@ outside of it, nearer than that, are evaluated by the net itself: there is no di
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias, cast
@@ -69,10 +70,7 @@ class Table:
     def holds(self, net: Network, beside: Tensor | None) -> bool:
         """Whether the net has the weights, and the further inputs are those, for which this was made."""
         same = beside is self.beside or (beside is not None and torch.equal(beside, cast("Tensor", self.beside)))
-        return same and all(
-            now is then and place == now.data_ptr() and version == now._version
-            for now, (then, place, version) in zip(_tensors(net), self.weights, strict=True)
-        )
+        return same and _same(tensors_of(net), self.weights)
 
     def sum(self, left: Tensor, s: Tensor) -> SplineSum:
         """Return the sums over pairs that are inside the range."""
@@ -96,7 +94,15 @@ class SplineTables:
         margin = _MARGIN * (high - low)
         self.low, self.high, self.precision, self.fewest = low - margin, high + margin, precision, fewest
         self.sealed = False
+        self._kept: tuple[Weights, list[Tensor]] | None = None
         self._tables: dict[tuple[Network, int], Table] = {}  # a copy of the model has a copy of its nets here
+
+    def kept(self, tensors: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return what ``make`` makes of tensors, which is kept until one of them has changed."""
+        if self._kept is None or not (self.sealed or _same(tensors, self._kept[0])):
+            with torch.no_grad():
+                self._kept = _marked(tensors), make()
+        return self._kept[1]
 
     @property
     def made(self) -> list[Table]:
@@ -244,7 +250,7 @@ def _with_intervals(
     ends = like.new_tensor([low, high, spacing]).unbind(0)
     given = None if beside is None else beside.detach().clone()
     made = coefficients.to(like.dtype), pieces.to(like.dtype)
-    return Table(_weights(net), given, ends[0], ends[1], ends[2], *made, size=len(solve), error=error)
+    return Table(_marked(tensors_of(net)), given, ends[0], ends[1], ends[2], *made, size=len(solve), error=error)
 
 
 def _error(
@@ -269,12 +275,21 @@ def _made(intervals: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (*splines._interpolation(intervals), splines._pieces_and_slopes())
 
 
-def _tensors(net: Network) -> list[Tensor]:
+def tensors_of(net: Network) -> list[Tensor]:
+    """Return the parameters of a net."""
     return [p for layer in net.stack for p in (layer.weight, layer.bias, layer.idt) if p is not None]
 
 
-def _weights(net: Network) -> Weights:
-    return [(p, p.data_ptr(), p._version) for p in _tensors(net)]
+def _marked(tensors: list[Tensor]) -> Weights:
+    return [(t, t.data_ptr(), t._version) for t in tensors]
+
+
+def _same(tensors: list[Tensor], before: Weights) -> bool:
+    """Whether these are the tensors with the numbers of before."""
+    return all(
+        now is then and place == now.data_ptr() and version == now._version
+        for now, (then, place, version) in zip(tensors, before, strict=True)
+    )
 
 
 def _last_outside(inside: Tensor) -> Tensor:
