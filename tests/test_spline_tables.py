@@ -45,6 +45,7 @@ def evaluated(name, nearest):
     direct = model(batch)
     model.min_nbor_dist = nearest
     assert tabulate(model)
+    model(batch)  # makes the tables
     tables = model(batch)
     return direct, tables, [table for spline in splines_of(model).values() for table in spline.tables.made]
 

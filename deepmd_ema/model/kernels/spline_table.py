@@ -246,15 +246,16 @@ def _with_intervals(
     with torch.no_grad():
         values = net(inputs_at(low + spacing * units, beside))
         coefficients = torch.cat([solve @ function for function in values.unbind(0)])
-        error = _error(net, beside, coefficients, low, spacing, pieces, len(units))
-    ends = like.new_tensor([low, high, spacing]).unbind(0)
+        error = _error(net, beside, coefficients, low, spacing, pieces)
+    # not like.new_tensor: of a tensor inside torch.func it would be one that ends there
+    ends = torch.tensor([low, high, spacing], dtype=like.dtype, device=device).unbind(0)
     given = None if beside is None else beside.detach().clone()
     made = coefficients.to(like.dtype), pieces.to(like.dtype)
     return Table(_marked(tensors_of(net)), given, ends[0], ends[1], ends[2], *made, size=len(solve), error=error)
 
 
 def _error(
-    net: Network, beside: Tensor | None, coefficients: Tensor, low: float, spacing: float, pieces: Tensor, sites: int
+    net: Network, beside: Tensor | None, coefficients: Tensor, low: float, spacing: float, pieces: Tensor
 ) -> float:
     """Return the largest difference of derivatives on the knots and between them, over the largest derivative."""
     functions = 1 if beside is None else len(beside)
