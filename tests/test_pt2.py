@@ -339,6 +339,7 @@ def with_tables(descriptor, nearest):
     copy = deepcopy(model)
     tabulate(copy, always=True)
     make_tables(copy, batch_of(model, (*toy_atoms(3, 12), TRICLINIC)))
+    copy = deepcopy(copy)
     seal(copy)
     return model, copy
 

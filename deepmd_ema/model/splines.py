@@ -68,6 +68,8 @@ def make_tables(model: EnergyModel, batch: Batch) -> list[Table]:
     for one in tables:
         one.fewest = 0
     model(batch)
+    for one in tables:
+        one.settle()
     return [table for one in tables for table in one.made]
 
 

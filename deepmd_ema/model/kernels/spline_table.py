@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TypeAlias, cast
 
@@ -67,6 +67,11 @@ class Table:
         """Between the knots."""
         return self.size - DEGREE
 
+    def cloned(self) -> Table:
+        """Return the same table of new tensors."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: t.clone() for name, t in tensors.items() if isinstance(t, Tensor)})
+
     def holds(self, net: Network, beside: Tensor | None) -> bool:
         """Whether the net has the weights, and the further inputs are those, for which this was made."""
         same = beside is self.beside or (beside is not None and torch.equal(beside, cast("Tensor", self.beside)))
@@ -108,6 +113,10 @@ class SplineTables:
     def made(self) -> list[Table]:
         """The tables that there are."""
         return list(self._tables.values())
+
+    def settle(self) -> None:
+        """Make the tables such that they can be copied: those made inside torch.func are wrapped tensors."""
+        self._tables = {key: table.cloned() for key, table in self._tables.items()}
 
     def serve(self, neighbor: Tensor) -> bool:
         """Whether the slots (A, K) of a batch are enough for tables to be less work."""
