@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -69,8 +69,8 @@ class Table:
 
     def cloned(self) -> Table:
         """Return the same table of new tensors."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: t.clone() for name, t in tensors.items() if isinstance(t, Tensor)})
+        content: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: t.clone() for name, t in content.items() if isinstance(t, Tensor)})
 
     def holds(self, net: Network, beside: Tensor | None) -> bool:
         """Whether the net has the weights, and the further inputs are those, for which this was made."""
