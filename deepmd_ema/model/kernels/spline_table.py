@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -69,8 +69,15 @@ class Table:
 
     def cloned(self) -> Table:
         """Return the same table of new tensors."""
-        content: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: t.clone() for name, t in content.items() if isinstance(t, Tensor)})
+        return replace(
+            self,
+            beside=None if self.beside is None else self.beside.clone(),
+            low=self.low.clone(),
+            high=self.high.clone(),
+            spacing=self.spacing.clone(),
+            coefficients=self.coefficients.clone(),
+            pieces=self.pieces.clone(),
+        )
 
     def holds(self, net: Network, beside: Tensor | None) -> bool:
         """Whether the net has the weights, and the further inputs are those, for which this was made."""
