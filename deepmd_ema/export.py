@@ -153,7 +153,8 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
     if not found:
         if compress:
             raise UserError(
-                f"--compress: the descriptor {loaded.config.descriptor.type} has no network of one distance alone. "
+                f"--compress: the descriptor {loaded.config.descriptor.type} has no network of one distance alone, "
+                "or these are for each element of the centre as well (concat without type_one_side). "
                 "Leave it out."
             )
         return loaded.model, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_weights, file_to_write, path
 
 SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads, or compile it to a .pt2 file"
@@ -24,8 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the file and print what it holds."""
-    from deepmd_ema.export import freeze
-    from deepmd_ema.infer.load import load_model
+    with loading():
+        from deepmd_ema.export import freeze
+        from deepmd_ema.infer.load import load_model
 
     loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
     print(freeze(loaded, args.output, device=args.device, compress=args.compress).text())

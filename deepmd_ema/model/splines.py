@@ -58,19 +58,24 @@ def tabulate(model: EnergyModel, always: bool = False) -> bool:
 
 
 def make_tables(model: EnergyModel, batch: Batch) -> list[Table]:
-    """Make the tables of a tabulated model, which then serve batches of any size, and return them.
+    """Make the tables of a tabulated model that a graph can read, which then serve batches of any size.
+
+    Those for each element of the centre need atoms in the order of their types, which images lack: such nets are
+    evaluated directly.
 
     Args:
         model: on which ``tabulate`` was called.
         batch: with all elements.
     """
-    tables = [spline.tables for spline in splines_of(model).values() if spline.tables is not None]
-    for one in tables:
-        one.fewest = 0
+    found = {spline: spline.tables for spline in splines_of(model).values() if spline.tables is not None}
+    for tables in found.values():
+        tables.fewest = 0
     model(batch)
-    for one in tables:
-        one.settle()
-    return [table for one in tables for table in one.made]
+    for spline, tables in found.items():
+        tables.settle()
+        if tables.by_centre:
+            spline.tables = None
+    return [table for tables in found.values() if not tables.by_centre for table in tables.made]
 
 
 def seal(model: nn.Module) -> None:

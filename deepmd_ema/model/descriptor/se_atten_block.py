@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
+from deepmd_ema.model.kernels.axis_features import axis_features
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.spline import Spline
@@ -116,7 +117,7 @@ class SeAttenBlock(ElementBlock):
         if width < self.sel:
             moments = moments + self._absent_moments(width, table, filler, batch)
         moments = moments / self.sel
-        return torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
+        return axis_features(moments, self.num_axis)
 
     def _embed(self, s: Tensor, table: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
         """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""

@@ -117,6 +117,11 @@ class SplineTables:
         return self._kept[1]
 
     @property
+    def by_centre(self) -> bool:
+        """Whether there are tables for each element of the centre, which need atoms in the order of their types."""
+        return any(which for _, which in self._tables)
+
+    @property
     def made(self) -> list[Table]:
         """The tables that there are."""
         return list(self._tables.values())
