@@ -22,12 +22,8 @@ the pairs of the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-<<<<<<< HEAD
-from typing import TYPE_CHECKING, Any
-=======
 from itertools import accumulate
-from typing import Any
->>>>>>> twelve
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
