@@ -139,7 +139,7 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
     parts = [
         f"# Wall time to the accuracy of DeePMD-kit's schedule, {common.today()}",
         "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning rates of its own "
-        "examples (`own`, down to 3.51e-8). dp-ema trains the same model on the same frames with another recipe, chosen "
+        "examples (`own`, down to 3.51e-8). dp-ema trains the same model on the same frames with another recipe, found "
         f"with seed 11:\n\n    {recipe}\n\nErrors are RMSEs on all validation frames by each program's test command, "
         "of the averaged model here; times are those from the command to the end, with all that a run does. Those of "
         f"DeePMD-kit are of {PEER_STEPS} steps, the rest at the time of its steps from {2 * PEER_ROW} on. Medians, and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
 from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.start import Start
-from deepmd_ema.train.step import GradientStep, Step
+from deepmd_ema.train.step import GradientStep, Step, tf32_products
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.trainer import Callback, Trainer
 from deepmd_ema.train.validate import FullValidation, Validated
@@ -84,6 +85,7 @@ def assemble(
     rows = _validated(prepared, num_steps, world)
     tables = [*reporter.curves.values(), *(row.log for row in rows)]
     saver = _build_saver(config, num_steps, start.step, builder, rows, tables, world)
+    tf32 = config.training.enable_tf32 and world.device.type == "cuda"
     trainer = Trainer(
         tasks=tasks,
         take_step=_build_step(prepared, module, num_steps, world),
@@ -95,6 +97,7 @@ def assemble(
         num_steps=num_steps,
         world=world,
         splines=splines,
+        products=tf32_products if tf32 else nullcontext,
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
@@ -103,6 +106,8 @@ def assemble(
         logger.info("%s", line)
     for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)
+    if config.training.enable_tf32 and not tf32:
+        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
     start.resume(trainer)
     models.train()
     return trainer
