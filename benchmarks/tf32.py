@@ -13,22 +13,25 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common
 import torch
 from error_curves import TRAINED, train_once
 from speed_bound import PRODUCTS
-from splines import _frames as water_frames
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
 
 FORMATS = {"float32": 24, "TF32": 11, "bfloat16": 8}  # bits of the mantissa, with the one that is not stored
 SE_E2_A = {"type": "se_e2_a", "sel": [46, 92], "rcut": 6.0, "rcut_smth": 0.5, "neuron": [25, 50, 100],
            "axis_neuron": 16, "type_one_side": True}  # fmt: skip
 OTHERS = json.loads((common.ROOT / "benchmarks" / "beside_peer.json").read_text())
 KINDS = {"se_e2_a": SE_E2_A, **{kind: OTHERS[kind]["descriptor"] for kind in ("se_atten, 2 layers", "dpa2", "dpa3")}}
-FRAMES = 8
+FRAMES, MANY = 8, 10**6
+VALIDATION = common.EXAMPLE / "data" / "validation"
 
 
 class Rounded(TorchDispatchMode):
@@ -91,39 +94,43 @@ def _input(descriptor: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def _rows(kind: str, path: Path) -> Iterator[list[str]]:
-    import numpy as np
-
-    from deepmd_ema.data.collate import collate
+    from deepmd_ema.data.loader import sequential_batches
+    from deepmd_ema.data.source import ReadSpec
+    from deepmd_ema.infer.evaluate import open_checked
     from deepmd_ema.infer.load import load_model
+    from deepmd_ema.labels import ENERGY, FORCE
     from deepmd_ema.model.splines import splines_of
 
     model, _ = load_model(path).on("cpu")
     model.train()
     for spline in splines_of(model).values():
         spline.use(0)  # as on a GPU; and knots are solved for in float64 anyway
-    frames, atoms = water_frames(2 * FRAMES), len(water_frames(1)[0].atom_type)
-    folder = common.EXAMPLE / "data" / "validation" / "set.000"
-    stored = (np.load(folder / f"{name}.npy")[: 2 * FRAMES] for name in ("energy", "force"))
-    energies, forces = (torch.from_numpy(values).double().view(2 * FRAMES, -1) for values in stored)
-    energies = energies / atoms
+    labels = (ENERGY, FORCE)
+    system = open_checked([str(VALIDATION)], ReadSpec(tuple(model.type_map), labels), model.layout.rcut)
+    chosen = [[range(first, first + FRAMES)] for first in (0, FRAMES)]
+    batches = [
+        next(sequential_batches(system, model.layout, max_atoms=MANY, labels=labels, frames=half)) for half in chosen
+    ]
     parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def evaluated(first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return energies (F, 1) per atom, forces (F, 3 atoms) and the gradient, of half of the frames."""
-        half = slice(first, first + FRAMES)
-        out = model(collate(frames[half], model.layout))
-        energy, force = out["energy"].view(FRAMES, 1) / atoms, out["force"].reshape(FRAMES, -1)
-        loss = (energy - energies[half]).square().mean() + (force - forces[half]).square().mean()
+    def evaluated(batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return energies per atom, forces, the gradient, and the residuals of energies and forces."""
+        out = model(batch)
+        energy, force = out["energy"].flatten() / batch.num_atoms, out["force"]
+        wanted = batch.labels["energy"].flatten() / batch.num_atoms, batch.labels["force"].view_as(force)
+        residuals = [energy - wanted[0], force - wanted[1]]
+        loss = sum(residual.square().mean() for residual in residuals)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        return energy.detach(), force.detach(), torch.cat([g.flatten() for g in gradients])
+        gradient = torch.cat([g.flatten() for g in gradients])
+        return energy.detach(), force.detach(), gradient, [r.detach().flatten() for r in residuals]
 
-    exact, other = evaluated(0), evaluated(FRAMES)
-    residual = [torch.cat([exact[k], other[k]]) - wanted for k, wanted in enumerate((energies, forces))]
+    exact, other = map(evaluated, batches)
+    residual = [torch.cat(pair) for pair in zip(exact[3], other[3])]
     words = [kind, *(f"{1000 * _rms(value):.3g}" for value in residual)]
     beside = f"{_relative(other[2], exact[2]):.2g}"
     for name, bits in FORMATS.items():
         with Rounded(bits):
-            found = evaluated(0)
+            found = evaluated(batches[0])
         differences = [1000 * _rms(found[k] - exact[k]) for k in (0, 1)]
         yield [*words, name, *(f"{d:.2g}" for d in differences), f"{_relative(found[2], exact[2]):.2g}", beside]
 
