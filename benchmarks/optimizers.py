@@ -85,7 +85,7 @@ def _page(along: dict[str, dict[str, list[Any]]], args: argparse.Namespace) -> s
         f"# Optimizers, {common.today()}",
         f"RMSE on the validation frames of the examples after {args.steps} steps, median over the seeds and each. The "
         f"models of the examples in float32; weights of energies and forces in the loss {WEIGHTS}, constant; the rate "
-        f"that is named after {WARMUP} steps, down to a hundredth of it over the second half (wsd, linear); averages of "
+        f"that is named after {WARMUP} steps, down to a hundredth of it over the last half (wsd, linear); averages of "
         "decay "
         f"{EMA_DECAY}. On {common.machine(common.programs(None), args.threads, args.device)}.",
     ]
