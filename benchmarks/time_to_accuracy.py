@@ -41,11 +41,11 @@ def main() -> None:
     for name, seed in keys:
         for target in TARGETS:
             _note(found, "targets", (name, seed, target), args, _peer_input(name, seed, target, recipes), _trained_peer)
-        for recipe in recipes["recipes"]:
+        for recipe in recipes["precisions"]:
             _note(found, "reach", (name, seed, recipe), args, _our_input(name, seed, recipe, recipes), _trained_here)
     for turn, (name, seed) in enumerate(keys):
         jobs = [(("peer",), _peer_input(name, seed, "own", recipes), _timed_peer)]
-        jobs += [((recipe,), _our_input(name, seed, recipe, recipes), _timed_here) for recipe in recipes["recipes"]]
+        jobs += [((recipe,), _our_input(name, seed, recipe, recipes), _timed_here) for recipe in recipes["precisions"]]
         for key, config, measure in jobs[:: -1 if turn % 2 else 1]:
             _note(found, "time", (name, seed, *key), args, config, measure)
     common.publish(_page(found, recipes, args), args.output)
@@ -73,20 +73,19 @@ def _note(found: Any, stage: str, key: tuple[Any, ...], args: argparse.Namespace
         print(stage, *key, json.dumps(found[stage][key]), flush=True)
 
 
-def _example(name: str, seed: int, recipes: dict[str, Any]) -> dict[str, Any]:
-    config = common.with_numeric_sel(common.read_input(common.ROOT / recipes["sets"][name], None))
+def _example(name: str, seed: int) -> dict[str, Any]:
+    config = common.with_numeric_sel(common.read_input(common.ROOT / "examples" / name / "input.json", None))
     return common.with_seed(common.bare(config), seed)
 
 
 def _peer_input(name: str, seed: int, target: str, recipes: dict[str, Any]) -> dict[str, Any]:
-    config = _example(name, seed, recipes)
+    config = _example(name, seed)
     config["training"]["disp_freq"] = PEER_ROW
     return with_options(config, recipes["own schedule"] if target == "own" else {})
 
 
 def _our_input(name: str, seed: int, recipe: str, recipes: dict[str, Any]) -> dict[str, Any]:
-    options = {**recipes["recipe"], **recipes["recipes"][recipe], "training.numb_steps": recipes["steps"][name]}
-    return with_options(_example(name, seed, recipes), options)
+    return with_options(_example(name, seed), recipes["recipe"], recipes["sets"][name], recipes["precisions"][recipe])
 
 
 def _trained_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
@@ -135,13 +134,12 @@ def _timed_peer(folder: Path, config: dict[str, Any], args: argparse.Namespace) 
 
 
 def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespace) -> str:
-    recipe = json.dumps({**recipes["recipe"], "training.numb_steps": recipes["steps"]})
     parts = [
         f"# Wall time to the accuracy of DeePMD-kit's schedule, {common.today()}",
         "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning rates of its own "
         "examples (`own`, down to 3.51e-8). dp-ema trains the same model on the same frames with another recipe, found "
-        f"with seed 11:\n\n    {recipe}\n\nErrors are RMSEs on all validation frames by each program's test command, "
-        "of the averaged model here; times are those from the command to the end, with all that a run does. Those of "
+        f"with seed 11: {json.dumps(recipes['recipe'])}, and what is named below. Errors are RMSEs on all validation "
+        "frames by each program's test command, of the averaged model here; times are those from the command to the end, with all that a run does. Those of "
         f"DeePMD-kit are of {PEER_STEPS} steps, the rest at the time of its steps from {2 * PEER_ROW} on. Medians, and "
         "each seed.  \n"
         f"On {common.machine(common.programs(args.peer), args.threads, args.device)}.",
@@ -151,15 +149,17 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
         for target in TARGETS:
             numbers = [found["targets"].get((name, seed, target)) for seed in args.seeds]
             seconds = [found["time"].get((name, seed, "peer")) for seed in args.seeds]
-            steps = _example(name, 1, recipes)["training"]["numb_steps"]
+            steps = _example(name, 1)["training"]["numb_steps"]
             rows.append([f"dp --pt, {target}", str(steps), *_cells(numbers, UNITS), *_cells(seconds, TIMES), "", ""])
-        for recipe in recipes["recipes"]:
+        for recipe in recipes["precisions"]:
             numbers = [found["reach"].get((name, seed, recipe)) for seed in args.seeds]
             seconds = [found["time"].get((name, seed, recipe)) for seed in args.seeds]
-            row = [f"dp-ema, {recipe}", str(recipes["steps"][name]), *_cells(numbers, UNITS), *_cells(seconds, TIMES)]
+            steps = recipes["sets"][name]["training.numb_steps"]
+            row = [f"dp-ema, {recipe}", str(steps), *_cells(numbers, UNITS), *_cells(seconds, TIMES)]
             rows.append([*row, _ratio(found, name, recipe, args), _reached(found, name, recipe, args)])
         words = [*(f"{quantity}, {unit}" for quantity, unit in UNITS.items()), *TIMES.values()]
-        parts += [f"## {name}", common.table(["run", "steps", *words, "dp --pt / dp-ema", "seeds that reach it"], rows)]
+        header = ["run", "steps", *words, "dp --pt / dp-ema", "seeds that reach it"]
+        parts += [f"## {name}", f"dp-ema: {json.dumps(recipes['sets'][name])}", common.table(header, rows)]
     return "\n\n".join(parts)
 
 
