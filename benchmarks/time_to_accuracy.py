@@ -39,7 +39,7 @@ def main() -> None:
     keys = [(name, seed) for name in args.sets for seed in args.seeds]
     found: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {stage: {} for stage in STAGES}
     for name, seed in keys:
-        for target in TARGETS:
+        for target in args.targets:
             _note(found, "targets", (name, seed, target), args, _peer_input(name, seed, target, recipes), _trained_peer)
         for recipe in recipes["precisions"]:
             _note(found, "reach", (name, seed, recipe), args, _our_input(name, seed, recipe, recipes), _trained_here)
@@ -56,6 +56,7 @@ def _arguments() -> argparse.Namespace:
     common.add_common_options(parser)
     parser.add_argument("--sets", nargs="+", default=["water", "molecules"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS, help="trained by DeePMD-kit")
     parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
     return parser.parse_args()
 
@@ -139,14 +140,14 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
         "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning rates of its own "
         "examples (`own`, down to 3.51e-8). dp-ema trains the same model on the same frames with another recipe, found "
         f"with seed 11: {json.dumps(recipes['recipe'])}, and what is named below. Errors are RMSEs on all validation "
-        "frames by each program's test command, of the averaged model here; times are those from the command to the end, with all that a run does. Those of "
-        f"DeePMD-kit are of {PEER_STEPS} steps, the rest at the time of its steps from {2 * PEER_ROW} on. Medians, and "
-        "each seed.  \n"
+        "frames by each program's test command, of the averaged model here; times are those from the command to the "
+        f"end, with all that a run does. Those of DeePMD-kit are of {PEER_STEPS} steps, the rest at the time of its "
+        f"steps from {2 * PEER_ROW} on. Medians, and each seed.  \n"
         f"On {common.machine(common.programs(args.peer), args.threads, args.device)}.",
     ]
     for name in args.sets:
         rows = []
-        for target in TARGETS:
+        for target in args.targets:
             numbers = [found["targets"].get((name, seed, target)) for seed in args.seeds]
             seconds = [found["time"].get((name, seed, "peer")) for seed in args.seeds]
             steps = _example(name, 1)["training"]["numb_steps"]
@@ -178,7 +179,7 @@ def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespa
 def _reached(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:
     """Return of how many seeds both errors are no larger than those of DeePMD-kit with the same seed."""
     words = []
-    for target in TARGETS:
+    for target in args.targets:
         pairs = [(found["reach"].get((name, s, recipe)), found["targets"].get((name, s, target))) for s in args.seeds]
         known = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
         number = sum(all(ours[quantity] <= theirs[quantity] for quantity in UNITS) for ours, theirs in known)
