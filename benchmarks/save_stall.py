@@ -26,7 +26,7 @@ import common
 # name: width of the embedding and of the fitting network
 MODELS = {"0.02 M parameters": ([8, 16], 32), "1.0 M parameters": ([25, 50, 100], 240)}
 AVERAGES = {"no average": 0, "one average": 1, "three averages": 3}
-SAVES, EVERY, QUIET_AFTER = 8, 24, 12  # saves of a run, steps between two, steps after a save that may be slower
+SAVES, EVERY, QUIET_AFTER = 8, 48, 36  # saves of a run, steps between two, steps after a save that may be slower
 
 
 def main() -> None:

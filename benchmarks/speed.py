@@ -23,6 +23,7 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
 from __future__ import annotations
 
 import argparse
+import compileall
 import copy
 import json
 import os
@@ -216,6 +217,7 @@ def _starts(_case: Case, runners: list[Runner], args: argparse.Namespace) -> dic
     """Return seconds to the first row, with all statistics, with those of the neighbors given, and with all given."""
     config = common.bare(common.read_input(args.input, args.data))
     config["training"] |= {"numb_steps": 1, "disp_freq": 1}
+    compileall.compile_dir(common.ROOT / "deepmd_ema", quiet=2)  # as an installation does, that of the peer too
     everything = copy.deepcopy(config)
     everything["model"]["descriptor"]["sel"] = "auto"
     numeric = common.with_numeric_sel(everything)

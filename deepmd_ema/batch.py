@@ -170,6 +170,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is pinned."""
+        if self.vector.device == device:
+            # a call of torch releases the lock of Python, for which the thread that makes the next batch waits
+            return self
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def as_padding(self) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import pytest
 from helpers import tiny_input
 
 from deepmd_ema import __version__, cli
+from deepmd_ema.cli import loading
 from deepmd_ema.errors import (
     ConfigError,
     DataError,
@@ -63,6 +65,42 @@ def test_the_command_line_loads_nothing_heavy():
     assert run_python("-c", code).stdout.strip() == "set()"
 
 
+# imported by nothing that a run on one process without compiled code needs; together they take over a second
+HEAVY = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy",
+         "matplotlib", "h5py", "yaml", "lmdb", "scipy", "torch.utils.tensorboard"}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_a_run_loads_no_more_than_it_needs(optimizer, water_like, tmp_path):
+    """Half of the time until the first step was spent on importing torch's compiler and sharded tensors."""
+    config = tiny_input([water_like])
+    config |= {"optimizer": {"type": optimizer}}
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    code = (
+        "import gc, sys; from deepmd_ema.cli import main; code = main(['train', 'input.json']); "
+        f"print(code, gc.isenabled(), gc.get_freeze_count() > 0, {HEAVY!r} & set(sys.modules))"
+    )
+    done = run_python("-c", code, cwd=tmp_path)
+    assert done.stdout.strip() == "0 True True set()", done.stderr
+
+
+def test_a_mistake_in_the_input_is_told_before_torch_is_imported(tmp_path):
+    """It took as long as the import of everything, three seconds."""
+    (tmp_path / "input.json").write_text('{"modle": {}}')
+    code = "import sys; from deepmd_ema.cli import main; print(main(['train', 'input.json']), 'torch' in sys.modules)"
+    done = run_python("-c", code, cwd=tmp_path)
+    assert done.stdout.strip() == "2 False"
+    assert "modle" in done.stderr
+
+
+def test_libraries_are_loaded_beforehand_only_where_torch_has_them(monkeypatch, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    for spec in (None, importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")):
+        monkeypatch.setattr(loading, "find_spec", lambda name, spec=spec: spec)
+        loading._load()
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])
@@ -89,7 +127,7 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
     ("words", "message"),
     [
         (["trian"], "the command 'trian' is unknown. Did you mean train? Known: train, check"),
-        (["compress"], "compress is a command of DeePMD-kit: convert the frozen"),
+        (["compress"], "compress is a command of DeePMD-kit: `dp-ema freeze --compress -c MODEL"),
         (["doc-train-input"], "use `dp-ema doc`"),
         (["train"], "the following arguments are required: INPUT"),
         (["train", "a.json", "-r", "x", "-i", "y"], "-i/--init-model: not allowed with argument -r/--restart"),

@@ -10,7 +10,7 @@ from toy_models import TRICLINIC, toy_atoms
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import env_mat, moments, norm, silu, unit  # noqa: F401  (they register their kernels)
+from deepmd_ema.model.kernels import dense, env_mat, moments, norm, silu, unit  # noqa: F401  (they register their kernels)
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
@@ -40,6 +40,9 @@ def arguments(name):
     num_atoms, num_slots = hood.neighbor.shape
     constant = [draw(num_atoms, num_slots, seed=k).detach() for k in range(3)]
     net = Network([1, 4, 8], "tanh", timestep=False, dtype=torch.float64, seed=1)
+    wide = torch.nn.ModuleList(
+        Network([4, 4, 8, 16, 16, 5], "tanh", timestep=True, dtype=torch.float64, seed=k, num_out=1) for k in range(3)
+    )
     rows = draw(num_atoms, num_slots, 4).detach()
     s, (low, spacing) = rows[..., 0], torch.tensor([-4.0, 0.5], dtype=torch.float64)
     first = ((s - low) / spacing).floor().long()
@@ -54,6 +57,9 @@ def arguments(name):
         "tanh_moments": (rows, net),
         "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces, 23),
         "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23),
+        "axis_features": (draw(6, 4, 8), 3),
+        "axis_features_vjp": (draw(6, 24), draw(6, 4, 8, seed=1), 3),
+        "tanh_gradients": (draw(6, 4), wide, (4, 0, 2)),
         "silu": (draw(num_atoms, 8),),
         "silut": (draw(num_atoms, 8), 10.0),
         "unit_rows": (draw(num_atoms, 3, 8),),

@@ -13,10 +13,9 @@ from test_parallel import config_of
 from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, toy_atoms, toy_model
 
-from deepmd_ema import Potential
 from deepmd_ema.dist.world import World
-from deepmd_ema.interchange import write_dp
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.kernels import spline as kernel
 from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
@@ -73,6 +72,25 @@ def test_the_error_falls_at_least_with_the_eighth_power_of_the_spacing_that_of_d
     errors = np.array([differences(n, net_of(steep=4)) for n in (64, 128)])
     assert errors[0, 0] / errors[1, 0] > 2 ** (DEGREE + 0.5)
     assert errors[0, 2] / errors[1, 2] > 2 ** (DEGREE - 0.5)
+
+
+def test_sums_in_bands_and_portions_are_those_of_all_slots_at_once(monkeypatch):
+    left, by_distance, grad = (
+        drawn(6, 40, 4),
+        3 * drawn(6, 40, seed=1).abs().sort(1, descending=True).values,
+        drawn(6, 4, 8),
+    )
+    found = []
+    for worth, cache in ((1 << 60, 1 << 19), (1, 1), (1, 4000)):
+        monkeypatch.setattr(kernel, "NUMBERS_WORTH_BANDS", worth)
+        monkeypatch.setattr(kernel, "NUMBERS_IN_CACHE", cache)
+        net = net_of()
+        summed = on_knots(net, 64, left, by_distance)
+        found.append(sums_and_gradients(summed.value, summed.vjp(grad), net))
+        assert len(kernel._bands(summed.basis.first, 71, 1)) == 1 + (worth == 1)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_a_list_without_pairs_has_sums_of_zero_and_gradients_of_zero():
@@ -201,23 +219,6 @@ def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, sta
     saved = load(tmp_path / "model.ckpt-101.pt")["splines"]
     assert saved["checked"] == {"": 100}
     assert all(n > 0 for n in saved["intervals"].values())
-
-
-def test_a_potential_takes_knots_where_there_are_many_pairs_with_the_numbers_of_its_nets(tmp_path):
-    config, model = toy_model(descriptor_changes={"neuron": [50, 100, 200], "type_one_side": True})
-    write_dp(tmp_path / "model.dp", model, config)
-    few, many = (toy_atoms(1, natoms) for natoms in (3, 40))
-    found = {}
-    for choice in ("auto", "direct"):
-        potential = Potential(tmp_path / "model.dp")
-        spline = potential._model.descriptor.spline
-        spline.wanted = choice
-        potential.evaluate(few[0], few[1])
-        assert spline.intervals == 0
-        found[choice] = potential.evaluate(many[0], many[1], CELL)
-        assert (spline.intervals > 0) == (choice == "auto")
-    assert np.abs(found["auto"].force - found["direct"].force).max() < 1e-9 * np.abs(found["direct"].force).max()
-    assert np.abs(found["auto"].energy - found["direct"].energy).max() < 1e-11 * np.abs(found["direct"].energy).max()
 
 
 def test_numbers_that_are_not_finite_are_seen_in_the_sums():

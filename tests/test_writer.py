@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from helpers import FullDisk, assert_same, tiny_input
 from test_train import StopAfter, load
 
-from deepmd_ema.checkpoint.writer import Writer
+from deepmd_ema.checkpoint.writer import NICENESS, Writer
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, Interrupted
 from deepmd_ema.tensors import HostCopies, on_cpu
@@ -46,6 +47,17 @@ def gate():
 
 def refuse():
     raise CheckpointError("no room")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_training_goes_before_the_writing_of_files(writer):
+    found = []
+    writer.begin(1)
+    writer.submit(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    writer.finish()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert found == [min(19, own + NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_jobs_are_done_in_their_order_and_training_goes_on_meanwhile(writer, gate):

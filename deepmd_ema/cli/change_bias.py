@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
 from deepmd_ema.errors import UserError
 
@@ -31,7 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the file and print the bias before and after."""
-    from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
+    with loading():
+        from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 
     if args.bias_value is not None:
         if args.mode is not None or args.num_frames is not None:

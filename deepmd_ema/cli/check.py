@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_input
 
 SUMMARY = "check an input and the data it names, without training"
@@ -26,7 +27,8 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join([*render(table, "  "), *(f"  {line}" for line in config.notes), *warnings]), flush=True)
     if args.config_only:
         return
-    from deepmd_ema.data.run import check_task, length_lines, open_run
+    with loading():
+        from deepmd_ema.data.run import check_task, length_lines, open_run
     from deepmd_ema.errors import DataError
 
     data = open_run(config)

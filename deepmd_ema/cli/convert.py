@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_weights, path
 from deepmd_ema.errors import UserError
 
@@ -55,8 +56,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _convert_model(args: argparse.Namespace) -> None:
     """Write the file and print what was read, what was written, and how far it is from what was read."""
-    from deepmd_ema.export import convert
-    from deepmd_ema.infer.load import load_model
+    with loading():
+        from deepmd_ema.export import convert
+        from deepmd_ema.infer.load import load_model
 
     loaded = load_model(args.input[0], use_average=args.use_ema, average=args.average, head=args.head)
     written = convert(loaded, args.output)

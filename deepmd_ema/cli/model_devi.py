@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, path, positive
 
 SUMMARY = "deviations of several models from each other"
@@ -32,7 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the table and print the models and the largest deviations."""
-    from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation, refuse_output
+    with loading():
+        from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation, refuse_output
 
     refuse_output(args.output, args.models)
     options = DeviationOptions(args.real_error, args.atomic, args.relative, args.relative_v, args.frequency)

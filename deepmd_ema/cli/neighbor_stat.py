@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_systems, chosen_systems, positive
 
 SUMMARY = "shortest distance and most neighbors of data"
@@ -20,7 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the numbers."""
-    from deepmd_ema.infer.neighbors import find_statistics
+    with loading():
+        from deepmd_ema.infer.neighbors import find_statistics
 
     systems, patterns = chosen_systems(args, ["."])
     print(find_statistics(systems, args.rcut, args.type_map, args.mixed_type, patterns).text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_head, add_systems, chosen_systems, file_to_write, path
 
 SUMMARY = "the average of any length or shape, from the snapshots of a run"
@@ -36,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the errors over the length, and write the best average, the table and the picture."""
-    from deepmd_ema.posthoc.run import run_posthoc
+    with loading():
+        from deepmd_ema.posthoc.run import run_posthoc
 
     systems, patterns = chosen_systems(args, [])
     run_posthoc(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import path
 
 SUMMARY = "what is in a checkpoint or a frozen file"
@@ -17,6 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print what is in the file."""
-    from deepmd_ema.infer.show import describe
+    with loading():
+        from deepmd_ema.infer.show import describe
 
     print(describe(args.file, whole_config=args.config))

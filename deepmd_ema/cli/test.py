@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.memory import keep_freed_memory
 from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
 
@@ -30,7 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the errors and write the files asked for."""
     keep_freed_memory()
-    from deepmd_ema.infer.evaluate import measure, refuse_details
+    with loading():
+        from deepmd_ema.infer.evaluate import measure, refuse_details
 
     if args.detail_file is not None:
         refuse_details(args.detail_file)

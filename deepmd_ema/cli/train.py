@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.memory import keep_freed_memory
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
 from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated
 
 SUMMARY = "train a model"
+# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
+TURN_S = 5e-4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +45,13 @@ def run(args: argparse.Namespace) -> None:
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with raise_on_end(args.launch):
+    with raise_on_end(args.launch), _threads_in_turn():
         try:
-            from deepmd_ema.train.run import run_training
+            with loading():
+                # with these options the input is not looked at alone
+                if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
+                    _check_input(args.input)
+                from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
             # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
             if args.launch.rank <= isinstance(error, Terminated):
@@ -60,3 +70,22 @@ def run(args: argparse.Namespace) -> None:
             allow_config_change=args.allow_config_change,
             launch=args.launch,
         )
+
+
+def _check_input(path: str) -> None:
+    """Check the input before torch is imported, so that a mistake is told at once; several ranks agree on it later."""
+    with libraries_of_torch():
+        from deepmd_ema.config import load_config
+
+        load_config(path)
+
+
+@contextmanager
+def _threads_in_turn() -> Iterator[None]:
+    """Let the threads of a run, which loads and writes beside training, take turns of ``TURN_S`` in the body."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

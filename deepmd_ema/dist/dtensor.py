@@ -5,26 +5,35 @@ Every function takes plain tensors as well and returns them unchanged, so that c
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds only a shard of ``tensor``."""
-    return isinstance(tensor, DTensor)
+    # not imported: that takes half a second, and before somebody has done it there is no sharded tensor
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the shard of ``tensor`` on this rank, sharing memory and detached; a plain tensor is returned itself."""
     # not to_local(): with gradients on, that one records an operation and returns another object each time
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return ``tensor`` gathered from all ranks, in memory of its own. Every rank must call this if it is sharded."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
+    from torch.distributed.tensor import Shard
+
     mesh = tensor.device_mesh
     if tensor.placements != (Shard(0),):  # what an operation on shards returned, as a norm
         return tensor.full_tensor().clone()  # where it is the same on all ranks, it is the local one
@@ -53,8 +62,10 @@ def all_gather_rows(part: Tensor, rows: int, size: int, group: dist.ProcessGroup
 
 def from_local(shard: Tensor, like: Tensor) -> Tensor:
     """Return ``shard`` as a tensor that is sharded as ``like`` is, without communication."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return shard
+    from torch.distributed.tensor import DTensor
+
     # shape and stride must be given: guessed from one shard they are wrong where shards differ in size
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -63,8 +74,10 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of ``full``, which every rank holds, cut as ``like`` is; without communication."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return full
+    from torch.distributed.tensor import DTensor, Replicate
+
     mesh = like.device_mesh
     replicated = DTensor.from_local(full.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(mesh, like.placements).to_local()

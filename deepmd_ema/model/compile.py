@@ -1,4 +1,7 @@
-"""Models evaluated by code that ``torch.compile`` makes: one graph for all models of one structure and all sizes."""
+"""Models evaluated by code that ``torch.compile`` makes: one graph for all models of one structure and all sizes.
+
+``torch._dynamo`` is imported where it is used: it takes half a second, and most runs do not compile.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch._dynamo
-import torch.fx.experimental._config
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.training import CompileConfig
@@ -124,16 +124,22 @@ class Compiler:
 
 
 def _count() -> int:
+    from torch._dynamo.utils import counters
+
     return int(counters["stats"]["unique_graphs"])
 
 
 def _cache_hits() -> int:
+    from torch._dynamo.utils import counters
+
     return int(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
 
 
 def _reason() -> str:
     """Return why torch has compiled once more, as far as it tells."""
-    found = torch._dynamo.utils.get_compilation_metrics()
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = get_compilation_metrics()
     text = getattr(found[-1], "recompile_reason", None) if found else None
     return " ".join(str(text or "").split("  # ")[0].split())[:200]
 
@@ -141,6 +147,9 @@ def _reason() -> str:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Apply what this needs of torch, within the body only."""
+    import torch._dynamo
+    import torch.fx.experimental._config
+
     with ExitStack() as stack:
         # DDP would have the graph cut at its buckets; it needs no more than gradients
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, optimize_ddp=False))

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
@@ -61,6 +59,10 @@ def whole_state(model: nn.Module, keep: bool = True, copy: Callable[[Tensor], Te
 
 
 def _shard(models: ModelSet, world: World, reshard: bool) -> None:
+    # they take half a second to import, which a run that shards nothing saves
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     mesh = init_device_mesh(world.device.type, (world.size,))
     done: set[nn.Module] = set()
 

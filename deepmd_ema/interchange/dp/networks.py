@@ -186,7 +186,7 @@ def fill_type_embedding(embedding: TypeEmbedding, tree: Mapping[str, Any]) -> No
     fill_networks("type_embedding", [embedding.net], [tree["embedding"]])
 
 
-def fill_networks(name: str, nets: list[Network], trees: list[Tree]) -> None:
+def fill_networks(name: str, nets: Sequence[Network], trees: list[Tree]) -> None:
     """Write the layers of ``trees`` into networks; ``name`` is for messages.
 
     Raises:

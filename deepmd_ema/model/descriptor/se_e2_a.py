@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
+from deepmd_ema.model.kernels.axis_features import axis_features, axis_features_vjp
 from deepmd_ema.model.kernels.env_mat import Environment
 from deepmd_ema.model.kernels.moments import Moments, SplineMoments, moments_kernel, spline_moments
 from deepmd_ema.model.kernels.spline import Spline
@@ -43,11 +44,11 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
         env = self._environment_matrix(Environment, batch)
-        moments_of = partial(spline_moments, self.spline) if self.spline.intervals else self._moments
+        moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self._moments
         groups = [[moments_of(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
         summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch)) / sum(self.sel)
-        features = torch.bmm(moments.transpose(1, 2), moments[..., : self.num_axis]).flatten(1)
+        features = axis_features(moments, self.num_axis)
         return features, SeE2AVjp(env, groups, moments, self.num_axis, sum(self.sel))
 
     def _trimmed_moments(self, batch: Batch) -> Tensor:
@@ -74,11 +75,7 @@ class SeE2AVjp:
 
     def __call__(self, grad_features: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, M X)."""
-        moments, axis = self._moments, self._num_axis
-        grad = grad_features.view(moments.shape[0], -1, axis)
-        whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
-        first = whole[..., :axis] + torch.bmm(moments, grad)
-        grad_moments = torch.cat([first, whole[..., axis:]], -1) / self._num_slots
+        grad_moments = axis_features_vjp(grad_features, self._moments, self._num_axis) / self._num_slots
         parts = grad_moments.split([group[0].rows.shape[0] for group in self._groups])
         groups = zip(parts, self._groups, strict=True)
         return self._env.vjp(joined([joined([m.vjp(part) for m in group], 1) for part, group in groups]))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
-from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.kernels.dense import GradientNetwork, values_and_gradients
+from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.statistics import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -58,7 +59,7 @@ class EnergyFitting(nn.Module):
         start = seed if config.seed is None else config.seed
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
         self.nets = nn.ModuleList(
-            Network(
+            GradientNetwork(
                 [self.num_inputs, *config.neuron],
                 config.activation_function,
                 timestep=config.resnet_dt,
@@ -86,9 +87,9 @@ class EnergyFitting(nn.Module):
         self.register_buffer("_default_fparam", default, persistent=False)
 
     @property
-    def networks(self) -> list[Network]:
+    def networks(self) -> list[GradientNetwork]:
         """The networks, one per type or one for all."""
-        return cast("list[Network]", list(self.nets))
+        return cast("list[GradientNetwork]", list(self.nets))
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -129,24 +130,41 @@ class EnergyFitting(nn.Module):
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
-        inputs = torch.cat([features.to(self.dtype), *self._parameters_of(batch)], 1)
+        beside = self._parameters_of(batch)
+        inputs = features.to(self.dtype)
+        if beside:
+            inputs = torch.cat([inputs, *beside], 1)
         shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
-        energies, gradients = [], []
-        for index, (net, mine) in enumerate(zip(self.networks, inputs.split(shares), strict=True)):
-            if self.skips_absent and not torch.is_grad_enabled() and not mine.shape[0]:
-                continue  # in training the parameters of absent types get gradients of zero, as those of all ranks must
-            energy, gradient = net.value_and_gradient(mine)
-            if index in self.from_vacuum:
-                vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
-                energy = energy - net(vacuum)[:, 0]
-            energies.append(energy)
-            gradients.append(gradient)
-        energy = torch.cat(energies).double() + self.bias_atom_e.view(-1)[batch.atom_type]
-        gradient = torch.cat(gradients)[:, : self.dim_in].to(features.dtype)
+        energy, gradient = self._evaluate(inputs, shares)
+        energy = self._from_vacuum(energy, inputs, shares).double() + self.bias_atom_e.view(-1)[batch.atom_type]
+        gradient = gradient[:, : self.dim_in].to(features.dtype)
         if not self.excluded_types:
             return energy, gradient
         counted = self._counted[batch.atom_type]
         return energy * counted, gradient * counted[:, None].to(gradient)
+
+    def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
+        nets = self.networks
+        if not self.skips_absent:  # each gathers its parameters when it is asked
+            found = [net.value_and_gradient(own) for net, own in zip(nets, inputs.split(shares), strict=True)]
+            energies, gradients = zip(*found, strict=True)
+            return torch.cat(energies), torch.cat(gradients)
+        if not torch.is_grad_enabled():
+            # in training the parameters of absent types get gradients of zero, as those of all ranks must
+            nets = [net for net, count in zip(nets, shares, strict=True) if count]
+            shares = [count for count in shares if count]
+        return values_and_gradients(inputs, nets, shares)
+
+    def _from_vacuum(self, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
+        if not self.from_vacuum:
+            return energy
+        parts = list(energy.split(shares))
+        for index in self.from_vacuum:
+            mine = inputs.split(shares)[index]
+            vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
+            parts[index] = parts[index] - self.networks[index](vacuum)[:, 0]
+        return torch.cat(parts)
 
     def _parameters_of(self, batch: Batch) -> list[Tensor]:
         out = []

@@ -22,7 +22,8 @@ the pairs of the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,12 +33,18 @@ from torch.autograd.function import once_differentiable
 from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
 
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.model.kernels.spline_table import SplineTables, SplitSum
+
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, B splines, P = DEGREE + 1, N functions
 
 DEGREE = 7
 MARGIN = 12  # intervals beyond both ends, over which the effect of the ends decays by 0.535 each
 LEAST_SPACING = 1 / 64  # of knots: nearer ones only amplify the rounding of derivatives
-NUMBERS_IN_CACHE = 1 << 18  # of the dense weights of a portion of atoms, on a CPU
+NUMBERS_WORTH_BANDS = 1 << 20  # of dense weights of all atoms, from which on bands are asked for on a CPU
+WORTH_TWO_BANDS = 0.8  # of the work in one
+NUMBERS_IN_CACHE = 1 << 19  # of the dense weights of a portion of atoms, for each thread of a CPU
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class Spline(nn.Module):
     Attributes:
         intervals: between the least and the largest s, with B = intervals + DEGREE; 0: each pair is evaluated directly.
         watch: measures the error while it is not None.
+        tables: of a model that is only evaluated; None: the range of s is that of each batch.
     """
 
     units: Tensor
@@ -99,8 +107,13 @@ class Spline(nn.Module):
         super().__init__()
         self.wanted, self.precision, self.intervals = wanted, precision, 0
         self.watch: Watch | None = None
+        self.tables: SplineTables | None = None
         for name in ("units", "solve", "pieces"):
             self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether the nets are evaluated here for a batch."""
+        return self.intervals > 0 if self.tables is None else self.tables.serve(batch.neighbor)
 
     def use(self, intervals: int) -> None:
         """Evaluate nets with this number of intervals from now on; 0: directly."""
@@ -112,7 +125,9 @@ class Spline(nn.Module):
             for name, value in (("units", units), ("solve", solve), ("pieces", _pieces_and_slopes())):
                 setattr(self, name, torch.from_numpy(value).to(self.units.device))
 
-    def forward(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None) -> SplineSum:
+    def forward(
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, which: int = 0
+    ) -> SplineSum | SplitSum:
         """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
 
         Args:
@@ -120,7 +135,10 @@ class Spline(nn.Module):
             s: (A, K) first input of the net.
             net: whose functions of s these are.
             beside: (N, inputs) further inputs that make N functions of the net; None: it has no other.
+            which: of several ``beside`` with which the net is evaluated.
         """
+        if self.tables is not None:
+            return self.tables.sum(left, s, net, beside, which)
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
         spacing = ((high - low) / self.intervals).clamp(min=LEAST_SPACING)
@@ -276,10 +294,7 @@ class _SplineSum(torch.autograd.Function):
         left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor, size: int
     ) -> tuple[Tensor, Tensor]:
         num_atoms, _, columns = left.shape
-        summed = left.new_empty(num_atoms, columns, size)
-        for part in _portions(first, size):
-            weights = _dense_once(first[part], values[part, :, :1], size)
-            torch.bmm(left[part].transpose(1, 2), weights, out=summed[part])
+        summed = _summed_weights([left], first, values[:, :, :1], size)
         summed = summed.view(num_atoms, columns * size // len(coefficients), len(coefficients))
         value = torch.mm(summed.flatten(0, 1), coefficients)
         return value.view(*summed.shape[:2], coefficients.shape[1]), summed
@@ -316,7 +331,7 @@ class _SplineVjp(torch.autograd.Function):
         start = first + size * torch.arange(num_atoms, device=first.device)[:, None]
         of_left = left.new_empty(left.shape)
         of_s = left.new_empty(left.shape[:2])
-        for part in _portions(first, (DEGREE + 1) * columns):
+        for part in _portions(first, num_slots * (DEGREE + 1) * columns):
             picked = rows.index_select(0, start[part].flatten()).view(-1, DEGREE + 1, columns)
             both = torch.bmm(values[part].reshape(-1, 2, DEGREE + 1), picked)
             both = both.view(len(start[part]), num_slots, 2, columns)
@@ -333,33 +348,80 @@ class _SplineVjp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_left: Tensor, grad_s: Tensor) -> tuple[Tensor | None, ...]:
         grad_value, coefficients, left, first, values = ctx.saved_tensors
-        (num_atoms, _, columns), size = left.shape, ctx.size
-        summed = left.new_empty(num_atoms, columns, size)
-        for part in _portions(first, 2 * size):
-            weights = _dense_once(first[part], values[part], size)
-            both = torch.cat([grad_left[part], grad_s[part, :, None] * left[part]], 1)
-            torch.bmm(both.transpose(1, 2), weights, out=summed[part])
+        summed = _summed_weights([grad_left, grad_s.unsqueeze(-1) * left], first, values, ctx.size)
         flat = summed.view(-1, len(coefficients))
         of_value = torch.mm(flat, coefficients).view(grad_value.shape)
         of_coefficients = torch.mm(flat.T, grad_value.flatten(0, 1))
         return of_value, of_coefficients, None, None, None, None
 
 
-def _dense_once(first: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return (A, N K, B) dense weights, the N parts of ``values`` (A, K, N, P) one after the other."""
+def _summed_weights(lefts: list[Tensor], first: Tensor, values: Tensor, size: int) -> Tensor:
+    """Return ``sum_nk lefts[n][k] w_n(s_k)`` (A, C, B) over the neighbors of each atom.
+
+    Args:
+        lefts: N of (A, K, C).
+        first: (A, K) the first B-spline of each pair.
+        values: (A, K, N, P) of those that are not zero.
+        size: B.
+    """
+    num_atoms, _, columns = lefts[0].shape
+    bands = _bands(first, size, len(lefts))
+    most = len(lefts) * max((band.stop - band.start) * (last - start) for band, start, last in bands)
+    portions = _portions(first, most)
+    kept = values.new_empty(most * max((part.stop - part.start for part in portions), default=0))
+    make = values.new_empty if len(bands) == 1 else values.new_zeros
+    summed = make(num_atoms, columns, size)
+    for part in portions:
+        for band, start, last in bands:
+            left = lefts[0][part, band] if len(lefts) == 1 else torch.cat([one[part, band] for one in lefts], 1)
+            weights = _dense_in(kept, first[part, band] - start, values[part, band], last - start)
+            if len(bands) == 1:
+                torch.bmm(left.transpose(1, 2), weights, out=summed[part])
+            else:
+                summed[part, :, start:last] += torch.bmm(left.transpose(1, 2), weights)
+    return summed
+
+
+def _dense_in(kept: Tensor, first: Tensor, values: Tensor, size: int) -> Tensor:
+    """Return (A, N K, B) dense weights, the N parts of ``values`` (A, K, N, P) one after the other, in ``kept``."""
     num_atoms, num_slots, parts, _ = values.shape
     places = (first[..., None] + torch.arange(DEGREE + 1, device=first.device))[:, None].expand(-1, parts, -1, -1)
-    out = values.new_zeros(num_atoms, parts, num_slots, size)
+    out = kept[: num_atoms * parts * num_slots * size].zero_().view(num_atoms, parts, num_slots, size)
     return out.scatter_(-1, places, values.transpose(1, 2)).view(num_atoms, parts * num_slots, size)
 
 
+def _bands(first: Tensor, size: int, parts: int) -> list[tuple[slice, int, int]]:
+    """Return the slots in one or two bands, each with the first and the end of the B-splines that are not zero there.
+
+    Slots come by distance, so that those of far neighbors need only some of the B-splines. To ask is to wait for a GPU.
+    """
+    num_slots = first.shape[1]
+    whole = [(slice(0, num_slots), 0, size)]
+    if first.device.type != "cpu" or num_slots < 2 or first.numel() * size * parts < NUMBERS_WORTH_BANDS:
+        return whole
+    low, high = (ends.tolist() for ends in first.aminmax(dim=0))
+    near = list(zip(accumulate(low, min), accumulate(high, max)))  # of all slots up to each
+    far = list(zip(accumulate(low[::-1], min), accumulate(high[::-1], max)))[::-1]  # of all from each on
+    work, k = min((k * _width(near[k - 1]) + (num_slots - k) * _width(far[k]), k) for k in range(1, num_slots))
+    if work > WORTH_TWO_BANDS * num_slots * size:
+        return whole
+    return [
+        (slice(0, k), near[k - 1][0], near[k - 1][1] + DEGREE + 1),
+        (slice(k, num_slots), far[k][0], far[k][1] + DEGREE + 1),
+    ]
+
+
+def _width(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0] + DEGREE + 1
+
+
 def _portions(first: Tensor, numbers: int) -> list[slice]:
-    """Return slices over the atoms: portions that stay in the cache of a CPU, all at once on a GPU."""
-    num_atoms, num_slots = first.shape
+    """Return slices over the atoms, of so many numbers each, that stay in the cache of a CPU; all at once on a GPU."""
+    num_atoms = first.shape[0]
     step = max(1, num_atoms)
     if first.device.type == "cpu":
-        step = max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // max(1, num_slots * numbers))
-    return [slice(start, start + step) for start in range(0, num_atoms, step)]
+        step = max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // max(1, numbers))
+    return [slice(start, min(start + step, num_atoms)) for start in range(0, num_atoms, step)]
 
 
 _spline_sum = Kernel("spline_sum", _sum_by_hand, _plain_sum)
