@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,6 @@ def assemble(
     rows = _validated(prepared, num_steps, world)
     tables = [*reporter.curves.values(), *(row.log for row in rows)]
     saver = _build_saver(config, num_steps, start.step, builder, rows, tables, world)
-    tf32 = config.training.enable_tf32 and world.device.type == "cuda"
     trainer = Trainer(
         tasks=tasks,
         take_step=_build_step(prepared, module, num_steps, world),
@@ -97,7 +96,7 @@ def assemble(
         num_steps=num_steps,
         world=world,
         splines=splines,
-        products=tf32_products if tf32 else nullcontext,
+        products=_products(config, world),
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
@@ -106,8 +105,6 @@ def assemble(
         logger.info("%s", line)
     for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)
-    if config.training.enable_tf32 and not tf32:
-        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
     start.resume(trainer)
     models.train()
     return trainer
@@ -158,6 +155,15 @@ def _build_step(prepared: PreparedRun, module: nn.Module, num_steps: int, world:
     optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
     all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
     return GradientStep(models, module, optimizer, schedule, config.training.gradient_max_norm or None, all_reduce_sum)
+
+
+def _products(config: RunConfig, world: World) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a step multiplies matrices."""
+    if config.training.enable_tf32 and world.device.type == "cuda":
+        return tf32_products
+    if config.training.enable_tf32:
+        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
+    return nullcontext
 
 
 def _validated(prepared: PreparedRun, num_steps: int, world: World) -> list[Validated]:
