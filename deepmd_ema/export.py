@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +17,19 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.linear import LinearDescriptor
+from deepmd_ema.model.splines import least_distance, make_tables, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
 CONVERTED = (".pth", ".pb", ".pte", ".savedmodel", ".savedmodeltf")  # what `dp convert-backend` makes of a .dp
 # largest difference between the file that was read back and the checkpoint, relative to the largest number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
+FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
 
 
@@ -40,6 +43,7 @@ class Frozen:
         num_bytes: its size.
         difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
         only_here: why DeePMD-kit's torch backend does not read it, or an empty string.
+        tables: of its networks, in words, or an empty string.
     """
 
     path: Path
@@ -47,6 +51,7 @@ class Frozen:
     num_bytes: int
     difference: Mapping[str, float]
     only_here: str = ""
+    tables: str = ""
 
     def text(self) -> str:
         """Return what was written, how far it is from the checkpoint, and what can be done with it."""
@@ -59,7 +64,7 @@ class Frozen:
             else f"for LAMMPS with DeePMD-kit: dp convert-backend {self.path} {self.path.with_suffix('.pth')}"
         )
         return (
-            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n"
+            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n{self.tables}"
             f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
             f"({found})\n{use}"
         )
@@ -82,7 +87,13 @@ def convert(loaded: LoadedModel, output: str | Path) -> Frozen:
     return _write_weights(loaded, path) if path.suffix.lower() == WEIGHTS else freeze(loaded, path, "OUT")
 
 
-def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o", device: str | None = None) -> Frozen:
+def freeze(
+    loaded: LoadedModel,
+    output: str | Path,
+    option: str = "-o",
+    device: str | None = None,
+    compress: bool | None = None,
+) -> Frozen:
     """Write a model to ``output``, read it back, and compare the two before the file takes its name.
 
     Args:
@@ -90,9 +101,11 @@ def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o", device: 
         output: ``.dp``, ``.yaml``, or ``.pt2``, which takes minutes to compile; ``.dp`` is added without a suffix.
         option: what names the file, for messages.
         device: what a ``.pt2`` is compiled for: ``cpu``, ``cuda``; CUDA when there is one if not given.
+        compress: whether a ``.pt2`` has tables of the embedding networks instead of the networks; None: for a CPU and
+            networks of which tables are faster.
 
     Raises:
-        UserError: if a ``.pt2`` cannot be compiled here, or ``device`` is given for another format.
+        UserError: if a ``.pt2`` cannot be compiled here, or ``device`` or ``compress`` is given for another format.
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     path = _target(Path(output), option)
@@ -100,23 +113,56 @@ def freeze(loaded: LoadedModel, output: str | Path, option: str = "-o", device: 
     info, compiled = loaded.info, path.suffix == COMPILED_SUFFIX
     if device is not None and not compiled:
         raise UserError(f"--device {device}: {path} is for any device. Leave it out, or write a .pt2 file.")
+    if compress is not None and not compiled:
+        raise UserError(
+            f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
+            "them from tables without being asked. Leave it out, or write a .pt2 file."
+        )
     section, extra = dict(info.config["model"]), {**info.as_dict(), "config": dict(info.config)}
     difference: dict[str, float] = {}
+    tables = ""
 
     def read_back(part: Path) -> None:
         try:
             back, where = load_model(part).on(device) if compiled else (load_model(part).model, None)
         except CheckpointError as error:
             raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
-        difference.update(compare(loaded.model, back, loaded.config, where))
+        if tables:
+            compare(model, back, loaded.config, where)
+        difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
 
     if compiled:
-        tree = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra)
-        interchange.write_pt2(path, loaded.model, loaded.config, tree, select_device(device), check=read_back)
+        tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
+        model, tables = _with_tables(loaded, target, compress)
+        interchange.write_pt2(path, model, loaded.config, tree, target, check=read_back)
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
-    return Frozen(
-        path, f"{info.in_words()}, from {info.path}", path.stat().st_size, difference, _only_here(loaded.model)
+    source, only_here = f"{info.in_words()}, from {info.path}", _only_here(loaded.model)
+    return Frozen(path, source, path.stat().st_size, difference, only_here, tables)
+
+
+def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | None) -> tuple[EnergyModel, str]:
+    """Return the model, or a copy with tables of its networks and a line about these."""
+    if compress is False or (compress is None and device.type != "cpu"):
+        return loaded.model, ""
+    if device.type != "cpu":
+        raise UserError(f"--compress: tables are for CPUs, and this is compiled for {device}. Leave it out.")
+    model = deepcopy(loaded.model)
+    tabulate(model, always=bool(compress))
+    found = make_tables(model, _made_up_frames(model, loaded.config, 0.0))
+    if not found:
+        if compress:
+            raise UserError(
+                f"--compress: the descriptor {loaded.config.descriptor.type} has no network of one distance alone, "
+                "or these are for each element of the centre as well (concat without type_one_side). "
+                "Leave it out."
+            )
+        return loaded.model, ""
+    sizes = sorted({table.intervals for table in found})
+    return model, (
+        f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} intervals, derivatives "
+        f"within {max(table.error for table in found):.0e} of the largest; pairs nearer than "
+        f"{least_distance(model):.2f} angstrom by the networks\n"
     )
 
 
@@ -132,7 +178,11 @@ def _only_here(model: EnergyModel) -> str:
 
 
 def compare(
-    model: EnergyModel, other: nn.Module, config: ModelConfig, where: torch.device | None = None
+    model: EnergyModel,
+    other: nn.Module,
+    config: ModelConfig,
+    where: torch.device | None = None,
+    tolerances: Mapping[torch.dtype, float] = SAME_MATH,
 ) -> dict[str, float]:
     """Return the largest differences of two models on frames with all elements, one periodic and one open.
 
@@ -141,6 +191,7 @@ def compare(
         other: what was written and read back.
         config: the section ``model``.
         where: the device of ``other`` if it is compiled.
+        tolerances: by precision, relative to the largest number.
 
     Raises:
         CheckpointError: if they differ by more than rounding.
@@ -150,7 +201,7 @@ def compare(
     one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
     two = {name: value.to(batch.coord.device) for name, value in two.items()}
     difference = {name: float((one[name] - two[name]).abs().max()) for name in one}
-    tolerance = max(SAME_MATH[parameter.dtype] for parameter in model.parameters())
+    tolerance = max(tolerances[parameter.dtype] for parameter in model.parameters())
     for name, value in difference.items():
         scale = max(1.0, float(one[name].abs().max()))
         if not value <= tolerance * scale:

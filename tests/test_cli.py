@@ -127,7 +127,7 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
     ("words", "message"),
     [
         (["trian"], "the command 'trian' is unknown. Did you mean train? Known: train, check"),
-        (["compress"], "compress is a command of DeePMD-kit: convert the frozen"),
+        (["compress"], "compress is a command of DeePMD-kit: `dp-ema freeze --compress -c MODEL"),
         (["doc-train-input"], "use `dp-ema doc`"),
         (["train"], "the following arguments are required: INPUT"),
         (["train", "a.json", "-r", "x", "-i", "y"], "-i/--init-model: not allowed with argument -r/--restart"),

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 import zipfile
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -18,17 +19,21 @@ from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
 from deepmd_ema import cli, export, interchange
+from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.images import Images
+from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.build import DESCRIPTORS, build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
+from deepmd_ema.model.splines import make_tables, seal, splines_of, tabulate
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
 
@@ -162,6 +167,26 @@ def test_arrays_that_cannot_be_written_are_taken_without_a_warning(tmp_path, as_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Potential(as_if_compiled(path)).evaluate(coord, types, box, fparam=[0.3])
+
+
+def test_neighbors_that_are_too_many_are_seen_while_atoms_move():
+    """They are counted only where an atom that was beyond the cutoff may have come inside."""
+    rng = np.random.default_rng(0)
+    coord, types, box = toy_frame(rng, 30)
+    frame = Frame(coord, np.asarray(types), box)
+    pairs = find_pairs(coord, box, 4.5)
+    seen = []
+    for sel in range(1, 30, 2):
+        layout = NeighborLayout(3.5, (sel, sel), 2)
+        images = Images(frame, pairs, layout, 0.0, torch.device("cpu"))
+        for size in (0.0, 0.05, 0.15, 0.3):
+            moved = coord + rng.uniform(-size, size, coord.shape)
+            inside = np.linalg.norm(pairs.vector(moved, box), axis=1) < layout.rcut
+            counts = np.bincount((2 * pairs.i + frame.atom_type[pairs.j])[inside], minlength=60)
+            found = [most > sel for most in images.most(moved)]
+            assert found == (counts.reshape(-1, 2).max(0) > sel).tolist()
+            seen.append(any(found))
+    assert 0 < sum(seen) < len(seen)
 
 
 def test_it_warns_of_the_same_frames_as_the_checkpoint(tmp_path, as_if_compiled, caplog):
@@ -303,3 +328,71 @@ def test_a_failure_of_the_compiler_is_told_apart(run, tmp_path, monkeypatch, cap
 def test_a_device_is_refused_where_it_would_be_ignored(run, tmp_path, capsys):
     assert cli.main(["freeze", "-c", str(run[0]), "--device", "cpu", "-o", str(tmp_path / "m.dp")]) == 2
     assert "m.dp is for any device" in capsys.readouterr().err
+
+
+def with_tables(descriptor, nearest):
+    """Return a model whose nets are read at each pair, and a copy with tables that begin at 0.9 ``nearest``."""
+    _, model = toy_model(descriptor)
+    model.min_nbor_dist = nearest
+    for spline in splines_of(model).values():
+        spline.use(0)
+    copy = deepcopy(model)
+    tabulate(copy, always=True)
+    make_tables(copy, batch_of(model, (*toy_atoms(3, 12), TRICLINIC)))
+    copy = deepcopy(copy)
+    seal(copy)
+    return model, copy
+
+
+@pytest.mark.parametrize("nearest", [0.9, 3.0])
+@pytest.mark.parametrize(
+    "descriptor", ["se_e2_a", "se_e2_r", "se_atten_spline_one_side", "se_atten_spline_strip", "hybrid"]
+)
+def test_what_is_compiled_with_tables_is_the_model_also_below_their_least_distance(descriptor, nearest):
+    model, copy = with_tables(descriptor, nearest)
+    coord, _ = toy_atoms(0, len(TYPES))
+    args = with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0)
+    known, found = ExtendedModel(model)(*args), ExtendedModel(copy)(*args)
+    for name, value in known.items():
+        assert (found[name] - value).abs().max() <= 3e-9 * value.abs().max(), name
+    assert (found["energy_derv_r"] - known["energy_derv_r"]).abs().max() > 0  # tables were read
+
+
+def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_distance(run, tmp_path, capsys):
+    path = tmp_path / "tables.pt2"
+    words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"embedding networks as 2 tables of \d+ to \d+ intervals, derivatives within \S+ of the", said)
+    assert "pairs nearer than 0.81 angstrom by the networks" in said  # 0.9 of the data
+    known, found = Potential(run[0], device="cpu"), Potential(path)
+    for natoms in (2, 12, 30):
+        coord, types, box = toy_frame(np.random.default_rng(natoms), natoms)
+        for distance in (0.95, 0.5):
+            coord[1] = coord[0] + [0.0, distance, 0.0]
+            one, two = (potential.evaluate(coord, types, box) for potential in (known, found))
+            for name, value in vars(one).items():
+                np.testing.assert_allclose(getattr(two, name), value, rtol=0, atol=1e-8 * abs(value).max())
+
+
+def test_tables_are_refused_where_they_would_be_ignored(run, tmp_path, capsys):
+    path = str(tmp_path / "m.dp")
+    for option in ("--compress", "--no-compress"):
+        assert cli.main(["freeze", "-c", str(run[0]), option, "-o", path]) == 2
+        assert f"{option}: {path} holds the networks themselves" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--compress: tables are for CPUs, and this is compiled for cuda"):
+        export._with_tables(load_model(run[0]), torch.device("cuda"), True)
+    config, model = toy_model("se_e3")
+    loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
+    with pytest.raises(UserError, match="--compress: the descriptor se_e3 has no network of one distance alone"):
+        export._with_tables(loaded, torch.device("cpu"), True)
+
+
+def test_wide_networks_get_tables_without_being_asked_and_narrow_ones_do_not(tmp_path):
+    for neuron, has_tables in (([4, 8], False), ([25, 50], True)):
+        config, model = toy_model(descriptor_changes={"neuron": neuron})
+        loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
+        asked = [export._with_tables(loaded, torch.device("cpu"), compress) for compress in (None, False, True)]
+        assert [bool(text) for _, text in asked] == [has_tables, False, True]
+        assert all((found is model) == (not text) for found, text in asked)
+        assert not splines_of(model)["descriptor.spline"].tables

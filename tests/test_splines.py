@@ -13,9 +13,7 @@ from test_parallel import config_of
 from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, toy_atoms, toy_model
 
-from deepmd_ema import Potential
 from deepmd_ema.dist.world import World
-from deepmd_ema.interchange import write_dp
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.kernels import spline as kernel
 from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
@@ -221,23 +219,6 @@ def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, sta
     saved = load(tmp_path / "model.ckpt-101.pt")["splines"]
     assert saved["checked"] == {"": 100}
     assert all(n > 0 for n in saved["intervals"].values())
-
-
-def test_a_potential_takes_knots_where_there_are_many_pairs_with_the_numbers_of_its_nets(tmp_path):
-    config, model = toy_model(descriptor_changes={"neuron": [50, 100, 200], "type_one_side": True})
-    write_dp(tmp_path / "model.dp", model, config)
-    few, many = (toy_atoms(1, natoms) for natoms in (3, 40))
-    found = {}
-    for choice in ("auto", "direct"):
-        potential = Potential(tmp_path / "model.dp")
-        spline = potential._model.descriptor.spline
-        spline.wanted = choice
-        potential.evaluate(few[0], few[1])
-        assert spline.intervals == 0
-        found[choice] = potential.evaluate(many[0], many[1], CELL)
-        assert (spline.intervals > 0) == (choice == "auto")
-    assert np.abs(found["auto"].force - found["direct"].force).max() < 1e-9 * np.abs(found["direct"].force).max()
-    assert np.abs(found["auto"].energy - found["direct"].energy).max() < 1e-11 * np.abs(found["direct"].energy).max()
 
 
 def test_numbers_that_are_not_finite_are_seen_in_the_sums():

@@ -17,6 +17,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
                         help="frozen_model.dp; a name that ends in .pt2 is compiled, which takes minutes")  # fmt: skip
     parser.add_argument("--device", metavar="D", help="of a .pt2: cpu, cuda (default: CUDA when there is one)")
+    parser.add_argument("--compress", action=argparse.BooleanOptionalAction, default=None,
+                        help="of a .pt2: tables of the embedding networks instead of the networks, or not (default: "
+                        "on a CPU, where they are faster)")  # fmt: skip
     add_weights(parser)
 
 
@@ -27,4 +30,4 @@ def run(args: argparse.Namespace) -> None:
         from deepmd_ema.infer.load import load_model
 
     loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
-    print(freeze(loaded, args.output, device=args.device).text())
+    print(freeze(loaded, args.output, device=args.device, compress=args.compress).text())

@@ -26,7 +26,8 @@ OPTIONS = {
 COMMANDS = {
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
     "convert-backend": "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of a .dp",
-    "compress": "convert the frozen .dp file with DeePMD-kit, then `dp --pt compress`",
+    "compress": "`dp-ema freeze --compress -c MODEL -o model.pt2` compiles a model with tables of its networks; for a "
+    ".pth convert the frozen .dp file with DeePMD-kit, then `dp --pt compress`",
     "eval-desc": "not here yet",
     "embed": "not here yet",
     "gui": "`dp-ema doc --json-schema` gives an editor what it needs to help with the input",

@@ -32,7 +32,7 @@ from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_ty
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.model.splines import choose_for
+from deepmd_ema.model.splines import tabulate
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
@@ -207,8 +207,8 @@ def predict(
     network, where = loaded.on(device)
     made = partial(sequential_batches, systems, network.layout, cache, labels=labels, frames=frames)
     first = next(made(), None)
-    if first is not None and isinstance(network, EnergyModel):
-        choose_for(network, first.to(where))
+    if isinstance(network, EnergyModel) and not compiled:  # in compiled code tables are slower
+        tabulate(network)
     evaluated: nn.Module = _compiled(network, first.to(where)) if compiled and first is not None else network
     batches = made()
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:

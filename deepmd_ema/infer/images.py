@@ -36,6 +36,7 @@ class Images:
         distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
         self._close = np.flatnonzero(distance < close)
         self._most = self._count(np.ones(len(distance), bool))
+        self._start, self._crowded = frame.coord.copy(), self._nearest_dropped(distance)
         moved = pairs.shift.any(axis=1)
         images, place = np.unique(np.column_stack([pairs.j, pairs.shift])[moved], axis=0, return_inverse=True)
         target = pairs.j.copy()
@@ -62,8 +63,10 @@ class Images:
 
     def most(self, coord: NDArray[np.float64]) -> tuple[int, ...]:
         """Return per section the most neighbors of an atom inside the cutoff, or a bound that ``sel`` has room for."""
-        if all(most <= sel for most, sel in zip(self._most, self._layout.sel)):
-            return self._most
+        # no pair is shorter than it was by more than both of its atoms have moved
+        moved = float(np.sqrt(np.square(coord - self._start).sum(axis=1).max(initial=0.0)))
+        if self._layout.rcut + 2 * moved <= self._crowded:
+            return tuple(min(most, sel) for most, sel in zip(self._most, self._layout.sel))
         return self._count(np.linalg.norm(self.pairs.vector(coord, self._box), axis=1) < self._layout.rcut)
 
     def nearest(self, coord: NDArray[np.float64]) -> float:
@@ -72,8 +75,23 @@ class Images:
         some = Pairs(self.pairs.i[near], self.pairs.j[near], self.pairs.shift[near], self.pairs.nearest)
         return float(np.linalg.norm(some.vector(coord, self._box), axis=1).min(initial=np.inf))
 
-    def _count(self, there: NDArray[np.bool_]) -> tuple[int, ...]:
+    def _nearest_dropped(self, distance: NDArray[np.float64]) -> float:
+        """Return the least distance at which an atom has one neighbor more in a section than are kept."""
+        if all(most <= sel for most, sel in zip(self._most, self._layout.sel)):
+            return np.inf
+        section, sections = self._sections()
+        # pairs come by atom, then by distance
+        order = np.argsort(self.pairs.i * sections + section, kind="stable")
+        rank, _ = rank_in_group((self.pairs.i * sections + section)[order], len(self._types) * sections)
+        dropped = rank >= np.array(self._layout.sel)[section[order]]
+        return float(distance[order][dropped].min(initial=np.inf))
+
+    def _sections(self) -> tuple[NDArray[np.int64], int]:
+        """Return the section of each pair, and how many there are."""
         sections = len(self._layout.sel)
-        section = self._types[self.pairs.j] if self._layout.by_type else np.zeros(len(self.pairs.j), np.int64)
+        return self._types[self.pairs.j] if self._layout.by_type else np.zeros(len(self.pairs.j), np.int64), sections
+
+    def _count(self, there: NDArray[np.bool_]) -> tuple[int, ...]:
+        section, sections = self._sections()
         counts = np.bincount((self.pairs.i * sections + section)[there], minlength=len(self._types) * sections)
         return tuple(counts.reshape(-1, sections).max(axis=0).tolist())

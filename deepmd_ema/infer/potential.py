@@ -23,7 +23,7 @@ from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.splines import choose_for
+from deepmd_ema.model.splines import tabulate
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,10 @@ class Potential:
         self.info, self.config = loaded.info, loaded.config
         self._model, self._device = loaded.on(device)
         self._layout = self._model.layout
+        if isinstance(self._model, EnergyModel):
+            tabulate(self._model)
         self._warned: set[str] = set()
         self._images: Images | None = None  # of the last frame
-        self._pairs_seen = 0  # of the largest batch for which the evaluation of embedding nets was chosen
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -128,9 +129,6 @@ class Potential:
         most = np.max([frame.most for frame in paired], axis=0).tolist()
         self._warn_once(most, min(frame.nearest for frame in paired))
         batch = collate(paired, self._layout).to(self._device)
-        if batch.neighbor.numel() > 2 * self._pairs_seen:
-            self._pairs_seen = batch.neighbor.numel()
-            choose_for(model, batch)
         found = model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}

@@ -26,6 +26,7 @@ from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
 from deepmd_ema.model.compile import without_compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended import ExtendedModel
+from deepmd_ema.model.splines import seal
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, L slots as given
 
@@ -48,7 +49,7 @@ def write_pt2(
 
     Args:
         path: ends in ``.pt2``.
-        model: in evaluation mode.
+        model: in evaluation mode. Tables of its nets, if it has been evaluated with some, are constants in the file.
         config: the section ``model``.
         tree: content of the ``.dp`` file of the model, which the package holds as well.
         device: where the file computes.
@@ -157,6 +158,7 @@ def _exported(model: EnergyModel, config: ModelConfig, device: torch.device) -> 
 
     copy = deepcopy(model).cpu().eval().requires_grad_(False)
     copy.evaluate_all_blocks()  # a graph is for all elements
+    seal(copy)
     samples = _samples(copy, config)
     frames, extended, atoms, slots = (Dim(name, min=1) for name in ("frames", "extended", "atoms", "slots"))
     on_images, fitting = {0: frames, 1: extended}, config.fitting_net

@@ -11,14 +11,21 @@ import torch
 from torch import nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.kernels.env_mat import radial_parts
 from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
+from deepmd_ema.model.kernels.spline_table import MOST, SplineTables, Table
 
 logger = logging.getLogger(__name__)
 
 # of the derivative of a net, over its largest value
 LARGEST_ERROR = {torch.float64: 1e-8, torch.float32: 1e-6}
-FEWEST, FIRST, MOST = 32, 64, 1024  # intervals, powers of two
+FEWEST, FIRST = 32, 64  # intervals, powers of two as MOST
+SHORTEST = 0.7  # angstrom, where the shortest distance of the training data is not known
+NEARER = 0.9
+# of layers, for a pair and for all pairs of a batch, from which on "auto" takes tables (decision 0062)
+FEWEST_NUMBERS, NUMBERS_OF_PAIRS = 40, 200_000
 MARGIN_TO_COARSEN = 8  # times smaller than the largest error must be what fewer knots are expected to give
 NUMBERS_PER_SITE = 1000  # of layers, from which on "auto" takes knots (decision 0055)
 _ROUNDS = 4  # of measuring
@@ -29,13 +36,75 @@ def splines_of(model: nn.Module) -> dict[str, Spline]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Spline)}
 
 
-def choose_for(model: EnergyModel, batch: Batch) -> bool:
-    """Choose the knots of a model that is only evaluated, and return whether some of its nets are on knots."""
-    splines = splines_of(model)
-    for name, spline in splines.items():
-        if spline.wanted != "direct" and batch.vector.device.type == "cpu":
-            choose(name, spline, lambda: model(batch, create_graph=False, need_virial=False))
-    return any(spline.intervals for spline in splines.values())
+def tabulate(model: EnergyModel, always: bool = False) -> bool:
+    """Let a model that is only evaluated read nets from tables, and return whether it does (decision 0062).
+
+    Its parameters get no gradients from then on. Tables are made by the first evaluation.
+
+    Args:
+        model: on a CPU; on another device nothing is done but that.
+        always: tables for nets of any size, in batches of any size, also where ``embedding_eval`` is ``direct``.
+    """
+    model.requires_grad_(False)
+    for module in model.modules():
+        spline = getattr(module, "spline", None)
+        if isinstance(spline, Spline) and model.out_bias.device.type == "cpu":
+            ends = _range_of(module, least_distance(model))
+            if always or spline.wanted == "spline":
+                spline.tables = SplineTables(*ends, spline.precision)
+            elif spline.wanted == "auto" and _width(module) >= FEWEST_NUMBERS:
+                spline.tables = SplineTables(*ends, spline.precision, NUMBERS_OF_PAIRS // _width(module))
+    return any(spline.tables is not None for spline in splines_of(model).values())
+
+
+def make_tables(model: EnergyModel, batch: Batch) -> list[Table]:
+    """Make the tables of a tabulated model that a graph can read, which then serve batches of any size.
+
+    Those for each element of the centre need atoms in the order of their types, which images lack: such nets are
+    evaluated directly.
+
+    Args:
+        model: on which ``tabulate`` was called.
+        batch: with all elements.
+    """
+    found = {spline: spline.tables for spline in splines_of(model).values() if spline.tables is not None}
+    for tables in found.values():
+        tables.fewest = 0
+    model(batch)
+    for spline, tables in found.items():
+        tables.settle()
+        if tables.by_centre:
+            spline.tables = None
+    return [table for tables in found.values() if not tables.by_centre for table in tables.made]
+
+
+def seal(model: nn.Module) -> None:
+    """From now on read the tables that there are for all batches, without asking whether weights have changed."""
+    for spline in splines_of(model).values():
+        if spline.tables is not None:
+            spline.tables.sealed = True
+
+
+def least_distance(model: EnergyModel) -> float:
+    """Return the distance of two atoms down to which tables reach, angstrom."""
+    # a bit less than in the training data, because atoms that move come nearer; H2 is the shortest molecule
+    return min(NEARER * (model.min_nbor_dist or SHORTEST), 0.5 * model.layout.rcut)
+
+
+def _width(module: Any) -> int:
+    """Return how many numbers the layers of an embedding net of a descriptor or a block have for a pair."""
+    net = module.networks[0] if isinstance(module, ByTypeDescriptor) else module.embedding
+    return sum(layer.weight.shape[1] for layer in net.stack)
+
+
+def _range_of(module: Any, least: float) -> tuple[float, float]:
+    """Return the least and the largest first column of the normalised environment matrix of a descriptor or a block."""
+    distance = torch.tensor([least], dtype=torch.float64, device=module.mean.device)
+    largest = radial_parts(distance, module.rcut, module.rcut_smth, module.protection).s
+    mean, spread = module.mean[..., 0].double(), module.stddev[..., 0].double()
+    # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
+    ends = torch.stack([torch.zeros_like(mean), -mean / spread, (largest - mean) / spread])
+    return float(ends.min()), float(ends.max())
 
 
 def choose(name: str, spline: Spline, evaluate: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.kernels.env_mat import Environment, RadialEnvironment, radial_parts
+from deepmd_ema.model.kernels.spline_table import tensors_of
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -135,14 +136,28 @@ class ByTypeDescriptor(EnvironmentDescriptor):
             rows (T, S, C), embedded (T, S, M) and a weight (S, 1), 1 for the slots beyond those of the batch.
         """
         rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
-        nets = self._nets_of_centres()
-        for j, (end, sel, used) in enumerate(zip(accumulate(self.sel), self.sel, batch.slots)):
+        spline = getattr(self, "spline", None)
+        tables = None if spline is None or torch.is_grad_enabled() else spline.tables
+        if tables is None:
+            made = self._embedded_padding()
+        else:
+            weights = [weight for net in self.networks for weight in tensors_of(net)]
+            made = tables.kept([self.mean, self.stddev, *weights], self._embedded_padding)
+        for end, sel, used, embedded in zip(accumulate(self.sel), self.sel, batch.slots, made):
             padding = rows[:, end - sel : end]
-            parts = padding.split(self.num_types if self.one_side else 1)
-            embedded = joined([group[j](part[..., :1].reshape(-1, 1)) for group, part in zip(nets, parts, strict=True)])
             # by a weight of 0, not by a shorter slice: whether it is empty would be asked of every compiled graph
             beyond = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)
             yield padding, embedded.view(self.num_types, sel, self.num_channels), beyond[:, None]
+
+    def _embedded_padding(self) -> list[Tensor]:
+        """Return the embedding of all empty slots of each section, (T S, M)."""
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
+        made = []
+        for j, padding in enumerate(rows.split(self.sel, 1)):
+            parts = padding.split(self.num_types if self.one_side else 1)
+            nets = [group[j] for group in self._nets_of_centres()]
+            made.append(joined([net(part[..., :1].reshape(-1, 1)) for net, part in zip(nets, parts, strict=True)]))
+        return made
 
 
 def of_atoms(by_type: Tensor, batch: Batch) -> Tensor:

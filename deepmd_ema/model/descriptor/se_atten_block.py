@@ -104,7 +104,7 @@ class SeAttenBlock(ElementBlock):
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
         # functions for each element of the centre need atoms in the order of their types, which images may lack
         in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(table)
-        if self.spline.intervals and not self.layers and in_order:
+        if self.spline.serves(batch) and not self.layers and in_order:
             moments = self._moments_on_knots(rows, table, neighbor_type, switch, batch)
         else:
             pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
@@ -156,8 +156,8 @@ class SeAttenBlock(ElementBlock):
         # a function for each element of the centre as well: atoms of one element at once
         parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
         return torch.cat([
-            self.spline(of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1)).value
-            for of_centre, its_s, centre in parts
+            self.spline(of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number).value
+            for number, (of_centre, its_s, centre) in enumerate(parts)
         ])  # fmt: skip
 
     def _absent_moments(self, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:

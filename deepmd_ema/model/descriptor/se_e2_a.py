@@ -44,7 +44,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
         env = self._environment_matrix(Environment, batch)
-        moments_of = partial(spline_moments, self.spline) if self.spline.intervals else self._moments
+        moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self._moments
         groups = [[moments_of(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
         summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch)) / sum(self.sel)

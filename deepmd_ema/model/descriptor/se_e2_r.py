@@ -56,7 +56,7 @@ class SeE2RDescriptor(ByTypeDescriptor):
         """Return the features (A, M) and their vector-Jacobian product."""
         env = self._environment_matrix(RadialEnvironment, batch)
         # sums over the neighbors of each section, for all atoms or for those of each type
-        sums_of = self._spline_sums if self.spline.intervals else _direct_sums
+        sums_of = self._spline_sums if self.spline.serves(batch) else _direct_sums
         groups = [[sums_of(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
         summed = joined([reduce(torch.add, [value for value, _ in group]) for group in groups])
         trimmed = reduce(torch.add, [(embedded * beyond).sum(1) for _, embedded, beyond in self._trimmed(batch)])

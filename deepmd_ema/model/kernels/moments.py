@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
+from deepmd_ema.model.kernels.spline_table import SplitSum
 from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
 
@@ -52,7 +53,7 @@ class Moments:
 class SplineMoments:
     """The moments of one section of neighbors from a spline of the net, and their vector-Jacobian product."""
 
-    summed: SplineSum
+    summed: SplineSum | SplitSum
 
     @property
     def rows(self) -> Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.model.kernels.spline_table import SplineTables, SplitSum
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, B splines, P = DEGREE + 1, N functions
 
@@ -92,6 +96,7 @@ class Spline(nn.Module):
     Attributes:
         intervals: between the least and the largest s, with B = intervals + DEGREE; 0: each pair is evaluated directly.
         watch: measures the error while it is not None.
+        tables: of a model that is only evaluated; None: the range of s is that of each batch.
     """
 
     units: Tensor
@@ -102,8 +107,13 @@ class Spline(nn.Module):
         super().__init__()
         self.wanted, self.precision, self.intervals = wanted, precision, 0
         self.watch: Watch | None = None
+        self.tables: SplineTables | None = None
         for name in ("units", "solve", "pieces"):
             self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether the nets are evaluated here for a batch."""
+        return self.intervals > 0 if self.tables is None else self.tables.serve(batch.neighbor)
 
     def use(self, intervals: int) -> None:
         """Evaluate nets with this number of intervals from now on; 0: directly."""
@@ -115,7 +125,9 @@ class Spline(nn.Module):
             for name, value in (("units", units), ("solve", solve), ("pieces", _pieces_and_slopes())):
                 setattr(self, name, torch.from_numpy(value).to(self.units.device))
 
-    def forward(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None) -> SplineSum:
+    def forward(
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, which: int = 0
+    ) -> SplineSum | SplitSum:
         """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
 
         Args:
@@ -123,7 +135,10 @@ class Spline(nn.Module):
             s: (A, K) first input of the net.
             net: whose functions of s these are.
             beside: (N, inputs) further inputs that make N functions of the net; None: it has no other.
+            which: of several ``beside`` with which the net is evaluated.
         """
+        if self.tables is not None:
+            return self.tables.sum(left, s, net, beside, which)
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
         spacing = ((high - low) / self.intervals).clamp(min=LEAST_SPACING)
