@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from toy_models import TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import dense, env_mat, moments, norm, silu, unit  # noqa: F401  (they register their kernels)
+from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, unit  # noqa: F401  (they register)
+from deepmd_ema.model.kernels.attention import attention_layers
+from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
+from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
 
 RCUT = 4.0
@@ -64,7 +70,22 @@ def arguments(name):
         "silut": (draw(num_atoms, 8), 10.0),
         "unit_rows": (draw(num_atoms, 3, 8),),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
+        "attention_layers": attention_arguments(ATTENTION),
     }[name]
+
+
+ATTENTION = AttentionOptions(gated=True, unit=True, scaling=0.3, shift=20.0, eps=1e-5)
+
+
+def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms=6):
+    """Return arguments of two layers, of atoms with 0, 2, 4, ... neighbors, the last one in the last slot as well."""
+    mask = torch.arange(slots) < 2 * torch.arange(atoms)[:, None] % (slots + 1)
+    mask[-1, -1] = True
+    switch = draw(atoms, slots, seed=1).detach().abs() * mask  # its gradient is arbitrary where it is 0
+    direction = (draw(atoms, slots, 3, seed=2).detach() * mask[..., None]).requires_grad_()
+    sizes = (width, 3 * hidden), (3 * hidden,), (hidden, width), (width,), (width,), (width,)
+    layers = [Weights(*(draw(*size, seed=10 * n + k) for k, size in enumerate(sizes))) for n in range(2)]
+    return draw(atoms, slots, width), mask, switch, direction, num_slots, layers, options
 
 
 def tensors_of(found):
@@ -74,8 +95,8 @@ def tensors_of(found):
 
 
 def leaves_of(args):
-    return [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else [a])
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad]  # fmt: skip
+    flat = [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else tree_leaves(a))]
+    return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def close(a, b):
@@ -132,6 +153,77 @@ def test_activations_and_unit_rows_have_the_second_derivatives_of_their_plain_tw
     for by_hand, plain in zip(*results, strict=True):
         close(by_hand, plain)
     assert torch.autograd.gradgradcheck(lambda x: KERNELS[name].by_hand(x, *more), (draw(2, 3),))
+
+
+def attended_forces(call, options, **sizes):
+    """Return features of attention, their gradient by vectors, and what both depend on."""
+    pre, mask, _, _, num_slots, layers, _ = attention_arguments(options, **sizes)
+    vector, mixer = draw(*pre.shape[:2], 3, seed=4).detach(), draw(3, pre.shape[2], seed=5)
+
+    def features(vector):
+        distance = vector.norm(dim=-1)
+        switch = torch.where(mask, (2 - distance).clamp(0, 1).square(), 0)
+        direction = vector / distance[..., None] * mask[..., None]
+        return call(pre + torch.tanh(vector @ mixer), mask, switch, direction, num_slots, layers, options)
+
+    out, vjp = torch.func.vjp(features, vector)
+    return out, vjp, [mixer, *tree_leaves(layers)]
+
+
+@pytest.mark.parametrize("portion", [1, 1 << 20])
+@pytest.mark.parametrize("changed", [
+    {}, {"shift": None}, {"gated": False}, {"unit": False}, {"scaling": 50.0}, {"shift": None, "gated": False},
+    {"shift": None, "unit": False}, {"gated": False, "unit": False},
+])  # fmt: skip
+def test_forces_through_attention_have_the_parameter_gradients_of_the_plain_kernel(changed, portion, monkeypatch):
+    monkeypatch.setattr(attention, "NUMBERS_IN_CACHE", portion)
+    results = []
+    for call in (attention_layers.by_hand, attention_layers.plain):
+        out, vjp, leaves = attended_forces(call, replace(ATTENTION, **changed))
+        (force,) = vjp(torch.tanh(out))  # as of a fitting net
+        losses = (force * draw(*force.shape, seed=6).detach()).sum(), (out * draw(*out.shape, seed=7).detach()).sum()
+        gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (*losses, sum(losses))]
+        results.append([out, force, *tree_leaves(gradients)])
+    for by_hand, plain in zip(*results, strict=True):
+        torch.testing.assert_close(by_hand, plain, rtol=1e-9, atol=1e-11)
+
+
+def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_plain_kernel():
+    for slots, num_slots, atoms in ((4, 4, 5), (1, 3, 1), (0, 3, 2), (3, 3, 0)):
+        sizes = {"slots": slots, "num_slots": num_slots, "atoms": atoms}
+        if not slots or not atoms:
+            args = attention_arguments(ATTENTION)
+            args = (*(a[:atoms, :slots] for a in args[:4]), num_slots, *args[5:])
+            close(attention_layers.by_hand(*args), attention_layers.plain(*args))
+            continue
+        both = [
+            attended_forces(call, ATTENTION, **sizes)[0] for call in (attention_layers.by_hand, attention_layers.plain)
+        ]
+        close(*both)
+
+
+def test_gradients_of_attention_asked_for_several_times_add_up():
+    """Two vector-Jacobian products of one evaluation in one loss, and one that was asked for and left."""
+    results = []
+    for call in (attention_layers.by_hand, attention_layers.plain):
+        out, vjp, leaves = attended_forces(call, ATTENTION)
+        given = draw(*out.shape, seed=8)
+        first, second = vjp(given)[0].square().sum(), vjp(torch.tanh(out))[0].sin().sum()
+        torch.autograd.grad(first, [given], retain_graph=True)  # does not come to the layers
+        results.append(torch.autograd.grad(first + second, [given, *leaves]))
+    for by_hand, plain in zip(*results, strict=True):
+        torch.testing.assert_close(by_hand, plain, rtol=1e-9, atol=1e-11)
+
+
+def test_attention_by_hand_refuses_derivatives_that_it_does_not_have():
+    *first, layers, options = attention_arguments(ATTENTION)
+    with pytest.raises(NotImplementedError, match="by parameters: use plain_kernels"):
+        torch.autograd.grad(attention_layers.by_hand(*first, layers, options).sum(), first[0], create_graph=True)
+    layers = [Weights(*(one.detach() for one in layer)) for layer in layers]
+    loss = attention_layers.by_hand(*first, layers, options).square().sum()
+    (grad,) = torch.autograd.grad(loss, first[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
+        torch.autograd.grad(grad.square().sum(), first[3])
 
 
 def test_silut_bends_where_its_input_is_large():

@@ -26,8 +26,8 @@ from deepmd_ema.interchange.dp.networks import (
 from deepmd_ema.interchange.dp.se_atten import block_tree, env_mat_tree, fill_block, has_exp_switch
 from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
 from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
+from deepmd_ema.model.kernels.attention import LOGIT_SHIFT
 from deepmd_ema.model.kernels.norm import eps_of
-from deepmd_ema.model.nn.attention import LOGIT_SHIFT
 from deepmd_ema.model.nn.layers import Layer
 
 OPTIONS = (

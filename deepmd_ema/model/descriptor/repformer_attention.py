@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.model.kernels.gather import gather_neighbors
-from deepmd_ema.model.nn.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.seeds import seed_for
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
+from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, attention_layers
+from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.axis_features import axis_features
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.spline import Spline
-from deepmd_ema.model.kernels.unit import unit_rows
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
@@ -49,20 +50,17 @@ class SeAttenBlock(ElementBlock):
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
-        eps = eps_of(options.ln_eps)
+        self.attends = AttentionOptions(
+            gated=options.attn_dotr,
+            unit=options.normalize,
+            scaling=scaling,
+            shift=LOGIT_SHIFT if options.smooth else None,
+            eps=eps_of(options.ln_eps),
+        )
         self.layers = nn.ModuleList(
             AttentionLayer(
-                GatedAttention(
-                    self.num_channels,
-                    options.attn,
-                    gated=options.attn_dotr,
-                    unit_rows=unit_rows if options.normalize else None,
-                    scaling=scaling,
-                    smooth=options.smooth,
-                    dtype=dtype,
-                    seed=seed_for("attention", seed, index),
-                ),
-                LayerNorm(self.num_channels, eps=eps, trainable=options.trainable_ln, dtype=dtype),
+                GatedAttention(self.num_channels, options.attn, dtype=dtype, seed=seed_for("attention", seed, index)),
+                LayerNorm(self.num_channels, eps=self.attends.eps, trainable=options.trainable_ln, dtype=dtype),
             )
             for index in range(options.attn_layer)
         )
@@ -111,8 +109,8 @@ class SeAttenBlock(ElementBlock):
             if self.layers:
                 near = mask & (distance < self.rcut)  # the list may reach farther
                 direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
-                for layer in self.attention_layers:
-                    pairs = layer(pairs, mask, switch, direction, self.sel)
+                weights = [layer.weights for layer in self.attention_layers]
+                pairs = attention_layers(pairs, mask, switch, direction, self.sel, weights, self.attends)
             moments = torch.bmm(rows.transpose(1, 2), pairs)
         if width < self.sel:
             moments = moments + self._absent_moments(width, table, filler, batch)

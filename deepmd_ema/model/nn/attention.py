@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,18 @@ from deepmd_ema.seeds import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.model.kernels.norm import LayerNorm
 
-LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
-
 # A atoms, K neighbor slots, M channels of a pair, H hidden width
+
+
+class Weights(NamedTuple):
+    """The parameters of a layer: of the two linear maps and of the layer norm."""
+
+    in_weight: Tensor  # (M, 3 H)
+    in_bias: Tensor  # (3 H,)
+    out_weight: Tensor  # (H, M)
+    out_bias: Tensor  # (M,)
+    norm_weight: Tensor  # (M,)
+    norm_bias: Tensor  # (M,)
 
 
 class GatedAttention(nn.Module):
@@ -25,53 +33,14 @@ class GatedAttention(nn.Module):
     Args:
         width: M.
         hidden: H.
-        gated: whether weights are multiplied by the cosines of the angles between neighbors.
-        unit_rows: gives queries, keys and values (..., H) the length 1; None leaves them as they are.
-        scaling: factor of the product of query and key.
-        smooth: whether weights vanish with the switch of either neighbor.
         dtype: precision of the parameters.
         seed: of the initial parameters.
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        gated: bool,
-        unit_rows: Callable[[Tensor], Tensor] | None,
-        scaling: float,
-        smooth: bool,
-        dtype: torch.dtype,
-        seed: int,
-    ) -> None:
+    def __init__(self, width: int, hidden: int, *, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.gated, self.unit_rows, self.scaling, self.smooth = gated, unit_rows, scaling, smooth
         self.in_proj = linear(width, 3 * hidden, dtype, seed_for("in_proj", seed))
         self.out_proj = linear(hidden, width, dtype, seed_for("out_proj", seed))
-
-    def forward(self, pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int) -> Tensor:
-        """Return what attention adds to the channels of each pair (A, K, M).
-
-        Args:
-            pairs: (A, K, M).
-            mask: (A, K) bool, where there is a neighbor.
-            switch: (A, K), 0 where there is none.
-            direction: (A, K, 3), unit vectors, 0 where there is none.
-            num_slots: slots of an atom with those that are not here; the empty ones count in a smooth softmax.
-        """
-        projected = self.in_proj(pairs).unflatten(-1, (3, -1))
-        query, key, value = (projected if self.unit_rows is None else self.unit_rows(projected)).unbind(-2)
-        logits = torch.bmm(query * self.scaling, key.transpose(1, 2))
-        both = switch[:, :, None] * switch[:, None, :]
-        if self.smooth:
-            logits = (logits + LOGIT_SHIFT) * both - LOGIT_SHIFT
-            weights, factor = softmax_with_absent(logits, num_slots), both  # 0 where there is no neighbor
-        else:
-            weights, factor = masked_softmax(logits, mask[:, None, :]), mask[:, :, None].to(logits.dtype)
-        if self.gated:
-            factor = factor * torch.bmm(direction, direction.transpose(1, 2))
-        return self.out_proj(torch.bmm(weights * factor, value))
 
     def of_no_neighbor(self, pairs: Tensor) -> Tensor:
         """Return what attention adds to the channels (..., M) of an empty slot, which attends to nothing."""
@@ -91,23 +60,14 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.attention, self.norm = attention, norm
 
-    def forward(self, pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int) -> Tensor:
-        """Return the channels of each pair (A, K, M)."""
-        attended: Tensor = self.attention(pairs, mask, switch, direction, num_slots)
-        return cast("Tensor", self.norm(pairs + attended))
+    @property
+    def weights(self) -> Weights:
+        """The parameters."""
+        first, last, norm = self.attention.in_proj, self.attention.out_proj, self.norm
+        assert first.bias is not None
+        assert last.bias is not None
+        return Weights(first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias)
 
     def of_no_neighbor(self, pairs: Tensor) -> Tensor:
         """Return the channels (..., M) of an empty slot."""
         return cast("Tensor", self.norm(pairs + self.attention.of_no_neighbor(pairs)))
-
-
-def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
-    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
-    return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
-
-
-def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is nowhere true."""
-    # finite, so that a row of empty slots has no nan
-    return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
