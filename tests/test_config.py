@@ -165,7 +165,6 @@ PEER_LEFT_ALONE = {
     "loss.enable_atom_ener_coeff": False,
     "training.acc_freq": 1,
     "training.enable_profiler": False,
-    "training.enable_tf32": False,
     "training.neighbor_graph_method": "auto",
     "training.profiling": False,
     "training.profiling_file": "timeline.json",
@@ -391,6 +390,7 @@ WITHOUT_EFFECT = [
     ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
     ({"optimizer": {"type": "HybridMuon", "flash_muon": False}}, "optimizer.flash_muon = false: no effect"),
     ({"training.compile_options": {"dynamic": False}}, "training.compile_options = "),
+    ({"training.enable_tf32": True}, "training.enable_tf32 = true: no effect, no product is in float32"),
     (
         {"training.enable_compile": True, "training.compile_options": {"backend": "aot_eager", "cache_dir": "code"}},
         'training.compile_options.cache_dir = "code": no effect, only the backend inductor keeps code',

@@ -120,7 +120,7 @@ BAD = [
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", [NOT_YET]),
     ({"training.enable_compile": "yes"}, 'training.enable_compile = "yes"', ['"auto"']),
     ({"training.compile_options": {"mode": "fast"}}, 'training.compile_options.mode = "fast"', ["reduce-overhead"]),
-    ({"training.enable_tf32": True}, "training.enable_tf32 = true", [NOT_YET]),
+    ({"training.enable_tf32": "high"}, 'training.enable_tf32 = "high"', ["true or false"]),
     ({"training.acc_freq": 2}, "training.acc_freq = 2", [NOT_YET]),
     ({"training.acc_freq": True}, "training.acc_freq = true", [NOT_YET]),
     ({"training.profiling": True}, "training.profiling = true", [NOT_YET]),

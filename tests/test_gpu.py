@@ -48,6 +48,15 @@ def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, precision):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
+def test_tf32_rounds_training_steps_and_nothing_else(start):
+    options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    exact = load(start("exact", 5, options) / "model.ckpt-5.pt")["model"]
+    rounded = load(start("rounded", 5, {**options, "training__enable_tf32": True}) / "model.ckpt-5.pt")["model"]
+    assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
+    assert all(torch.allclose(exact[name], rounded[name], rtol=1e-2, atol=1e-2) for name in exact)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
     gpu, cpu = start("gpu", 20), start("cpu", 20, device="cpu")
     a, b = load(gpu / "model.ckpt-20.pt"), load(cpu / "model.ckpt-20.pt")

@@ -20,6 +20,7 @@ from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.report import tables
 from deepmd_ema.train.run import run_training
+from deepmd_ema.train.step import tf32_products
 from deepmd_ema.train.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
@@ -88,6 +89,15 @@ def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):
     assert any(n.startswith("best_ema.ckpt-") for n in names)
     assert (folder / "checkpoint").read_text().strip() == "model.ckpt-20.pt"
     assert [int(row.split()[0]) for row in (folder / "lcurve.out").read_text().splitlines()[2:]] == [1, 5, 10, 15, 20]
+
+
+def test_tf32_is_for_the_products_of_steps_on_a_gpu(start, caplog):
+    with tf32_products():
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+    options = {"model__descriptor__precision": "float32", "training__enable_tf32": True}
+    start("tf32", 1, options)
+    assert "training.enable_tf32 has no effect on a CPU" in caplog.text
 
 
 def test_training_lowers_the_force_error(start):

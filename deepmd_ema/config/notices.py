@@ -137,6 +137,10 @@ def _inductor(run: RunConfig) -> bool:
     return run.compiles and run.training.compile_options.backend == "inductor"
 
 
+def _in_float32(run: RunConfig) -> bool:
+    return any("float32" in task.model.precisions for task in run.tasks.values())
+
+
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
 _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
@@ -164,6 +168,7 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
         ("training.mixed_precision", lambda _: True, "precision of descriptor and fitting_net says it"),
+        ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
         ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
         ("training.compile_options", lambda run: not run.compiles, "enable_compile is false"),
         ("training.compile_options.mode", lambda run: not _inductor(run), "only the backend inductor has modes"),

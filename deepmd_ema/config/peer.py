@@ -52,7 +52,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "enable_atom_ener_coeff": _OFF,
     },
     "training": {
-        **dict.fromkeys(("profiling", "enable_profiler", "enable_tf32"), _OFF),
+        **dict.fromkeys(("profiling", "enable_profiler"), _OFF),
         "profiling_file": Unavailable((None, "timeline.json")),
         "acc_freq": Unavailable((None, 1)),
         "neighbor_graph_method": Unavailable((None, "auto")),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
 from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.start import Start
-from deepmd_ema.train.step import GradientStep, Step
+from deepmd_ema.train.step import GradientStep, Step, tf32_products
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.trainer import Callback, Trainer
 from deepmd_ema.train.validate import FullValidation, Validated
@@ -93,6 +94,7 @@ def assemble(
         num_steps=num_steps,
         world=world,
         splines=splines,
+        products=_products(config, world),
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
@@ -167,6 +169,15 @@ def _build_state_builder(
         writes=world.is_main or sharded,
         shares=partial(OwnRows, world.rank, world.size) if sharded else None,
     )
+
+
+def _products(config: RunConfig, world: World) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a step multiplies matrices."""
+    if config.training.enable_tf32 and world.device.type == "cuda":
+        return tf32_products
+    if config.training.enable_tf32:
+        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
+    return nullcontext
 
 
 def _validated(prepared: PreparedRun, num_steps: int, store: Store, world: World) -> list[Validated]:

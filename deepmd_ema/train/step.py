@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,17 @@ from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_
 from deepmd_ema.optim.schedule import Schedule
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.task import Task, TaskMixture
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Multiply float32 matrices in TF32 within this context, on GPUs that can."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class Trainer:
         num_steps: of the whole run.
         world: the processes of the run.
         splines: on which embedding nets are evaluated.
+        products: context of matrix products in a step.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
@@ -124,6 +125,7 @@ class Trainer:
     num_steps: int
     world: World
     splines: SplineControl
+    products: Callable[[], AbstractContextManager[Any]] = nullcontext
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
@@ -184,7 +186,8 @@ class Trainer:
             with self.times.of("step"):
                 if self.splines.is_due(task.name, number):
                     self.splines.check(task.name, batch, number)
-                outcome = self.take_step(task, batch, number)
+                with self.products():
+                    outcome = self.take_step(task, batch, number)
                 self.step = number
                 if self.take_step.checks_are_free:
                     self._raise_if_diverged()

@@ -236,6 +236,11 @@ class TrainingOptions:
         "a step is measured to be faster with it.",
     )
     compile_options: CompileConfig = option(CompileConfig(), doc="How models are compiled. Only in dp-ema.")
+    enable_tf32: bool = option(
+        False,
+        doc="Whether training steps multiply float32 matrices in TF32 on a GPU, with 10 bits of each factor behind the "
+        "binary point instead of 23. Validation and files are not affected.",
+    )
     zero_stage: int = option(
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
