@@ -44,7 +44,7 @@ from speed_cases import Case, Runner
 
 STAGES = ("step", "bound", "start", "validation", "checkpoint", "md", "grow")
 ROW_S = 0.3  # between two rows of lcurve.out, about
-PERIOD = 4  # steps between two validations or checkpoints
+PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
 QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "turns": 2, "seconds": 0.5,
          "repeats": 1, "axes": ["atoms"]}  # fmt: skip
 Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
