@@ -17,13 +17,12 @@ from typing import Any
 import common
 from error_curves import UNITS, Panel, draw, errors_along, median_and_each, train_once
 
-MUON = {"weight_decay": 0.0, "lr_adjust": 100.0}
 RECIPES: dict[str, tuple[dict[str, Any], float]] = {
     "Adam, 1e-3": ({"type": "Adam"}, 1e-3),
     "Adam, 4e-3": ({"type": "Adam"}, 4e-3),
     "HybridMuon, as set by default, 1e-3": ({"type": "HybridMuon"}, 1e-3),
-    "HybridMuon, lr_adjust 100, 0.1": ({"type": "HybridMuon", **MUON}, 0.1),
-    "AdaMuon, lr_adjust 100, 0.1": ({"type": "AdaMuon", **MUON}, 0.1),
+    "HybridMuon, lr_adjust 30, 0.03": ({"type": "HybridMuon", "weight_decay": 0.0, "lr_adjust": 30.0}, 0.03),
+    "HybridMuon, lr_adjust 100, 0.1": ({"type": "HybridMuon", "weight_decay": 0.0, "lr_adjust": 100.0}, 0.1),
 }
 COLORS = dict(zip(RECIPES, ("#0072B2", "#56B4E9", "#999999", "#D55E00", "#009E73")))
 WEIGHTS = {"water": (1, 500), "molecules": (100, 100)}  # of energies and forces

@@ -350,6 +350,7 @@ def _at_the_rendezvous(action):
 def _after_step(action):
     def after_step(trainer):
         if trainer.step == AT_STEP:
+            trainer.saver.writer.wait()  # the files of the last checkpoint are there
             _note()
             action()
 

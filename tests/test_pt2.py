@@ -299,9 +299,9 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tm
     """There was a line of torch's and nothing else."""
 
     def asks(self, batch):
-        return batch.vector if batch.vector.sum() > 0 else None
+        return torch.zeros_like(batch.neighbor, dtype=torch.bool) if batch.vector.sum() > 0 else None
 
-    monkeypatch.setattr(ByTypeDescriptor, "_normalisation", asks)
+    monkeypatch.setattr(ByTypeDescriptor, "_dropped", asks)
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
     said = capsys.readouterr().err
     assert re.search(r"cannot compile this model \(se_e2_a, model/descriptor/by_type.py line \d+\). Write a .dp", said)

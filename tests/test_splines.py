@@ -161,8 +161,8 @@ def test_knots_are_added_when_the_net_gets_steeper_and_taken_away_when_it_is_smo
         assert spline.watch.error < LARGEST_ERROR[torch.float64]
         spline.watch = None
         seen.append(spline.intervals)
-    assert seen[0] > first
-    assert seen[1] == first
+    # knots go when an eighth of the largest error is expected without them, so not all that came need to go
+    assert first <= seen[1] < seen[0]
 
 
 def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
