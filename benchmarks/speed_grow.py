@@ -104,6 +104,9 @@ def _seconds(
         while len(run.rows) < ROWS + 2 or run.rows[step] < run.rows[first] + (0 if args.quick else LEAST_S):
             step = run.wait_for(max(run.rows), until)
     finally:
+        if ranks > 1:  # the launcher ends its ranks, which are in sessions of their own
+            run.process.terminate()
+            run.process.wait(args.wait)
         run.end()
     steps = sorted(step for step in run.rows if step >= first)
     return statistics.median((run.rows[b] - run.rows[a]) / (b - a) for a, b in itertools.pairwise(steps))
