@@ -71,7 +71,8 @@ def main() -> None:
                 found[stage, case] = result
     common.publish(speed_page.page(found, runners, args), args.output)
     if args.plot is not None:
-        speed_grow.plot({case: result for (stage, case), result in found.items() if stage == "grow"}, args.plot)
+        grown = {case: result for (stage, case), result in found.items() if stage == "grow"}
+        speed_grow.plot(grown, args.axes, args.plot)
 
 
 def _arguments() -> argparse.Namespace:

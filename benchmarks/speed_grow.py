@@ -132,24 +132,31 @@ def rows(found: dict[tuple[str, Case], dict[str, Any]], runners: list[Runner]) -
     return ["model", "", "against", "from, to", "ms", "ms", "exponent"], lines
 
 
-def plot(found: dict[Case, dict[str, Any]], path: Path) -> None:
-    """Draw the points of all runs, one panel for each axis, on logarithmic scales."""
+def plot(found: dict[Case, dict[str, Any]], axes: list[str], path: Path) -> None:
+    """Draw the points of all runs, one panel for each of ``axes``, on logarithmic scales."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    figure, panels = plt.subplots(1, len(AXES), figsize=(3.4 * len(AXES), 3.4), constrained_layout=True)
-    for panel, axis in zip(panels, AXES):
+    size = (3.4 * len(axes), 3.4)
+    figure, panels = plt.subplots(1, len(axes), figsize=size, constrained_layout=True, squeeze=False)
+    for panel, axis in zip(panels[0], axes):
+        ticks: set[float] = set()
         for case, result in found.items():
             for name, by_axis in result["points"].items():
                 points = by_axis.get(axis, [])
                 if len(points) > 1:
                     label = f"{case.name}, {name}: {exponent(points):.2f}"
                     panel.plot(*zip(*points), "o-", markersize=3, linewidth=1, label=label)
+                    ticks |= {round(number) for number, _ in points}
         panel.set(xscale="log", yscale="log", xlabel=axis, title=f"against {axis}")
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.set_xticks(sorted(ticks))
         if panel.lines:
             panel.legend(fontsize=6, frameon=False)
-    panels[0].set_ylabel("seconds of a step")
+    panels[0, 0].set_ylabel("seconds of a step")
     figure.savefig(path, dpi=150)
     plt.close(figure)
