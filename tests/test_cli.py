@@ -348,7 +348,7 @@ def test_freed_memory_is_kept_unless_the_user_says_what_to_do_with_it():
     code = """
 import resource, sys
 import torch
-from deepmd_ema.cli.memory import keep_freed_memory
+from deepmd_ema.memory import keep_freed_memory
 kept = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.memory import keep_freed_memory
 from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
+from deepmd_ema.memory import keep_freed_memory
 
 SUMMARY = "errors of a model on labelled frames"
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from deepmd_ema.cli.loading import libraries_of_torch, loading
-from deepmd_ema.cli.memory import keep_freed_memory
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
 from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated
+from deepmd_ema.memory import keep_freed_memory
 
 SUMMARY = "train a model"
 # of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call

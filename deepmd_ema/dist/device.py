@@ -1,16 +1,10 @@
-"""The device a process computes on, and how its memory is kept."""
+"""The device a process computes on."""
 
 from __future__ import annotations
-
-import ctypes
-import platform
 
 import torch
 
 from deepmd_ema.errors import UserError
-
-# parameters of mallopt(3): free memory that is kept at the top, what is taken at once, blocks outside the heap
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
@@ -37,18 +31,3 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise UserError(f"--device {name}: is not usable here ({reason}). Use cpu, cuda or cuda:0.") from error
     return chosen
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what tensors free, instead of giving it back to the system at every step.
-
-    A training step frees and takes the same large blocks again; each time the system maps and clears fresh pages,
-    which took a fifth of a step of 96 atoms on two cores. Does nothing where the C library is not glibc. Call it while
-    the process has one thread: glibc documents ``mallopt`` as unsafe beside other threads.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    library = ctypes.CDLL(None)
-    library.mallopt(M_MMAP_MAX, 0)
-    library.mallopt(M_TRIM_THRESHOLD, -1)
-    library.mallopt(M_TOP_PAD, 64 << 20)

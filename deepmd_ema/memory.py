@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h of the GNU C library
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # of malloc.h of the GNU C library
 
 
 def keep_freed_memory() -> bool:
@@ -14,6 +14,7 @@ def keep_freed_memory() -> bool:
     By default it gives large blocks back to the system, which hands them out page by page again, filled with zeros: a
     third of the time of a training step of dpa3 on a CPU. The largest memory of a run stays the same. Nothing is
     changed where the user has set ``MALLOC_*`` or ``GLIBC_TUNABLES``, or where it is not the GNU C library.
+    Call it while the process has one thread: glibc documents ``mallopt`` as unsafe beside other threads.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -22,4 +23,4 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError, TypeError):
         return False
     # no blocks of their own, which are always given back, and no giving back of the end of the heap
-    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20))
