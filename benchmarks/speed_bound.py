@@ -26,9 +26,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepmd_ema.model.kernels.product import product
+
 # positions of the two factors among the arguments
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "linear": (0, 1), "addmm": (1, 2),
-            "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2)}  # fmt: skip
+            "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}  # fmt: skip
 CLASSES = {
     "matmul": {*PRODUCTS, "matmul", "einsum", "tensordot", "_scaled_dot_product_flash_attention_for_cpu"},
     "index, scatter": {
@@ -213,9 +215,7 @@ def _class_of(event: Any) -> str:
         if above.name.startswith("Optimizer."):
             return "optimizer"
         above = above.cpu_parent
-    if not event.name.startswith("aten::"):
-        return INTERPRETER
-    return CLASS_OF.get(_plain_name(event.name), POINTWISE)
+    return CLASS_OF.get(_plain_name(event.name), POINTWISE if event.name.startswith("aten::") else INTERPRETER)
 
 
 def _plain_name(name: str) -> str:
@@ -230,7 +230,7 @@ def _size(name: str, first: torch.Tensor, second: torch.Tensor) -> tuple[int, in
         return 1, 1, k, 1
     if name in ("mv", "addmv"):
         return 1, first.shape[0], k, 1
-    if name == "linear":
+    if name in ("linear", "mkldnn::_linear_pointwise"):
         return 1, first.numel() // max(1, k), k, second.shape[0]
     return (first.shape[0] if first.ndim == 3 else 1), first.shape[-2], k, second.shape[-1]
 
@@ -256,12 +256,13 @@ def _product_seconds(first: Any, second: Any, precision: torch.dtype, device: to
         return 0.0
     if b.ndim == 2 and a.shape[-1] != b.shape[0]:
         b = b.T  # `linear` has the weights the other way round
+    multiply = product if a.ndim == b.ndim == 2 else torch.matmul
 
     def several(number: int) -> float:
         _wait(device)
         began = time.perf_counter()
         for _ in range(number):
-            torch.matmul(a, b)
+            multiply(a, b)
         _wait(device)
         return (time.perf_counter() - began) / number
 
