@@ -79,13 +79,14 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
 def _left_factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     """Return the product of the steps on a matrix with this Gram matrix (B, n, n)."""
     product = None
-    for a, b, c in coefficients:
+    for k, (a, b, c) in enumerate(coefficients):
         step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # without its multiple a of the identity
         if product is None:
             product = step + a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         else:
             product = torch.baddbmm(product, product, step, beta=a)
-        half = torch.baddbmm(gram, gram, step, beta=a)
-        gram = torch.baddbmm(half, step, half, beta=a)
+        if k + 1 < len(coefficients):
+            half = torch.baddbmm(gram, gram, step, beta=a)
+            gram = torch.baddbmm(half, step, half, beta=a)
     assert product is not None, "there is a step"
     return product
