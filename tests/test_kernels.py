@@ -17,7 +17,8 @@ from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, s
 from deepmd_ema.model.kernels.attention import attention_layers
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.kernels.spline import Spline, SplineSum
+from deepmd_ema.model.kernels.series import SeriesSum
+from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
 from deepmd_ema.model.nn.attention import Weights
@@ -52,8 +53,7 @@ def arguments(name):
     rows = draw(num_atoms, num_slots, 4).detach()
     s, (low, spacing) = rows[..., 0], torch.tensor([-4.0, 0.5], dtype=torch.float64)
     first = ((s - low) / spacing).floor().long()
-    spline = Spline("spline", torch.float64)
-    spline.use(16)
+    pieces = torch.from_numpy(_pieces_and_slopes())
     coefficients = draw(23, 8, seed=3)
     return {
         "gather_neighbors": (draw(num_atoms, 5), hood.neighbor, hood.reverse),
@@ -61,8 +61,11 @@ def arguments(name):
         "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "tanh_moments": (rows, net),
-        "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces, 23),
+        "spline_sum": (rows, s, coefficients, low, spacing, pieces, 23),
         "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23),
+        "series_sum": (rows, s, draw(16, 8, seed=4), low + 4, -low, 8),
+        "series_vjp": (draw(num_atoms, 2, 5), draw(32, 5, seed=4), rows, draw(8, *s.shape).detach()),
+        "series_rows_vjp": (draw(num_atoms, 4, 5), draw(16, 5, seed=4), rows, draw(8, *s.shape).detach()),
         "axis_features": (draw(6, 4, 8), 3),
         "axis_features_vjp": (draw(6, 24), draw(6, 4, 8, seed=1), 3),
         "tanh_gradients": (draw(6, 4), wide, (4, 0, 2)),
@@ -91,7 +94,7 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
 def tensors_of(found):
     if isinstance(found, (torch.Tensor, tuple)):
         return [found] if isinstance(found, torch.Tensor) else list(found)
-    return [found.value] if isinstance(found, SplineSum) else [found.value, found.jet]
+    return [found.value] if isinstance(found, (SeriesSum, SplineSum)) else [found.value, found.jet]
 
 
 def leaves_of(args):
