@@ -66,6 +66,7 @@ def arguments(name):
         "series_sum": (rows, s, draw(16, 8, seed=4), low + 4, -low, 8),
         "series_vjp": (draw(num_atoms, 2, 5), draw(32, 5, seed=4), rows, draw(8, *s.shape).detach()),
         "series_rows_vjp": (draw(num_atoms, 4, 5), draw(16, 5, seed=4), rows, draw(8, *s.shape).detach()),
+        "tanh_network": (draw(6, 2), Network([2, 4, 8, 8, 5], "tanh", timestep=False, dtype=torch.float64, seed=1)),
         "axis_features": (draw(6, 4, 8), 3),
         "axis_features_vjp": (draw(6, 24), draw(6, 4, 8, seed=1), 3),
         "tanh_gradients": (draw(6, 4), wide, (4, 0, 2)),

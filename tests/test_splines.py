@@ -81,7 +81,8 @@ def test_the_gradient_by_rows_is_that_by_both_where_s_is_their_first_column():
     of_left, of_s = found.vjp(grad)
     expected = torch.cat([of_left[..., :1] + of_s[..., None], of_left[..., 1:]], -1)
     rows = found.rows_vjp(grad)
-    gradients = [torch.autograd.grad(one.square().sum(), net.stack[0].weight, retain_graph=True) for one in (rows, expected)]
+    weight = net.stack[0].weight
+    gradients = [torch.autograd.grad(one.square().sum(), weight, retain_graph=True) for one in (rows, expected)]
     torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 

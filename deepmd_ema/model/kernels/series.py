@@ -227,7 +227,7 @@ class _SeriesRowsVjp(torch.autograd.Function):
 
 
 def _along(grad_value: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
-    """Return (A, C, 2, F, K), the product of a gradient (A, C, M) with the functions and their derivatives at each s."""
+    """Return (A, C, 2, F, K), products of a gradient (A, C, M) with the functions and their derivatives at each s."""
     terms, num_atoms, num_slots = basis.shape
     along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
     columns, functions = grad_value.shape[1], len(coefficients) // (2 * terms)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels import series
+from deepmd_ema.model.kernels.embedding import embed
 from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
@@ -148,7 +149,7 @@ class Spline(nn.Module):
         centre, half = 0.5 * (low + high), (0.5 * series.STRETCH * (high - low)).clamp(min=LEAST_HALF)
         # in float64: derivatives amplify the rounding of coefficients by the square of their number
         wide = half.double()
-        values = net(inputs_at(centre.double() + wide * self.sites, beside))
+        values = embed(inputs_at(centre.double() + wide * self.sites, beside), net)
         coefficients = torch.cat([self.solve, self.slope / wide]) @ values  # (N, 2 terms, M)
         coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
         if self.watch is not None:
