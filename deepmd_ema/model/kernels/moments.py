@@ -52,7 +52,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class SplineMoments:
-    """The moments of one section of neighbors from a series or spline of its net, with their vector-Jacobian product."""
+    """The moments of one section of neighbors from a series or spline of its net, and their gradient."""
 
     summed: SeriesSum | SplineSum | SplitSum
 
