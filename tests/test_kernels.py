@@ -13,7 +13,7 @@ from toy_models import TRICLINIC, toy_atoms
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, unit  # noqa: F401  (they register)
+from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, triples, unit  # noqa: F401  (they register)
 from deepmd_ema.model.kernels.attention import attention_layers
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
@@ -74,8 +74,16 @@ def arguments(name):
         "silut": (draw(num_atoms, 8), 10.0),
         "unit_rows": (draw(num_atoms, 3, 8),),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
+        "triple_sums": triples_arguments(),
         "attention_layers": attention_arguments(ATTENTION),
     }[name]
+
+
+def triples_arguments(slots=5, act="tanh"):
+    """Return arguments of atoms without empty slots, with neighbors of three elements."""
+    types = torch.arange(4 * slots).view(4, slots) % 3
+    net = Network([1 + 2 * 3, 2, 4, 8, 8], act, timestep=False, dtype=torch.float64, seed=1)
+    return draw(4, slots, slots), types, torch.ones(4, slots, dtype=torch.bool), draw(3, 3, seed=1), net
 
 
 ATTENTION = AttentionOptions(gated=True, unit=True, scaling=0.3, shift=20.0, eps=1e-5)
@@ -157,6 +165,27 @@ def test_activations_and_unit_rows_have_the_second_derivatives_of_their_plain_tw
     for by_hand, plain in zip(*results, strict=True):
         close(by_hand, plain)
     assert torch.autograd.gradgradcheck(lambda x: KERNELS[name].by_hand(x, *more), (draw(2, 3),))
+
+
+@pytest.mark.parametrize("act", ["tanh", "gelu"])
+@pytest.mark.parametrize("slots", [0, 1, 5])
+def test_forces_through_triples_have_the_parameter_gradients_of_the_plain_kernel(slots, act):
+    _, types, _, table, net = triples_arguments(slots, act)
+    mask = torch.arange(slots) < 2 * torch.arange(4)[:, None]
+    mask[1, 1:2] = False  # an excluded pair leaves an empty slot before others
+    results = []
+
+    def sums(call, vector):
+        rows = torch.tanh(vector) * mask[..., None]
+        return call(torch.bmm(rows, rows.transpose(1, 2)), types, mask, table, net)
+
+    for call in (triples.triple_sums.by_hand, triples.triple_sums.plain):
+        out, vjp = torch.func.vjp(lambda vector, call=call: sums(call, vector), draw(4, slots, 3, seed=5).detach())
+        (force,) = vjp(torch.tanh(out))  # as of a fitting net
+        loss = (force * draw(*force.shape, seed=6).detach()).sum() + (out * draw(*out.shape, seed=7).detach()).sum()
+        results.append([out, force, *torch.autograd.grad(loss, [table, *net.parameters()])])
+    for by_hand, plain in zip(*results, strict=True):
+        close(by_hand, plain)
 
 
 def attended_forces(call, options, **sizes):
