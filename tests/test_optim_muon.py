@@ -192,6 +192,9 @@ def test_a_step_called_off_changes_no_bit(kind, steps_before):
     bad = {name: torch.full_like(g, torch.nan) for name, g in gradients[0].items()}
     take(optimizer, named, bad, found_inf=1.0)
     assert_same(before, everything(optimizer, named))
+    with torch.no_grad():
+        optimizer._update_unless(torch.tensor(1.0))  # as where the flag is on a GPU
+    assert_same(before, everything(optimizer, named))
     twin, _, _ = parameters()
     other = build_optimizer(getattr(sections, f"{kind}Config")(), twin)
     for k in range(3):

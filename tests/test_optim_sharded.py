@@ -16,7 +16,7 @@ MUONS = ["AdaMuon", "HybridMuon"]
 
 
 class Net(nn.Module):
-    """Matrices of 7 and 3 rows, an array of three dims, vectors, and a scalar-like one of a single entry."""
+    """Matrices of 7 and 3 rows, two of them of one shape, an array of three dims, vectors, one of a single entry."""
 
     def __init__(self):
         super().__init__()
@@ -26,10 +26,11 @@ class Net(nn.Module):
             return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
 
         self.first, self.second, self.cube = draw(7, 5), draw(3, 7), draw(5, 2, 3)
+        self.twin = draw(7, 5)
         self.bias, self.single = draw(7), draw(1)
 
     def forward(self, x):
-        y = torch.tanh(x @ self.first.T + self.bias) @ self.second.T
+        y = torch.tanh(x @ (self.first.T * self.twin.T.sin()) + self.bias) @ self.second.T
         return (y.square().sum() + (self.cube * self.single).sin().sum()) * 0.3
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
-from deepmd_ema.optim.guarded import GuardedOptimizer, adam_change, adam_state
+from deepmd_ema.dist.dtensor import from_local, full_tensor, shard_like
+from deepmd_ema.optim.guarded import GuardedOptimizer, adam_state, adam_update, batches, shards
 from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
@@ -49,25 +49,25 @@ class AdaMuon(GuardedOptimizer):
             return adam_state(p)
         return {"momentum": torch.zeros_like(p), "second_moment": torch.zeros_like(p, dtype=torch.float32)}
 
-    def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the new parameter and state by the formulas of the class."""
-        if p.ndim < 2:
-            return adam_change(p, group, state)
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters and states by the formulas of the class."""
+        adam_update([p for p in parameters if p.ndim < 2], group, self.state)
         lr, beta = group["lr"], group["momentum"]
-        assert p.grad is not None
-        gradient = local_shard(p.grad)
-        momentum = local_shard(state["momentum"]).lerp(gradient, 1 - beta)
-        sign = full_tensor(from_local(gradient.lerp(momentum, beta).sign().to(torch.bfloat16), p))
-        rows, columns = p.shape[0], p.numel() // max(1, p.shape[0])
-        direction = newton_schulz(sign.reshape(1, rows, columns)).to(torch.float32).reshape(p.shape)
-        direction = shard_like(direction, p)
-        second = (local_shard(state["second_moment"]) * beta).addcmul_(direction, direction, value=1 - beta)
-        scaled = direction / (second.sqrt() + EPS)
-        size = RMS * math.sqrt(rows * columns)
-        scaled = scaled / (full_tensor(torch.linalg.vector_norm(from_local(scaled, p))) + EPS) * size
-        scaled *= matrix_scale(rows, columns, group)
-        new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(scaled, alpha=-lr)
-        return {"": new, "momentum": momentum, "second_moment": second}
+        for batch in batches([p for p in parameters if p.ndim > 1], one_matrix):
+            _, rows, columns = one_matrix(batch[0])
+            gradients, weights = shards(p.grad for p in batch), shards(batch)
+            momenta, seconds = (shards(self.state[p][key] for p in batch) for key in ("momentum", "second_moment"))
+            torch._foreach_lerp_(momenta, gradients, 1 - beta)
+            signs = [t.sign().to(torch.bfloat16) for t in torch._foreach_lerp(gradients, momenta, beta)]
+            factors = own_parts(newton_schulz(full_matrices(signs, batch, one_matrix)).to(torch.float32), batch)
+            torch._foreach_mul_(seconds, beta)
+            torch._foreach_addcmul_(seconds, factors, factors, value=1 - beta)
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+            size = RMS * math.sqrt(rows * columns) * matrix_scale(rows, columns, group)
+            for p, weight, factor, second in zip(batch, weights, factors, seconds):
+                scaled = factor / (second.sqrt() + EPS)
+                norm = full_tensor(torch.linalg.vector_norm(from_local(scaled, p)))
+                weight.sub_(scaled * (lr * size / (norm + EPS)))
 
 
 class HybridMuon(GuardedOptimizer):
@@ -107,30 +107,61 @@ class HybridMuon(GuardedOptimizer):
         count = view_shape(tuple(p.shape), group["muon_mode"])[0]
         return {**momentum, "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device)}
 
-    def change(self, p: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the new parameter and state by the formulas of the class."""
+    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters and states by the formulas of the class."""
         if group["route"] != "muon":
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
-            return adam_change(p, group, state, HYBRID_ADAM_EPS, decay)
-        assert p.grad is not None
-        momentum = local_shard(state["momentum"]).lerp(local_shard(p.grad), 1 - group["momentum"])
-        shape = view_shape(tuple(p.shape), group["muon_mode"])
-        gradients, means = (full_tensor(from_local(t, p)).reshape(shape) for t in (local_shard(p.grad), momentum))
-        direction = gradients.lerp(means, group["momentum"])
-        if group["enable_gram"] and shape[1] != shape[2]:
-            direction = gram_newton_schulz(direction).to(p.dtype)
-        else:
-            direction = newton_schulz(direction, CONVERGED)
-        direction = direction * matrix_scale(shape[1], shape[2], group)
-        new_state = {"momentum": momentum}
-        if group["magma_muon"]:
-            score = new_state["score"] = magma_score(means, gradients, state["score"])
-            damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
-            direction = direction * damping.to(direction.dtype)[:, None, None]
-        part = shard_like(direction.reshape(p.shape), p)
-        lr = group["lr"]
-        new = (local_shard(p) * (1 - lr * group["weight_decay"])).add_(part.to(p.dtype), alpha=-lr)
-        return {"": new, **new_state}
+            adam_update(parameters, group, self.state, HYBRID_ADAM_EPS, decay)
+            return
+        lr, beta = group["lr"], group["momentum"]
+
+        def shape_of(p: Tensor) -> tuple[int, int, int]:
+            return view_shape(tuple(p.shape), group["muon_mode"])
+
+        for batch in batches(parameters, lambda p: shape_of(p)[1:]):
+            _, rows, columns = shape_of(batch[0])
+            gradients, weights = shards(p.grad for p in batch), shards(batch)
+            momenta = shards(self.state[p]["momentum"] for p in batch)
+            torch._foreach_lerp_(momenta, gradients, 1 - beta)
+            direction = full_matrices(torch._foreach_lerp(gradients, momenta, beta), batch, shape_of)
+            if group["enable_gram"] and rows != columns:
+                direction = gram_newton_schulz(direction).to(weights[0].dtype)
+            else:
+                direction = newton_schulz(direction, CONVERGED)
+            direction = direction * matrix_scale(rows, columns, group)
+            if group["magma_muon"]:
+                scores = [self.state[p]["score"] for p in batch]
+                means, unaveraged = (full_matrices(t, batch, shape_of) for t in (momenta, gradients))
+                score = magma_score(means, unaveraged, torch.cat(scores))
+                torch._foreach_copy_(scores, score.split([len(t) for t in scores]))
+                damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
+                direction = direction * damping.to(direction.dtype)[:, None, None]
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(weights, own_parts(direction.to(weights[0].dtype), batch), alpha=-lr)
+
+
+def full_matrices(
+    parts: Sequence[Tensor], batch: Sequence[Tensor], shape_of: Callable[[Tensor], tuple[int, int, int]]
+) -> Tensor:
+    """Return the matrices (B, R, C) of all parameters of a batch, gathered from all ranks if these are sharded.
+
+    Args:
+        parts: one for each parameter, of the shape of its part on this rank.
+        batch: parameters, whose matrices are of one shape.
+        shape_of: returns how many matrices of how many rows and columns a parameter is.
+    """
+    return torch.cat([full_tensor(from_local(t, p)).reshape(shape_of(p)) for t, p in zip(parts, batch)])
+
+
+def own_parts(matrices: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
+    """Return what :func:`full_matrices` returns as parts of the parameters on this rank."""
+    full = matrices.reshape(-1).split([p.numel() for p in batch])
+    return [shard_like(t.view(p.shape), p) for t, p in zip(full, batch)]
+
+
+def one_matrix(p: Tensor) -> tuple[int, int, int]:
+    """Return the shape of a parameter as one matrix, whose rows are its first dim: 1, R, C."""
+    return 1, p.shape[0], p.numel() // max(1, p.shape[0])
 
 
 def matrix_scale(rows: int, columns: int, group: dict[str, Any]) -> float:

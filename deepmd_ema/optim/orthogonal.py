@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepmd_ema.model.kernels.product import products
+
 Coefficients = Sequence[tuple[float, float, float]]
 """a, b and c of each step ``X <- a X + b (X X^T) X + c (X X^T)^2 X``."""
 
@@ -70,7 +72,7 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
     x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + NORM_FLOOR)
     x = x.to(torch.float16) if x.is_cuda else x  # a CPU multiplies float16 ten times slower than float32
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
-        x = _left_factor(x @ x.mT, part) @ x
+        x = products(_left_factor(products(x, x.mT), part), x)
     return x.mT if tall else x
 
 

@@ -30,3 +30,9 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return ``out`` (N, M) after ``a @ b`` was added to it, without a gradient of its own."""
     return out.add_(product(a, b)) if a.dtype == torch.float32 else out.addmm_(a, b)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` (B, N, M) of matrices (B, N, K) and (B, K, M), without a gradient of its own."""
+    each = a.dtype == torch.float32 and a.device.type == "cpu" and a[0].numel() * b.shape[2] >= LEAST_WORK
+    return torch.stack([product(x, y) for x, y in zip(a, b)]) if each else torch.bmm(a, b)
