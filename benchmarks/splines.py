@@ -1,10 +1,10 @@
-"""What evaluating embedding nets on knots does to a trained model: errors by number of knots, and curves of training.
+"""What interpolating embedding nets does to a trained model: errors by number of terms, and curves of training.
 
 usage: python benchmarks/splines.py [--seeds 1 2 3] [--steps 1000] [--plot PNG] [--output PAGE]
 
 The water example is trained with `embedding_eval` = direct and = spline from the same seeds, and a model of every other
 descriptor that has the option with = spline. Then energies, forces, virials and the gradient by the parameters of each
-trained model are compared, on validation frames, with those of direct evaluation, for 32 to 512 intervals. What is
+trained model are compared, on validation frames, with those of direct evaluation, for 24 to 96 terms. What is
 finished in --work is not done again.
 """
 
@@ -19,7 +19,7 @@ import common
 from error_curves import TRAINED, UNITS, Panel, draw, errors_along, median_and_each, train_once
 
 EVALUATIONS = ("direct", "spline")
-INTERVALS = (32, 64, 128, 256, 512)
+TERMS = (24, 32, 40, 48, 64, 96)
 QUANTITIES = ("energy", "force")
 WEIGHTS = ("live", "averaged")
 COLORS = {"direct": "#D55E00", "spline": "#0072B2"}
@@ -47,7 +47,7 @@ def main() -> None:
     for kind, descriptor in OTHERS.items():
         trained[kind] = base / kind.replace(", ", "-")
         train_once(program, env, trained[kind], _input(descriptor, "spline", 1, args.steps // 2, args.precision))
-    errors = {kind: errors_by_intervals(folder / TRAINED, args) for kind, folder in trained.items()}
+    errors = {kind: errors_by_terms(folder / TRAINED, args) for kind, folder in trained.items()}
     along = {name: [errors_along(folder) for folder in folders] for name, folders in runs.items()}
     common.publish(_page(errors, along, args), args.output)
     if args.plot is not None:
@@ -79,8 +79,8 @@ def _input(descriptor: dict, evaluation: str, seed: int, num_steps: int, precisi
     return common.with_seed(common.with_precision(config, precision), seed)
 
 
-def errors_by_intervals(path: Path, args: argparse.Namespace) -> dict:
-    """Return the intervals that the run ended with, and by intervals the differences from direct evaluation."""
+def errors_by_terms(path: Path, args: argparse.Namespace) -> dict:
+    """Return the terms that the run ended with, and by terms the differences from direct evaluation."""
     import torch
 
     from deepmd_ema.data.collate import collate
@@ -94,9 +94,9 @@ def errors_by_intervals(path: Path, args: argparse.Namespace) -> dict:
     batch = collate(_frames(4), model.layout)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def evaluated(intervals: int) -> dict:
+    def evaluated(terms: int) -> dict:
         for spline in splines_of(model).values():
-            spline.use(intervals)
+            spline.use(terms)
         out = model(batch)
         loss = out["energy"].square().mean() + 1000 * out["force"].square().mean()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
@@ -105,19 +105,19 @@ def errors_by_intervals(path: Path, args: argparse.Namespace) -> dict:
 
     exact = evaluated(0)
     rows = {}
-    for intervals in INTERVALS:
-        found = evaluated(intervals)
-        rows[intervals] = {name: float((found[name] - value).abs().max() / value.abs().max())
+    for terms in TERMS:
+        found = evaluated(terms)
+        rows[terms] = {name: float((found[name] - value).abs().max() / value.abs().max())
                            for name, value in exact.items()}  # fmt: skip
         watches = []
         for spline in splines_of(model).values():
             spline.watch = Watch()
             watches.append(spline.watch)
         model(batch, create_graph=False)
-        rows[intervals]["net"] = max(watch.error for watch in watches)
+        rows[terms]["net"] = max(watch.error for watch in watches)
         for spline in splines_of(model).values():
             spline.watch = None
-    chosen = torch.load(path, weights_only=True)["splines"]["intervals"]
+    chosen = torch.load(path, weights_only=True)["splines"]["terms"]
     return {"chosen": list(chosen.values()), "rows": rows}
 
 
@@ -134,12 +134,12 @@ def _frames(count: int) -> list:
 
 def _page(errors: dict, along: dict, args: argparse.Namespace) -> str:
     parts = [
-        f"# Embedding nets on knots: errors, {common.today()}",
+        f"# Interpolated embedding nets: errors, {common.today()}",
         f"Models of the water example after training ({args.steps} steps for se_e2_a, half of it for the others), "
         f"{args.precision}, nets of 25, 50 and 100 neurons. Largest difference from direct evaluation over the largest "
         "value, on 4 frames of 96 atoms; of a net: of its derivative, which is what a run checks. In bold the number "
-        "of intervals with which the run ended.",
-        common.table(["", "intervals", "net", "energy", "force", "virial", "gradient by the parameters"],
+        "of terms with which the run ended.",
+        common.table(["", "terms", "net", "energy", "force", "virial", "gradient by the parameters"],
                      list(_error_rows(errors))),
         "## Training",
         f"RMSE on the validation frames after {args.steps} steps, median over seeds {args.seeds} and each of them.",
@@ -151,8 +151,8 @@ def _page(errors: dict, along: dict, args: argparse.Namespace) -> str:
 
 def _error_rows(errors: dict) -> Iterator[list[str]]:
     for kind, found in errors.items():
-        for intervals, row in found["rows"].items():
-            shown = f"**{intervals}**" if intervals in found["chosen"] else str(intervals)
+        for terms, row in found["rows"].items():
+            shown = f"**{terms}**" if terms in found["chosen"] else str(terms)
             values = [f"{row[name]:.1e}" for name in ("net", "energy", "force", "virial", "gradient")]
             yield [kind, shown, *values]
 

@@ -104,7 +104,7 @@ def _rows(kind: str, path: Path) -> Iterator[list[str]]:
     model, _ = load_model(path).on("cpu")
     model.train()
     for spline in splines_of(model).values():
-        spline.use(0)  # as on a GPU; and knots are solved for in float64 anyway
+        spline.use(0)  # as on a GPU; and series are made in float64 anyway
     labels = (ENERGY, FORCE)
     system = open_checked([str(VALIDATION)], ReadSpec(tuple(model.type_map), labels), model.layout.rcut)
     chosen = [[range(first, first + FRAMES)] for first in (0, FRAMES)]

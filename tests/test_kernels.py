@@ -13,11 +13,12 @@ from toy_models import TRICLINIC, toy_atoms
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, unit  # noqa: F401  (they register)
+from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, triples, unit  # noqa: F401  (they register)
 from deepmd_ema.model.kernels.attention import attention_layers
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.kernels.spline import Spline, SplineSum
+from deepmd_ema.model.kernels.series import SeriesSum
+from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
 from deepmd_ema.model.nn.attention import Weights
@@ -52,8 +53,7 @@ def arguments(name):
     rows = draw(num_atoms, num_slots, 4).detach()
     s, (low, spacing) = rows[..., 0], torch.tensor([-4.0, 0.5], dtype=torch.float64)
     first = ((s - low) / spacing).floor().long()
-    spline = Spline("spline", torch.float64)
-    spline.use(16)
+    pieces = torch.from_numpy(_pieces_and_slopes())
     coefficients = draw(23, 8, seed=3)
     return {
         "gather_neighbors": (draw(num_atoms, 5), hood.neighbor, hood.reverse),
@@ -61,8 +61,12 @@ def arguments(name):
         "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "tanh_moments": (rows, net),
-        "spline_sum": (rows, s, coefficients, low, spacing, spline.pieces, 23),
+        "spline_sum": (rows, s, coefficients, low, spacing, pieces, 23),
         "spline_sum_vjp": (draw(num_atoms, 4, 8), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23),
+        "series_sum": (rows, s, draw(16, 8, seed=4), low + 4, -low, 8),
+        "series_vjp": (draw(num_atoms, 2, 5), draw(32, 5, seed=4), rows, draw(8, *s.shape).detach()),
+        "series_rows_vjp": (draw(num_atoms, 4, 5), draw(16, 5, seed=4), rows, draw(8, *s.shape).detach()),
+        "tanh_network": (draw(6, 2), Network([2, 4, 8, 8, 5], "tanh", timestep=False, dtype=torch.float64, seed=1)),
         "axis_features": (draw(6, 4, 8), 3),
         "axis_features_vjp": (draw(6, 24), draw(6, 4, 8, seed=1), 3),
         "tanh_gradients": (draw(6, 4), wide, (4, 0, 2)),
@@ -70,8 +74,16 @@ def arguments(name):
         "silut": (draw(num_atoms, 8), 10.0),
         "unit_rows": (draw(num_atoms, 3, 8),),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
+        "triple_sums": triples_arguments(),
         "attention_layers": attention_arguments(ATTENTION),
     }[name]
+
+
+def triples_arguments(slots=5, act="tanh"):
+    """Return arguments of atoms without empty slots, with neighbors of three elements."""
+    types = torch.arange(4 * slots).view(4, slots) % 3
+    net = Network([1 + 2 * 3, 2, 4, 8, 8], act, timestep=False, dtype=torch.float64, seed=1)
+    return draw(4, slots, slots), types, torch.ones(4, slots, dtype=torch.bool), draw(3, 3, seed=1), net
 
 
 ATTENTION = AttentionOptions(gated=True, unit=True, scaling=0.3, shift=20.0, eps=1e-5)
@@ -91,7 +103,7 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
 def tensors_of(found):
     if isinstance(found, (torch.Tensor, tuple)):
         return [found] if isinstance(found, torch.Tensor) else list(found)
-    return [found.value] if isinstance(found, SplineSum) else [found.value, found.jet]
+    return [found.value] if isinstance(found, (SeriesSum, SplineSum)) else [found.value, found.jet]
 
 
 def leaves_of(args):
@@ -153,6 +165,27 @@ def test_activations_and_unit_rows_have_the_second_derivatives_of_their_plain_tw
     for by_hand, plain in zip(*results, strict=True):
         close(by_hand, plain)
     assert torch.autograd.gradgradcheck(lambda x: KERNELS[name].by_hand(x, *more), (draw(2, 3),))
+
+
+@pytest.mark.parametrize("act", ["tanh", "gelu"])
+@pytest.mark.parametrize("slots", [0, 1, 5])
+def test_forces_through_triples_have_the_parameter_gradients_of_the_plain_kernel(slots, act):
+    _, types, _, table, net = triples_arguments(slots, act)
+    mask = torch.arange(slots) < 2 * torch.arange(4)[:, None]
+    mask[1, 1:2] = False  # an excluded pair leaves an empty slot before others
+    results = []
+
+    def sums(call, vector):
+        rows = torch.tanh(vector) * mask[..., None]
+        return call(torch.bmm(rows, rows.transpose(1, 2)), types, mask, table, net)
+
+    for call in (triples.triple_sums.by_hand, triples.triple_sums.plain):
+        out, vjp = torch.func.vjp(lambda vector, call=call: sums(call, vector), draw(4, slots, 3, seed=5).detach())
+        (force,) = vjp(torch.tanh(out))  # as of a fitting net
+        loss = (force * draw(*force.shape, seed=6).detach()).sum() + (out * draw(*out.shape, seed=7).detach()).sum()
+        results.append([out, force, *torch.autograd.grad(loss, [table, *net.parameters()])])
+    for by_hand, plain in zip(*results, strict=True):
+        close(by_hand, plain)
 
 
 def attended_forces(call, options, **sizes):

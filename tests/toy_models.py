@@ -133,7 +133,7 @@ def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=Non
     model = build_model(config, seed).eval()
     for module in model.modules():  # which a training run chooses
         if isinstance(module, Spline) and module.wanted == "spline":
-            module.use(256)
+            module.use(128)
     disturb(model)
     return config, model
 

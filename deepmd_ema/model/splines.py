@@ -1,4 +1,4 @@
-"""How many knots the embedding nets of a model need: chosen from their error on a batch."""
+"""How many terms the series of the embedding nets of a model need: chosen from their error on a batch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.kernels.env_mat import radial_parts
-from deepmd_ema.model.kernels.spline import DEGREE, Spline, Watch
-from deepmd_ema.model.kernels.spline_table import MOST, SplineTables, Table
+from deepmd_ema.model.kernels.spline import Spline, Watch
+from deepmd_ema.model.kernels.spline_table import SplineTables, Table
 
 logger = logging.getLogger(__name__)
 
 # of the derivative of a net, over its largest value
-LARGEST_ERROR = {torch.float64: 1e-8, torch.float32: 1e-6}
-FEWEST, FIRST = 32, 64  # intervals, powers of two as MOST
+LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-6}
+FEWEST, FIRST, MOST = 16, 32, 512  # terms
+MULTIPLE = 8  # of which numbers of terms are multiples
+GROWTH = 1.5  # of their number when they are not enough
 SHORTEST = 0.7  # angstrom, where the shortest distance of the training data is not known
 NEARER = 0.9
 # of layers, for a pair and for all pairs of a batch, from which on "auto" takes tables (decision 0062)
 FEWEST_NUMBERS, NUMBERS_OF_PAIRS = 40, 200_000
-MARGIN_TO_COARSEN = 8  # times smaller than the largest error must be what fewer knots are expected to give
-NUMBERS_PER_SITE = 1000  # of layers, from which on "auto" takes knots (decision 0055)
-_ROUNDS = 4  # of measuring
+MARGIN_TO_SHORTEN = 8  # times smaller than the largest error must be what fewer terms are expected to give
+NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" takes series (decision 0055)
+ROUNDS = 8  # of measuring
 
 
 def splines_of(model: nn.Module) -> dict[str, Spline]:
@@ -108,7 +110,7 @@ def _range_of(module: Any, least: float) -> tuple[float, float]:
 
 
 def choose(name: str, spline: Spline, evaluate: Callable[[], Any]) -> None:
-    """Choose the number of intervals of a spline; ``auto`` stays at each pair where knots are not less work.
+    """Choose the number of terms of the series; ``auto`` stays at each pair where a series is not less work.
 
     Args:
         name: of the spline, for messages.
@@ -116,15 +118,15 @@ def choose(name: str, spline: Spline, evaluate: Callable[[], Any]) -> None:
         evaluate: evaluates a batch.
     """
     spline.use(FIRST)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         watch = watched([spline], evaluate)[spline]
         unused = not watch.sites  # attention sees each pair
         if unused or (spline.wanted == "auto" and watch.numbers < NUMBERS_PER_SITE * watch.sites):
             spline.use(0)
             return
-        before = spline.intervals
-        use(name, spline, intervals_for(watch.error, spline), watch.error)
-        if spline.intervals in (0, before):
+        before = spline.terms
+        use(name, spline, terms_for(watch, spline), watch.error)
+        if spline.terms <= before:
             return
 
 
@@ -141,38 +143,40 @@ def watched(splines: Collection[Spline], evaluate: Callable[[], Any]) -> dict[Sp
     return found
 
 
-def intervals_for(error: float, spline: Spline) -> int:
-    """Return how many intervals an error asks for, which goes with the seventh power of their number."""
-    accepted, now = LARGEST_ERROR[spline.precision], spline.intervals
-    if not math.isfinite(error):  # weights or positions are not: what evaluates them says so
+def terms_for(watch: Watch, spline: Spline) -> int:
+    """Return how many terms an error asks for: more than now, or as few as the terms that are there leave out."""
+    accepted, now = LARGEST_ERROR[spline.precision], spline.terms
+    if not math.isfinite(watch.error):  # weights or positions are not: what evaluates them says so
         return now
-    if error > accepted:
-        while now <= MOST and error > accepted:
-            now, error = 2 * now, error / 2**DEGREE
-        return now
-    while now > FEWEST and error * 2**DEGREE * MARGIN_TO_COARSEN < accepted:
-        now, error = now // 2, error * 2**DEGREE
-    return now
+    if watch.error > accepted:
+        longer = _multiple(GROWTH * now)
+        return MOST if now < MOST < longer else longer
+    enough = sum(tail * MARGIN_TO_SHORTEN > accepted for tail in watch.tails)
+    return min(now, max(FEWEST, _multiple(enough)))
 
 
-def use(name: str, spline: Spline, intervals: int, error: float) -> None:
-    """Evaluate nets with ``intervals`` from now on, or directly if these are too many.
+def use(name: str, spline: Spline, terms: int, error: float) -> None:
+    """Evaluate nets with ``terms`` from now on, or directly if these are too many.
 
     Args:
         name: of the spline, for messages.
         spline: of the nets.
-        intervals: what ``error`` asks for.
-        error: with the intervals of now.
+        terms: what ``error`` asks for.
+        error: with the terms of now.
     """
-    before = spline.intervals
-    if before == intervals:
+    before = spline.terms
+    if before == terms:
         return
-    if intervals <= MOST:
-        logger.debug("%s: %d intervals, after an error of %.1e with %d", name, intervals, error, before)
-        spline.use(intervals)
+    if terms <= MOST:
+        logger.debug("%s: %d terms, after an error of %.1e with %d", name, terms, error, before)
+        spline.use(terms)
         return
     logger.warning(
-        "%s: with %d intervals, derivatives differ by %.1e of the largest from those of the net, which is not smooth. "
+        "%s: with %d terms, derivatives differ by %.1e of the largest from those of the net, which is not smooth. "
         "From now on it is evaluated at each pair, as with embedding_eval = direct.", name, before, error,
     )  # fmt: skip
     spline.use(0)
+
+
+def _multiple(terms: float) -> int:
+    return MULTIPLE * math.ceil(terms / MULTIPLE)

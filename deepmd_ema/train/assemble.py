@@ -64,7 +64,7 @@ def assemble(
     tasks = _build_tasks(prepared, world)
     epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or tasks.steps_for_epochs(epochs)
-    # of rank 0: all ranks choose knots and make code from the same frames, and a restart does again
+    # of rank 0: all ranks choose series and make code from the same frames, and a restart does again
     first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
     batches = {name: batch.to(world.device) for name, batch in first.items()}
     splines = SplineControl(models, world)

@@ -106,7 +106,7 @@ class Trainer:
         times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
-        splines: on which embedding nets are evaluated.
+        splines: as which embedding nets are evaluated.
         products: context of matrix products in a step.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.

@@ -156,10 +156,10 @@ def precision_option() -> Any:
 
 
 def embedding_eval_option(
-    doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: on the "
-    "knots of a spline of degree 7, so many that derivatives differ by less than 1e-8 of the largest (1e-6 in "
-    "float32), which is checked while training. `auto`: `spline` on a CPU where there are many pairs. The trained "
-    "networks are ordinary ones.",
+    doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: "
+    "interpolated, by a polynomial while training and by the knots of a spline in evaluation, so that derivatives "
+    "differ by less than 1e-9 of the largest (1e-6 in float32), which is checked while training. `auto`: `spline` on "
+    "a CPU where there are many pairs. The trained networks are ordinary ones.",
 ) -> Any:
     """Declare an option ``embedding_eval``."""
     return option("auto", choices=("auto", "spline", "direct"), doc=doc)

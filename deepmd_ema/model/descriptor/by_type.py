@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.kernels.embedding import embed
 from deepmd_ema.model.kernels.env_mat import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.model.kernels.spline_table import tensors_of
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
@@ -156,7 +157,9 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         for j, padding in enumerate(rows.split(self.sel, 1)):
             parts = padding.split(self.num_types if self.one_side else 1)
             nets = [group[j] for group in self._nets_of_centres()]
-            made.append(joined([net(part[..., :1].reshape(-1, 1)) for net, part in zip(nets, parts, strict=True)]))
+            made.append(
+                joined([embed(part[..., :1].reshape(-1, 1), net) for net, part in zip(nets, parts, strict=True)])
+            )
         return made
 
 

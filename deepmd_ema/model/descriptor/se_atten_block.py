@@ -103,7 +103,7 @@ class SeAttenBlock(ElementBlock):
         # functions for each element of the centre need atoms in the order of their types, which images may lack
         in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(table)
         if self.spline.serves(batch) and not self.layers and in_order:
-            moments = self._moments_on_knots(rows, table, neighbor_type, switch, batch)
+            moments = self._moments_of_series(rows, table, neighbor_type, switch, batch)
         else:
             pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
             if self.layers:
@@ -138,8 +138,8 @@ class SeAttenBlock(ElementBlock):
         of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
         return pick(of_pair, centre).unflatten(-1, (num_types, -1))
 
-    def _moments_on_knots(self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch) -> Tensor:
-        """Return the moments (A, 4, M) of all slots from splines of the network of ``s``."""
+    def _moments_of_series(self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch) -> Tensor:
+        """Return the moments (A, 4, M) of all slots from series or splines of the network of ``s``."""
         num_types, s = len(table), rows[..., 0]
         of_type = one_hot(neighbor, num_types, rows.dtype)
         if self.pair_embedding is not None:  # G(s) (1 + gate): one function, summed by element

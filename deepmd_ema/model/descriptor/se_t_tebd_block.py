@@ -11,8 +11,9 @@ from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.env_mat import environment_rows
+from deepmd_ema.model.kernels.triples import triple_sums
 from deepmd_ema.model.nn.layers import freeze
-from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.model.nn.type_embedding import one_hot
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
@@ -66,20 +67,13 @@ class SeTTebdBlock(ElementBlock):
         rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)[..., 1:].to(self.dtype)
         products = torch.bmm(rows, rows.transpose(1, 2))
         if self.pair_embedding is None:
-            summed = self._with_elements(products, pick(table, neighbor_type))
+            summed = triple_sums(products, neighbor_type, mask, table, self.embedding)
         else:
             elements = one_hot(neighbor_type, len(table), self.dtype)
             if self.smooth:
                 elements = elements * torch.where(mask, switch, 0).to(self.dtype)[..., None]
             summed = self._gated_by_elements(products, elements, table)
         return summed / self.sel**2
-
-    def _with_elements(self, products: Tensor, embedded: Tensor) -> Tensor:
-        """Return the sums (A, M) from ``products`` (A, J, K) and the type embeddings of neighbors (A, K, E)."""
-        width = products.shape[1]
-        first, second = embedded[:, :, None].expand(-1, -1, width, -1), embedded[:, None].expand(-1, width, -1, -1)
-        values = self.embedding(torch.cat([products[..., None], first, second], -1))
-        return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
 
     def _gated_by_elements(self, products: Tensor, elements: Tensor, table: Tensor) -> Tensor:
         """Return the sums (A, M) from ``products`` (A, J, K) and ``elements`` (A, K, T).

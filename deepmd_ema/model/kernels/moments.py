@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.spline_table import SplitSum
 from deepmd_ema.model.kernels.twin import Kernel
@@ -51,9 +52,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class SplineMoments:
-    """The moments of one section of neighbors from a spline of the net, and their vector-Jacobian product."""
+    """The moments of one section of neighbors from a series or spline of its net, and their gradient."""
 
-    summed: SplineSum | SplitSum
+    summed: SeriesSum | SplineSum | SplitSum
 
     @property
     def rows(self) -> Tensor:
@@ -67,12 +68,14 @@ class SplineMoments:
 
     def vjp(self, grad_moments: Tensor) -> Tensor:
         """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
+        if isinstance(self.summed, SeriesSum):
+            return self.summed.rows_vjp(grad_moments)
         of_rows, of_s = self.summed.vjp(grad_moments)
         return torch.cat([of_rows[..., :1] + of_s.unsqueeze(-1), of_rows[..., 1:]], -1)
 
 
 def spline_moments(spline: Spline, rows: Tensor, net: Network) -> SplineMoments:
-    """Return the moments from a spline of the net."""
+    """Return the moments from a series or spline of the net."""
     return SplineMoments(spline(rows, rows[..., 0], net))
 
 

@@ -21,7 +21,8 @@ the pairs of the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deepmd_ema.model.kernels import series
+from deepmd_ema.model.kernels.embedding import embed
+from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
 
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 DEGREE = 7
 MARGIN = 12  # intervals beyond both ends, over which the effect of the ends decays by 0.535 each
 LEAST_SPACING = 1 / 64  # of knots: nearer ones only amplify the rounding of derivatives
+LEAST_HALF = 0.5  # of the length of the range of a series, for the same reason
 NUMBERS_WORTH_BANDS = 1 << 20  # of dense weights of all atoms, from which on bands are asked for on a CPU
 WORTH_TWO_BANDS = 0.8  # of the work in one
 NUMBERS_IN_CACHE = 1 << 19  # of the dense weights of a portion of atoms, for each thread of a CPU
@@ -85,49 +90,49 @@ class SplineSum:
 
 
 class Spline(nn.Module):
-    """Evaluates embedding nets of one number on knots, or is told that each pair is evaluated directly.
+    """Evaluates embedding nets of one number once per site, or is told that each pair is evaluated directly.
 
-    It has no parameters, and no state that files hold.
+    While weights change a net is a series between the ends of each batch (:mod:`deepmd_ema.model.kernels.series`). A
+    model that is only evaluated reads splines from tables. It has no parameters, and no state that files hold.
 
     Args:
         wanted: ``spline``, ``direct``, or ``auto``, which leaves it to a training run.
         precision: of the nets, for the accuracy that a training run asks for.
 
     Attributes:
-        intervals: between the least and the largest s, with B = intervals + DEGREE; 0: each pair is evaluated directly.
+        terms: N of the series; 0: each pair is evaluated directly.
         watch: measures the error while it is not None.
         tables: of a model that is only evaluated; None: the range of s is that of each batch.
     """
 
-    units: Tensor
+    sites: Tensor
     solve: Tensor
-    pieces: Tensor
+    slope: Tensor
 
     def __init__(self, wanted: str, precision: torch.dtype) -> None:
         super().__init__()
-        self.wanted, self.precision, self.intervals = wanted, precision, 0
+        self.wanted, self.precision, self.terms = wanted, precision, 0
         self.watch: Watch | None = None
         self.tables: SplineTables | None = None
-        for name in ("units", "solve", "pieces"):
+        for name in ("sites", "solve", "slope"):
             self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
 
     def serves(self, batch: Batch) -> bool:
         """Whether the nets are evaluated here for a batch."""
-        return self.intervals > 0 if self.tables is None else self.tables.serve(batch.neighbor)
+        return self.terms > 0 if self.tables is None else self.tables.serve(batch.neighbor)
 
-    def use(self, intervals: int) -> None:
-        """Evaluate nets with this number of intervals from now on; 0: directly."""
-        if intervals == self.intervals:
+    def use(self, terms: int) -> None:
+        """Evaluate nets as series of this length from now on; 0: directly."""
+        if terms == self.terms:
             return
-        self.intervals = intervals
-        if intervals:
-            units, solve = _interpolation(intervals)
-            for name, value in (("units", units), ("solve", solve), ("pieces", _pieces_and_slopes())):
-                setattr(self, name, torch.from_numpy(value).to(self.units.device))
+        self.terms = terms
+        if terms:
+            for name, value in zip(("sites", "solve", "slope"), series.transform(terms)):
+                setattr(self, name, torch.from_numpy(value).to(self.sites.device))
 
     def forward(
         self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, which: int = 0
-    ) -> SplineSum | SplitSum:
+    ) -> SeriesSum | SplineSum | SplitSum:
         """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
 
         Args:
@@ -141,29 +146,32 @@ class Spline(nn.Module):
             return self.tables.sum(left, s, net, beside, which)
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
-        spacing = ((high - low) / self.intervals).clamp(min=LEAST_SPACING)
-        # in float64: derivatives amplify the rounding of coefficients by 1 / spacing
-        sites = low.double() + spacing.double() * self.units
-        coefficients = torch.cat([self.solve @ values for values in net(inputs_at(sites, beside)).unbind(0)])
+        centre, half = 0.5 * (low + high), (0.5 * series.STRETCH * (high - low)).clamp(min=LEAST_HALF)
+        # in float64: derivatives amplify the rounding of coefficients by the square of their number
+        wide = half.double()
+        values = embed(inputs_at(centre.double() + wide * self.sites, beside), net)
+        coefficients = torch.cat([self.solve, self.slope / wide]) @ values  # (N, 2 terms, M)
+        coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
         if self.watch is not None:
-            self.watch.look(s.numel(), net, beside, coefficients, sites, spacing.double(), self.pieces)
-        size = len(self.solve)
-        return _spline_sum(left, s, coefficients.to(s.dtype), low, spacing, self.pieces.to(s.dtype), size)
+            self.watch.look(s.numel(), net, beside, coefficients, centre.double(), wide, self.terms)
+        return series.series_sum(left, s, coefficients.to(s.dtype), centre, half, self.terms)
 
 
 @dataclass
 class Watch:
-    """What is seen of the splines of one evaluation.
+    """What is seen of the series of one evaluation.
 
     Attributes:
         numbers: that the layers have for all pairs, if each is evaluated directly.
         sites: at which nets are evaluated instead.
-        error: the largest difference of a derivative at a quarter of an interval, over its largest value.
+        error: the largest difference of a derivative between the sites, over its largest value.
+        tails: bounds of the error that leaving out each term and all after it would add, (N,) or nothing seen.
     """
 
     numbers: int = 0
     sites: int = 0
     error: float = 0.0
+    tails: list[float] = field(default_factory=list)
 
     def look(
         self,
@@ -171,25 +179,27 @@ class Watch:
         net: Network,
         beside: Tensor | None,
         coefficients: Tensor,
-        sites: Tensor,
-        spacing: Tensor,
-        pieces: Tensor,
+        centre: Tensor,
+        half: Tensor,
+        terms: int,
     ) -> None:
-        """Note one net, given its further inputs, its coefficients (N B, M), its sites, and what they are made with."""
+        """Note one net, given its further inputs, its coefficients (2 F N, M) in float64 and the range of s."""
         functions = 1 if beside is None else len(beside)
         self.numbers += num_pairs * sum(layer.weight.shape[1] for layer in net.stack)
-        self.sites += functions * len(sites)
-        # the leading term of the error goes with the Bernoulli polynomial B7: zero at knots and middles, largest here
-        quarter = torch.full_like(spacing, 0.25) ** torch.arange(DEGREE + 1, device=spacing.device)
-        _, slope = (quarter @ pieces).view(2, -1)
+        self.sites += functions * terms
+        places, basis = (torch.from_numpy(array).to(half.device) for array in series.between(terms))
         with torch.no_grad():
-            windows = coefficients.view(functions, -1, coefficients.shape[1]).unfold(1, DEGREE + 1, 1)
-            found = windows @ slope / spacing
-            first = sites[0] + (MARGIN + 0.25) * spacing
-            places = first + spacing * torch.arange(found.shape[1], device=spacing.device)
-            expected = net.value_and_derivative(inputs_at(places, beside))[1]
-            worst = (found - expected).abs().max() / expected.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-        self.error = max(self.error, float(worst))
+            values, slopes = coefficients.view(2, functions, terms, -1).unbind(0)
+            expected = net.value_and_derivative(inputs_at(centre + half * places, beside))[1]
+            largest = expected.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+            worst = (basis @ slopes - expected).abs().max() / largest
+            steepest = torch.from_numpy(series.largest_derivatives(terms)).to(half.device)
+            bounds = values.abs().amax((0, 2)) * steepest / half
+            tails = bounds.flip(0).cumsum(0).flip(0) / largest
+        error = float(worst)
+        self.error = error if math.isnan(error) else max(self.error, error)
+        # one by one: a tensor made inside torch.func has no list
+        self.tails = [max(pair) for pair in zip(self.tails or [0.0] * terms, map(float, tails), strict=True)]
 
 
 def inputs_at(s: Tensor, beside: Tensor | None) -> Tensor:

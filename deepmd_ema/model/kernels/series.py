@@ -1,0 +1,253 @@
+"""Embedding nets of one number as series of Chebyshev polynomials, evaluated once per site instead of once per pair.
+
+An embedding net G of se_e2_a, se_e2_r and se_atten is a function of one number s per pair. Between the least and the
+largest s of a batch, and a little beyond, it is interpolated at the N zeros of a Chebyshev polynomial (Trefethen,
+Approximation Theory and Approximation Practice, 2019, chapters 2 to 4). With ``x = (s - centre) / half``::
+
+    G(s) = sum_n c_n T_n(x),    G'(s) = sum_n d_n T_n(x),    c = S G(sites),    d = D c / half
+
+S is the discrete cosine transform and D the derivative of a series. The error falls geometrically with N, the more
+slowly the steeper the net. A sum over the neighbors of an atom is taken over the polynomials first, and contracted with
+the coefficients once per atom::
+
+    sum_k left[k] G(s_k) = (sum_k left[k] T(x_k)) c
+
+So the cost of a net does not grow with the number of pairs, and there is no number per pair and channel. Everything but
+the polynomials is a product of matrices, whose sums have a fixed order.
+
+Where G also depends on elements there are several functions of s, and ``left`` has a column for each, which is zero for
+the pairs of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepmd_ema.model.kernels.twin import Kernel
+
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, F functions
+
+# of the range of s: at the ends of a series the rounding of its derivative grows with the third power of N
+STRETCH = 1.02
+
+
+@dataclass(frozen=True)
+class SeriesSum:
+    """``sum_k left[k] G(s_k)`` over the neighbors of each atom, and its vector-Jacobian product.
+
+    Attributes:
+        left: (A, K, C F), a column for each of the F functions, one after the other.
+        basis: (N, A, K) the polynomials, with the signs of :func:`signs`.
+        coefficients: (2 F N, M) those of the functions, one after the other, then those of their derivatives; functions
+            of the parameters of the net.
+        value: (A, C, M), a function of the parameters of the net.
+    """
+
+    left: Tensor
+    basis: Tensor
+    coefficients: Tensor
+    value: Tensor
+
+    def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the value."""
+        return _series_vjp(grad_value, self.coefficients, self.left, self.basis)
+
+    def rows_vjp(self, grad_value: Tensor) -> Tensor:
+        """Return the gradient with respect to ``left`` (A, K, C) whose first column is s, from that of the value."""
+        return _series_rows_vjp(grad_value, self.coefficients, self.left, self.basis)
+
+
+def transform(terms: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the sites (N,), S and D S (N, N) that make coefficients, in the signs of the basis, of values there."""
+    angles = (np.arange(terms) + 0.5) * np.pi / terms
+    solve = 2 / terms * np.cos(np.outer(np.arange(terms), angles))
+    solve[0] /= 2
+    # the derivative of T_n is 2 n times the sum of all T_m with m < n and n - m odd, T_0 half (Trefethen, exercise 3.2)
+    n, m = np.arange(terms), np.arange(terms)[:, None]
+    slope = np.where((n > m) & ((n - m) % 2 == 1), 2.0 * n, 0.0)
+    slope[0] /= 2
+    sign = signs(terms)[:, None]
+    return np.cos(angles), sign * solve, sign * (slope @ solve)
+
+
+def between(terms: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return places (N + 1,) between the sites and at the ends of s, where errors are largest, and the basis there."""
+    places = np.cos(np.arange(terms + 1) * np.pi / terms).clip(-1 / STRETCH, 1 / STRETCH)
+    return places, np.cos(np.outer(np.arccos(places), np.arange(terms))) * signs(terms)
+
+
+def largest_derivatives(terms: int) -> np.ndarray:
+    """Return bounds (N,) of the derivatives of the polynomials between the ends of s."""
+    n = np.arange(terms)
+    return np.minimum(n**2, n / np.sqrt(1 - STRETCH**-2))
+
+
+def signs(terms: int) -> np.ndarray:
+    """Return the signs (N,) of the polynomials of a basis: + + - - and again, with which each step is one addition."""
+    return np.where(np.arange(terms) % 4 < 2, 1.0, -1.0)
+
+
+def series_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
+    """Return the sums of series.
+
+    Args:
+        left: (A, K, C F).
+        s: (A, K), between ``centre - half`` and ``centre + half``.
+        coefficients: (2 F N, M).
+        centre: of the range of the series.
+        half: of the length of the range of the series.
+        terms: N.
+    """
+    return _series_sum(left, s, coefficients, centre, half, terms)
+
+
+def _basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
+    """Return the basis (N, A, K), in place: ``T_n+1 = 2 x T_n - T_n-1``, up to signs."""
+    if s.device.type != "cpu":
+        return _plain_basis(s, centre, half, terms)
+    twice = (s - centre) * (2 / half)
+    out = s.new_empty(terms, *s.shape)
+    parts = out.unbind(0)
+    parts[0].fill_(1.0)
+    torch.mul(twice, 0.5, out=parts[1])
+    for n in range(2, terms):
+        torch.addcmul(parts[n - 2], twice, parts[n - 1], value=1 - 2 * (n % 2 == 0), out=parts[n])
+    return out
+
+
+def _plain_basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
+    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all."""
+    x = (s - centre) / half
+    found = torch.stack([torch.ones_like(x), x])
+    while len(found) < terms:
+        last = len(found) - 1
+        found = torch.cat([found, 2 * found[last] * found[1:] - found[:last].flip(0)])
+    return found[:terms] * torch.from_numpy(signs(terms)).to(x).view(-1, 1, 1)
+
+
+def _plain_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
+    basis = _plain_basis(s, centre, half, terms)
+    size = len(coefficients) // 2
+    summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0))
+    value = summed.view(summed.shape[0], left.shape[2] * terms // size, size) @ coefficients[:size]
+    return SeriesSum(left, basis, coefficients, value)
+
+
+def _plain_vjp(grad_value: Tensor, coefficients: Tensor, left: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    num_atoms, _, columns = left.shape
+    along = (grad_value @ coefficients.T).unflatten(2, (2, -1, len(basis)))
+    along = along.transpose(1, 2).reshape(num_atoms, 2 * columns, len(basis))
+    of_left, through_s = torch.bmm(along, basis.transpose(0, 1)).transpose(1, 2).split(columns, 2)
+    return of_left, (through_s * left).sum(-1)
+
+
+def _plain_rows_vjp(grad_value: Tensor, coefficients: Tensor, left: Tensor, basis: Tensor) -> Tensor:
+    of_left, of_s = _plain_vjp(grad_value, coefficients, left, basis)
+    return torch.cat([of_left[..., :1] + of_s.unsqueeze(-1), of_left[..., 1:]], -1)
+
+
+def _sum_by_hand(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
+    basis = _basis(s.detach(), centre, half, terms)
+    value, _ = _SeriesSum.apply(left, s, coefficients, basis)
+    return SeriesSum(left, basis, coefficients, value)
+
+
+class _SeriesSum(torch.autograd.Function):
+    """The sum, with a gradient that is differentiable by the coefficients and by the gradient that it is given."""
+
+    @staticmethod
+    def forward(left: Tensor, s: Tensor, coefficients: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+        num_atoms, _, columns = left.shape
+        size = len(coefficients) // 2
+        rows = columns * len(basis) // size
+        summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0)).view(num_atoms * rows, size)
+        value = torch.mm(summed, coefficients[:size])
+        return value.view(num_atoms, rows, coefficients.shape[1]), summed
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        left, _, coefficients, basis = inputs
+        ctx.save_for_backward(left, coefficients, basis, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_value: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        left, coefficients, basis, summed = ctx.saved_tensors
+        of_left = of_s = of_coefficients = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            of_left, of_s = _SeriesVjp.apply(grad_value, coefficients, left, basis)
+        if ctx.needs_input_grad[2]:
+            of_values = summed.T @ grad_value.flatten(0, 1)
+            of_coefficients = torch.cat([of_values, torch.zeros_like(of_values)])
+        return of_left, of_s, of_coefficients, None
+
+
+class _SeriesVjp(torch.autograd.Function):
+    """Gradients with respect to ``left`` and s, differentiable by the given gradient and the coefficients."""
+
+    @staticmethod
+    def forward(grad_value: Tensor, coefficients: Tensor, left: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+        found = _along(grad_value, coefficients, basis)
+        of_left, through_s = (found[:, :, part].flatten(1, 2) for part in (0, 1))
+        return of_left.transpose(1, 2), (through_s * left.transpose(1, 2)).sum(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_left: Tensor, grad_s: Tensor) -> tuple[Tensor | None, ...]:
+        return *_derivative(grad_left, grad_s, *ctx.saved_tensors), None, None
+
+
+class _SeriesRowsVjp(torch.autograd.Function):
+    """The same where s is the first column of ``left``."""
+
+    @staticmethod
+    def forward(grad_value: Tensor, coefficients: Tensor, left: Tensor, basis: Tensor) -> Tensor:
+        of_left, through_s = _along(grad_value, coefficients, basis)[:, :, :, 0].unbind(2)
+        of_left[:, 0] += through_s.mul_(left.transpose(1, 2)).sum(1)
+        return of_left.transpose(1, 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
+        return *_derivative(grad_rows, grad_rows[..., 0], *ctx.saved_tensors), None, None
+
+
+def _along(grad_value: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
+    """Return (A, C, 2, F, K), products of a gradient (A, C, M) with the functions and their derivatives at each s."""
+    terms, num_atoms, num_slots = basis.shape
+    along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
+    columns, functions = grad_value.shape[1], len(coefficients) // (2 * terms)
+    found = torch.bmm(along.view(num_atoms, 2 * columns * functions, terms), basis.transpose(0, 1))
+    return found.view(num_atoms, columns, 2, functions, num_slots)
+
+
+def _derivative(
+    grad_left: Tensor, grad_s: Tensor, grad_value: Tensor, coefficients: Tensor, left: Tensor, basis: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients by ``grad_value`` and ``coefficients`` from those by the two results of the product."""
+    num_atoms, columns, channels = grad_value.shape
+    both = left.new_empty(num_atoms, columns, 2, left.shape[2] // columns, left.shape[1])
+    both[:, :, 0] = grad_left.transpose(1, 2).view(both[:, :, 0].shape)
+    torch.mul(left.transpose(1, 2).view(both[:, :, 1].shape), grad_s[:, None, None], out=both[:, :, 1])
+    summed = torch.bmm(both.flatten(1, 3), basis.permute(1, 2, 0)).view(num_atoms * columns, len(coefficients))
+    of_value = torch.mm(summed, coefficients).view(num_atoms, columns, channels)
+    return of_value, torch.mm(summed.T, grad_value.flatten(0, 1))
+
+
+_series_sum = Kernel("series_sum", _sum_by_hand, _plain_sum)
+_series_vjp = Kernel("series_vjp", _SeriesVjp.apply, _plain_vjp)
+_series_rows_vjp = Kernel("series_rows_vjp", _SeriesRowsVjp.apply, _plain_rows_vjp)
