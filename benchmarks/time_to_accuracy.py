@@ -4,7 +4,8 @@ usage: python benchmarks/time_to_accuracy.py --peer DIR [--sets water] [--stage 
 
 The inputs are those of the examples, the recipe of dp-ema is in time_to_accuracy.json: the same model, data and frames
 per batch, another optimizer, schedule and loss, an average, and fewer steps. Optimizer, rates and numbers of steps were
-chosen with seeds from 11 on, which are not among those that are measured. Stages, each of which keeps its results in --work:
+chosen with seeds from 11 on, which are not among those that are measured. Stages, each of which keeps its results in
+--work:
 
 - ``targets``: DeePMD-kit trains the input and tests its model on all validation frames. "own" has the learning rates of
   DeePMD-kit's examples (down to 3.51e-8), "example" those of the input here (down to 1e-4).
@@ -141,10 +142,10 @@ def _page(found: dict[str, Any], recipes: dict[str, Any], args: argparse.Namespa
         f"# Wall time to the accuracy of DeePMD-kit's schedule, {common.today()}",
         "DeePMD-kit trains the input of the example, as it is (`example`) and with the learning rates of its own "
         "examples (`own`, down to 3.51e-8). dp-ema trains the same model on the same frames with another recipe, found "
-        f"with seeds from 11 on: {json.dumps(recipes['recipe'])}, and what is named below. Errors are RMSEs on all validation "
-        "frames by each program's test command, of the averaged model here; times are those from the command to the "
-        f"end, with all that a run does. Those of DeePMD-kit are of {PEER_STEPS} steps, the rest at the time of its "
-        f"steps from {2 * PEER_ROW} on. Medians, and each seed.  \n"
+        f"with seeds from 11 on: {json.dumps(recipes['recipe'])}, and what is named below. Errors are RMSEs on all "
+        "validation frames by each program's test command, of the averaged model here; times are those from the "
+        f"command to the end, with all that a run does. Those of DeePMD-kit are of {PEER_STEPS} steps, the rest at the "
+        f"time of its steps from {2 * PEER_ROW} on. Medians, and each seed.  \n"
         f"On {common.machine(common.programs(args.peer), args.threads, args.device)}.",
     ]
     for name in args.sets:
