@@ -13,6 +13,7 @@ from deepmd_ema.errors import UserError, counted, did_you_mean
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import FPARAM
+from deepmd_ema.memory import keep_freed_memory
 
 try:
     # the class below is a subclass of ASE's: there is no later moment to import it
@@ -23,6 +24,8 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from ase import Atoms
 
+_MEMORY_KEPT = 512 << 20  # bytes, for the next step
+
 
 class DP(Calculator):
     """Energies (eV), forces (eV/angstrom) and stress (eV/angstrom^3) of a trained model in ASE.
@@ -30,11 +33,13 @@ class DP(Calculator):
     A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
     ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
 
+    The process keeps up to 512 MB that are freed for the next step: see ``memory.keep_freed_memory``.
+
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an atom has moved more
-            than half of it or the cell has changed. Results do not depend on it; 0 searches at every step.
+            than half of it or the cell has changed. Results depend on it by rounding; 0 searches at every step.
         head: which model of a file that holds several.
         **parameters: ``fparam`` (P,) and ``aparam`` (N, Q), and what ASE's ``Calculator`` takes.
     """
@@ -54,6 +59,8 @@ class DP(Calculator):
     ) -> None:
         if not 0 <= skin < math.inf:
             raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
+        # the C library only puts a number into its own: what is unsafe beside threads is a second one who does so
+        keep_freed_memory(_MEMORY_KEPT)
         super().__init__(**parameters)
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}

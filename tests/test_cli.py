@@ -13,7 +13,7 @@ import types
 import pytest
 from helpers import tiny_input
 
-from deepmd_ema import __version__, cli
+from deepmd_ema import __version__, cli, memory
 from deepmd_ema.cli import loading
 from deepmd_ema.errors import (
     ConfigError,
@@ -361,3 +361,15 @@ print(kept, faults() < 4_000)
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     for more, said in (({}, "True True"), ({"MALLOC_ARENA_MAX": "2"}, "False False")):
         assert run_python("-c", code, env=env | more).stdout.strip() == said
+
+
+def test_of_freed_memory_no_more_is_kept_than_asked_for(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
+        monkeypatch.delenv(name)
+    set_to = {}
+    library = types.SimpleNamespace(mallopt=lambda option, value: set_to.update({option: value}) or 1)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
+    assert memory.keep_freed_memory(512 << 20)
+    assert set_to == {-1: 512 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not memory.keep_freed_memory(512 << 20)

@@ -107,6 +107,15 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
     assert set(theirs) - {"time"} <= set(ours)
 
 
+def test_a_file_of_dpa2_has_no_arguments_that_deepmd_kit_refuses(tmp_path):
+    """`dp convert-backend` ended with "RepinitArgs.__init__() got an unexpected keyword argument 'embedding_eval'"."""
+    config, model = toy_model("dpa2")
+    write_dp(tmp_path / "ours.dp", model, config)
+    theirs, ours = (tree_of(path)["model"]["descriptor"] for path in (GOLDEN / "dpa2.dp", tmp_path / "ours.dp"))
+    for name in ("repinit_args", "repformer_args"):
+        assert set(ours[name]) <= set(theirs[name])
+
+
 def test_energies_of_elements_are_not_rounded_to_the_precision_of_the_networks():
     """DeePMD-kit keeps them in float64 beside networks in float32; they were float32 here."""
     config, model = toy_model(fitting_changes={"precision": "float32"}, descriptor_changes={"precision": "float32"})

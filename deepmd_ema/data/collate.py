@@ -217,7 +217,7 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
         reverse=_tensor(reverse),
         labels=label_values,
         has_label=has_label,
-        conditions=_join_conditions(raw, order),
+        conditions=conditions_of(raw, order),
         frames=tuple(f.source for f in raw),
         sizes=tuple(f.num_atoms for f in raw),
     )
@@ -383,7 +383,8 @@ def _in_order(parts: Sequence[Array], order: Array) -> Array:
     return np.take(np.concatenate(parts), order, axis=0)
 
 
-def _join_conditions(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
+def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
+    """Return the frame and atom parameters of frames by name, those of atoms in the ``order`` of a batch."""
     out = {}
     per_frame = [f.fparam for f in frames if f.fparam is not None]
     per_atom = [f.aparam for f in frames if f.aparam is not None]

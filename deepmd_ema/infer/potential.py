@@ -9,11 +9,13 @@ from itertools import islice
 from operator import gt
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
@@ -21,6 +23,7 @@ from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
+from deepmd_ema.infer.moving import MovingFrame, Placed
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.splines import tabulate
@@ -67,6 +70,8 @@ class Potential:
             tabulate(self._model)
         self._warned: set[str] = set()
         self._images: Images | None = None  # of the last frame
+        # several calculators may share a potential, as those of the images of a band
+        self._moving: WeakKeyDictionary[KeptPairs, MovingFrame] = WeakKeyDictionary()
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -115,20 +120,33 @@ class Potential:
         size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
         if isinstance(self._model, CompiledModel):
             parts = [self._run(self._model, frame, kept) for frame in frames]
+        elif kept is not None:
+            parts = [self._predict(self._model, self._placed(frame, kept)) for frame in frames]
         else:
-            find = find_pairs if kept is None else kept.find
-            paired = (pair_frame(frame, self._layout, find) for frame in frames)
-            parts = [self._predict(self._model, group) for group in iter(lambda: list(islice(paired, size)), [])]
+            paired = (pair_frame(frame, self._layout) for frame in frames)
+            parts = [self._predict(self._model, _together(group, self._layout))
+                     for group in iter(lambda: list(islice(paired, size)), [])]  # fmt: skip
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
         return Prediction(
             *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
               for name, shape in shapes.items())
         )  # fmt: skip
 
-    def _predict(self, model: EnergyModel, paired: Sequence[PairedFrame]) -> dict[str, NDArray[np.float64]]:
-        most = np.max([frame.most for frame in paired], axis=0).tolist()
-        self._warn_once(most, min(frame.nearest for frame in paired))
-        batch = collate(paired, self._layout).to(self._device)
+    def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
+        """Return a frame with its neighbors in slots, by pairs that are kept."""
+        where = frame.coord, frame.box, self.rcut
+        if MovingFrame.serves(self._layout):
+            pairs = kept.reaching(*where)
+            moving = self._moving.get(kept)
+            if moving is None or not moving.holds(frame, pairs):
+                moving = self._moving[kept] = MovingFrame(frame, pairs, self._layout)
+            if (found := moving.at(frame)) is not None:
+                return found
+        return _together([pair_frame(frame, self._layout, kept.find)], self._layout)
+
+    def _predict(self, model: EnergyModel, placed: Placed) -> dict[str, NDArray[np.float64]]:
+        self._warn_once(list(placed.most), placed.nearest)
+        batch = placed.batch.to(self._device)
         found = model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
@@ -208,6 +226,12 @@ class Potential:
             why = " Leave virtual atoms out." if bad == -1 else ""
             raise UserError(f"types: {bad} is no place in type_map {list(self.type_map)} (from 0).{why}")
         return found.astype(np.int64)
+
+
+def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:
+    """Return frames as one batch."""
+    most = np.max([frame.most for frame in paired], axis=0).tolist()
+    return Placed(collate(paired, layout), most, min(frame.nearest for frame in paired))
 
 
 def _coordinates(coord: Any, natoms: int) -> NDArray[np.float64]:

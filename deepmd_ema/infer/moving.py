@@ -1,0 +1,116 @@
+"""Batches of a frame whose atoms move, with slots that are filled from pairs that are kept, without sorting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from deepmd_ema.arrays import rank_in_group, stable_argsort
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.data.collate import ROUND_TO, collate, conditions_of, pair_frame
+from deepmd_ema.data.source import Frame
+from deepmd_ema.geometry import Pairs
+
+# N atoms, P pairs, K slots, S sections
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A frame with its neighbors in slots.
+
+    Attributes:
+        batch: of the frame alone.
+        most: per section the most neighbors inside the cutoff that an atom has.
+        nearest: shortest distance of two atoms, angstrom.
+    """
+
+    batch: Batch
+    most: Sequence[int]
+    nearest: float
+
+
+class MovingFrame:
+    """Slots of a frame, and of those after it for which its pairs hold.
+
+    Neighbors come in the order of their distances when the pairs were searched, and not, as in ``pair_frame``, in that
+    of now: results differ by the rounding of sums.
+
+    Args:
+        frame: its elements and its cell.
+        pairs: also those beyond the cutoff.
+        layout: how the model wants its neighbors; :meth:`serves` says whether this is possible here.
+
+    Attributes:
+        pairs: those that were given.
+    """
+
+    def __init__(self, frame: Frame, pairs: Pairs, layout: NeighborLayout) -> None:
+        self.pairs, self._types, self._layout = pairs, frame.atom_type, layout
+        self._sections = layout.num_types if layout.by_type else 1
+        nothing = Pairs(pairs.i[:0], pairs.j[:0], pairs.shift[:0], np.inf)
+        self._empty = collate([pair_frame(frame, layout, lambda *_: nothing)], layout)
+        self._order = self._empty.atom_order.numpy()
+        row_of_atom = np.argsort(self._order)
+        section = frame.atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
+        group = row_of_atom[pairs.i] * self._sections + section
+        # pairs come by distance: each group stays sorted by it
+        sorter = stable_argsort(group, frame.num_atoms * self._sections)
+        self._group, self._neighbor = group[sorter], row_of_atom[pairs.j][sorter]
+        self._per_row = np.bincount(self._group // self._sections, minlength=frame.num_atoms)
+        self._by_neighbor = stable_argsort(self._neighbor, frame.num_atoms)
+        self._offset = 0.0 if frame.box is None else pairs.shift[sorter] @ frame.box
+
+    @staticmethod
+    def serves(layout: NeighborLayout) -> bool:
+        """Whether no part of a model needs slots in the order of the distances, and no pair is left out."""
+        return not (layout.inner or layout.type_sel or layout.excluded_pairs)
+
+    def holds(self, frame: Frame, pairs: Pairs) -> bool:
+        """Whether these are the slots of ``frame``, whose pairs are ``pairs``."""
+        return pairs is self.pairs and np.array_equal(frame.atom_type, self._types)
+
+    def at(self, frame: Frame) -> Placed | None:
+        """Return ``frame`` with its neighbors in slots; None if an atom has more than the model keeps."""
+        natoms, layout = frame.num_atoms, self._layout
+        coord = frame.coord[self._order]
+        vector = np.take(coord, self._neighbor, axis=0)
+        vector -= np.repeat(coord, self._per_row, axis=0)
+        vector += self._offset
+        square = np.einsum("pk,pk->p", vector, vector)
+        inside = square < layout.rcut**2
+        near = np.flatnonzero(inside)
+        counts = np.bincount(self._group[near], minlength=natoms * self._sections)
+        most = counts.reshape(natoms, self._sections).max(axis=0)
+        if (most > layout.sel).any():
+            return None
+        slots = np.minimum(-(-most // ROUND_TO) * ROUND_TO, layout.sel)
+        total = int(slots.sum())
+        # of each group: its first slot, minus the place of its first pair
+        first = (np.arange(natoms)[:, None] * total + np.cumsum(slots) - slots).ravel() - (np.cumsum(counts) - counts)
+        slot = np.arange(len(near)) + np.repeat(first, counts)
+        neighbor = np.repeat(np.arange(natoms), total)
+        neighbor[slot] = self._neighbor[near]
+        in_slots = np.zeros((natoms * total, 3))
+        in_slots[:, 0] = 2 * layout.rcut
+        in_slots[slot] = np.take(vector, near, axis=0)
+        slot_of_pair = np.empty(len(square), np.int64)
+        slot_of_pair[near] = slot
+        # in the order of the slots, as in `pair_frame`
+        seen = self._by_neighbor[inside[self._by_neighbor]]
+        rank, counts = rank_in_group(self._neighbor[seen], natoms)
+        reverse = np.full((natoms, -(-int(counts.max()) // ROUND_TO) * ROUND_TO), natoms * total)
+        reverse[self._neighbor[seen], rank] = slot_of_pair[seen]
+        batch = replace(
+            self._empty,
+            slots=tuple(slots.tolist()),
+            coord=torch.from_numpy(coord),
+            neighbor=torch.from_numpy(neighbor).view(natoms, total),
+            vector=torch.from_numpy(in_slots).view(natoms, total, 3),
+            reverse=torch.from_numpy(reverse),
+            conditions=conditions_of([frame], self._order),
+        )
+        return Placed(batch, most.tolist(), math.sqrt(square.min(initial=np.inf)))
