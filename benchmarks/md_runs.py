@@ -29,6 +29,10 @@ atoms.calc = DP(job["file"], **job["options"])
 run = VelocityVerlet(atoms, 0.5 * units.fs)
 atoms.get_forces()
 for line in sys.stdin:
+    if job["again"]:
+        atoms.set_positions(job["coord"])
+        atoms.set_velocities(np.array(job["velocity"]))
+        atoms.get_forces()
     start, wall, energies = time.process_time(), time.perf_counter(), []
     for _ in range(int(line)):
         run.run(1)
@@ -58,10 +62,19 @@ class MdRun:
         threads: of torch.
         device: ``cpu`` or ``cuda``.
         options: more arguments of the calculator.
+        again: whether each block starts from the first frame: models that are hardly trained heat up.
     """
 
     def __init__(
-        self, module: str, file: Path, python: str, log: Path, threads: int, device: str, options: dict | None = None
+        self,
+        module: str,
+        file: Path,
+        python: str,
+        log: Path,
+        threads: int,
+        device: str,
+        options: dict | None = None,
+        again: bool = False,
     ) -> None:
         env = common.environment(threads, device)
         if module == PEER:
@@ -77,6 +90,7 @@ class MdRun:
             "symbols": atoms.get_chemical_symbols(), "coord": atoms.get_positions().tolist(),
             "cell": np.array(atoms.cell).tolist(), "velocity": atoms.get_velocities().tolist(),
             "threads": threads, "file": str(file), "options": options or {},
+            "again": again,
         })  # fmt: skip
 
     def block(self, steps: int) -> Block:

@@ -14,7 +14,8 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
 - ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
 - ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
   checkpoint with an average is written after it.
-- ``md``: steps per second in ASE with a ``.dp`` here and the ``.pth`` that `dp convert-backend` makes of it.
+- ``md``: steps per second in ASE with a ``.dp`` and a ``.pt2`` here and the ``.pth`` that `dp convert-backend` makes of
+  the ``.dp``, of models that were trained for a few steps.
 - ``grow``: time of a step against atoms, batch, neighbors, types and ranks (:mod:`speed_grow`), drawn with --plot.
 
 --set adds ways to run dp-ema, which stand beside the others in all stages: --set spline:model.descriptor.KEY=VALUE.
@@ -45,6 +46,7 @@ from speed_cases import Case, Runner
 STAGES = ("step", "bound", "start", "validation", "checkpoint", "md", "grow")
 ROW_S = 0.3  # between two rows of lcurve.out, about
 PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
+MD_TRAINING = 200  # steps
 QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "turns": 2, "seconds": 0.5,
          "repeats": 1, "axes": ["atoms"]}  # fmt: skip
 Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
@@ -305,35 +307,30 @@ def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
 
 
 def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds of an MD step of 192 atoms, with random weights, in blocks that take turns."""
+    """Return seconds of an MD step of 192 atoms in blocks that take turns, by program, or program and form of file."""
     from md_runs import OURS, PEER, MdRun
-
-    from deepmd_ema.config import model_config_from_dict
-    from deepmd_ema.export import freeze
-    from deepmd_ema.infer.load import LoadedModel, Provenance
-    from deepmd_ema.model.build import build_model
 
     jobs, failed = {}, {}
     for runner in runners:
-        if runner.ours and "training.enable_compile" not in runner.options:
-            section = speed_cases.runner_input(speed_cases.input_of(case, args), case, runner, args.caches)["model"]
-            try:
-                config = model_config_from_dict(section)
-                info = Provenance(Path(case.name), "weights", config={"model": section})
-                model = LoadedModel(build_model(config, 1).eval(), config, info)
-                jobs[runner.name] = OURS, freeze(model, args.folder / f"{runner.name}.dp").path, sys.executable
-            except Exception as error:  # what cannot be frozen is an answer too
-                failed[runner.name] = f"{type(error).__name__}: {error}"
-    if args.peer is not None and jobs:
-        plain = next(iter(jobs.values()))[1]
-        env = common.environment(args.threads, args.device)
-        words = [common.programs(args.peer)["peer"].command[0], "convert-backend", plain, plain.with_suffix(".pth")]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            failed["pt"] = done.stderr[-2000:]
+        if not runner.ours or "training.enable_compile" in runner.options:
+            continue
+        folder = _trained_shortly(case, runner, args)
+        for suffix in (".dp", ".pt2"):
+            file = args.folder / f"{runner.name}{suffix}"
+            said = _command("ours", args, "freeze", "-c", str(folder), "-o", str(file))
+            if said is not None:  # what cannot be frozen is an answer too
+                failed[runner.name + suffix] = said
+            else:
+                jobs[runner.name + suffix.replace(".dp", "")] = OURS, file, sys.executable
+    plain = args.folder / f"{runners[0].name}.dp"
+    if args.peer is not None and plain.exists():
+        said = _command("peer", args, "convert-backend", str(plain), str(plain.with_suffix(".pth")))
+        if said is not None:
+            failed["pt"] = said
         else:
             jobs["pt"] = PEER, plain.with_suffix(".pth"), common.programs(args.peer)["peer"].python
-    runs = {name: MdRun(*job, args.folder / f"{name}.log", args.threads, args.device) for name, job in jobs.items()}
+    runs = {name: MdRun(*job, args.folder / f"{name}.log", args.threads, args.device, again=True)
+            for name, job in jobs.items()}  # fmt: skip
     steps = {name: 1 + int(args.seconds / 2 / run.block(2).wall) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.turns):
@@ -342,6 +339,25 @@ def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str
     for run in runs.values():
         run.end()
     return {"times": times, "failed": failed}
+
+
+def _trained_shortly(case: Case, runner: Runner, args: argparse.Namespace) -> Path:
+    """Return a run of a few steps, after which atoms do not fall into each other, as with random weights they do."""
+    config = speed_cases.input_of(case, args, disp_freq=MD_TRAINING, numb_steps=MD_TRAINING)
+    config["learning_rate"] = {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-4, "decay_steps": MD_TRAINING // 10}
+    folder = _write(case, runner, args, config, "-run")
+    program = common.Program(runner.title, tuple(runner.command(common.programs(args.peer))), "")
+    common.train(program, folder, speed_cases.runner_environment(args, runner, args.caches), "--skip-neighbor-stat")
+    return folder
+
+
+def _command(program: str, args: argparse.Namespace, *words: str) -> str | None:
+    """Run a command of a program, and return the end of what it says if it fails."""
+    env = common.environment(args.threads, args.device)
+    found = common.programs(args.peer)
+    command = [*(found["ours"].command if program == "ours" else found["peer"].command[:1]), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return done.stderr[-2000:] if done.returncode else None
 
 
 if __name__ == "__main__":

@@ -176,4 +176,16 @@ def _checkpoint_rows(found: Found, runners: list[Runner]) -> Table:
 
 
 def _md_rows(found: Found, runners: list[Runner]) -> Table:
-    return _table(found, "md", runners, "steps/s", lambda seconds, _: f"{1 / seconds:.1f}")
+    """Return a line for each form of a file."""
+    rows = []
+    for case, result in _chosen(found, "md"):
+        times, peer = result["times"], result["times"].get("pt", [])
+        forms = [(f"{r.title}, {suffix or '.dp'}", times.get(r.name + suffix)) for r in runners if r.ours
+                 for suffix in ("", ".pt2")]  # fmt: skip
+        for title, own in [*forms, ("dp --pt, .pth", peer)]:
+            if own:
+                ratio = common.ratio_in_words(peer, own) if own is not peer else ""
+                rows.append(
+                    [*case.words[:2], title, f"{1 / statistics.median(own):.1f}", ratio, f"{result['load']:.1f}"]
+                )
+    return [*CASE[:2], "", "steps/s", "dp --pt / this", "load"], rows

@@ -59,7 +59,7 @@ class DP(Calculator):
     ) -> None:
         if not 0 <= skin < math.inf:
             raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
-        # the C library only puts a number into its own: what is unsafe beside threads is a second one who does so
+        # documented as unsafe beside other threads, but they only read the two numbers that are set here
         keep_freed_memory(_MEMORY_KEPT)
         super().__init__(**parameters)
         self._neighbors = KeptPairs(skin) if skin else None

@@ -127,11 +127,15 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         """Return (A, K) bool, pairs that do not see each other, however far, or None where all do."""
         return self.excluded(batch, batch.within()) if self.excluded.any else None
 
-    def _trimmed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _trimmed(self, batch: Batch, embedded: list[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield what the empty slots of each section beyond those of the batch hold, by type of centre.
 
         They are normalised like all slots, so each holds the row ``-mean / stddev`` of its type of centre: a constant
         per type, whose embedding is evaluated once.
+
+        Args:
+            batch: whose slots are known.
+            embedded: of :meth:`_padding` if that is there already, of each section (T S, M).
 
         Yields:
             rows (T, S, C), embedded (T, S, M) and a weight (S, 1), 1 for the slots beyond those of the batch.
@@ -139,28 +143,30 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
         spline = getattr(self, "spline", None)
         tables = None if spline is None or torch.is_grad_enabled() else spline.tables
-        if tables is None:
+        if embedded is not None:
+            made = embedded
+        elif tables is None:
             made = self._embedded_padding()
         else:
             weights = [weight for net in self.networks for weight in tensors_of(net)]
             made = tables.kept([self.mean, self.stddev, *weights], self._embedded_padding)
-        for end, sel, used, embedded in zip(accumulate(self.sel), self.sel, batch.slots, made):
+        for end, sel, used, values in zip(accumulate(self.sel), self.sel, batch.slots, made):
             padding = rows[:, end - sel : end]
             # by a weight of 0, not by a shorter slice: whether it is empty would be asked of every compiled graph
             beyond = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)
-            yield padding, embedded.view(self.num_types, sel, self.num_channels), beyond[:, None]
+            yield padding, values.view(self.num_types, sel, self.num_channels), beyond[:, None]
 
     def _embedded_padding(self) -> list[Tensor]:
         """Return the embedding of all empty slots of each section, (T S, M)."""
-        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
-        made = []
-        for j, padding in enumerate(rows.split(self.sel, 1)):
-            parts = padding.split(self.num_types if self.one_side else 1)
-            nets = [group[j] for group in self._nets_of_centres()]
-            made.append(
-                joined([embed(part[..., :1].reshape(-1, 1), net) for net, part in zip(nets, parts, strict=True)])
-            )
-        return made
+        groups = zip(self._nets_of_centres(), self._padding(), strict=True)
+        embedded = [[embed(s[:, None], net) for net, s in zip(*group, strict=True)] for group in groups]
+        return [joined(list(of_section)) for of_section in zip(*embedded, strict=True)]
+
+    def _padding(self) -> list[list[Tensor]]:
+        """Return s of all empty slots for all atoms, or for those of each type, and of each section."""
+        s = -(self.mean[..., 0].double() / self.stddev[..., 0].double()).to(self.dtype)
+        groups = s.split(self.num_types if self.one_side else 1)
+        return [[section.flatten() for section in group.split(self.sel, 1)] for group in groups]
 
 
 def of_atoms(by_type: Tensor, batch: Batch) -> Tensor:

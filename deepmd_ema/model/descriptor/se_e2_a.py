@@ -14,6 +14,7 @@ from deepmd_ema.model.kernels.axis_features import axis_features, axis_features_
 from deepmd_ema.model.kernels.env_mat import Environment
 from deepmd_ema.model.kernels.moments import Moments, SplineMoments, moments_kernel, spline_moments
 from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.nn.layers import Network
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -44,17 +45,34 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
         env = self._environment_matrix(Environment, batch)
-        moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self._moments
-        groups = [[moments_of(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
+        parts = self._rows_by_net(env.rows, batch)
+        groups: list[list[Moments | SplineMoments]]
+        if self.spline.serves(batch) and self.spline.tables is None:
+            groups, embedded = self._series(parts)
+        else:
+            moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self._moments
+            groups, embedded = [[moments_of(rows, net) for rows, net in part] for part in parts], None
         summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
-        moments = (joined(summed) + self._trimmed_moments(batch)) / sum(self.sel)
+        moments = (joined(summed) + self._trimmed_moments(batch, embedded)) / sum(self.sel)
         features = axis_features(moments, self.num_axis)
         return features, SeE2AVjp(env, groups, moments, self.num_axis, sum(self.sel))
 
-    def _trimmed_moments(self, batch: Batch) -> Tensor:
+    def _series(
+        self, parts: list[list[tuple[Tensor, Network]]]
+    ) -> tuple[list[list[Moments | SplineMoments]], list[Tensor]]:
+        """Return the moments of rows from series, and of each section the embedding of its empty slots (T S, M)."""
+        found = [
+            [self.spline.series(rows, rows[..., 0], net, None, s) for (rows, net), s in zip(part, padding, strict=True)]
+            for part, padding in zip(parts, self._padding(), strict=True)
+        ]
+        embedded = [joined([beyond for _, beyond in section]) for section in zip(*found, strict=True)]
+        return [[SplineMoments(summed) for summed, _ in group] for group in found], embedded
+
+    def _trimmed_moments(self, batch: Batch, embedded: list[Tensor] | None) -> Tensor:
         """Return what the empty slots beyond those of the batch add to the moments (A, 4, M)."""
         parts = [
-            torch.bmm((rows * beyond).transpose(1, 2), embedded) for rows, embedded, beyond in self._trimmed(batch)
+            torch.bmm((rows * beyond).transpose(1, 2), values)
+            for rows, values, beyond in self._trimmed(batch, embedded)
         ]
         return of_atoms(reduce(torch.add, parts), batch)
 

@@ -144,17 +144,29 @@ class Spline(nn.Module):
         """
         if self.tables is not None:
             return self.tables.sum(left, s, net, beside, which)
+        return self.series(left, s, net, beside)[0]
+
+    def series(
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, further: Tensor | None = None
+    ) -> tuple[SeriesSum, Tensor]:
+        """Return the sums of :meth:`forward` from series, and the values (B, M) of the net at ``further`` (B,) numbers.
+
+        These are evaluated with the sites: a call of the net with few rows takes as long as one with many.
+        """
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
         centre, half = 0.5 * (low + high), (0.5 * series.STRETCH * (high - low)).clamp(min=LEAST_HALF)
         # in float64: derivatives amplify the rounding of coefficients by the square of their number
         wide = half.double()
-        values = embed(inputs_at(centre.double() + wide * self.sites, beside), net)
+        sites = centre.double() + wide * self.sites
+        inputs = inputs_at(sites if further is None else torch.cat([sites, further.double()]), beside)
+        values, beyond = embed(inputs, net).split([self.terms, inputs.shape[1] - self.terms], 1)
         coefficients = torch.cat([self.solve, self.slope / wide]) @ values  # (N, 2 terms, M)
         coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
         if self.watch is not None:
             self.watch.look(s.numel(), net, beside, coefficients, centre.double(), wide, self.terms)
-        return series.series_sum(left, s, coefficients.to(s.dtype), centre, half, self.terms)
+        found = series.series_sum(left, s, coefficients.to(s.dtype), centre, half, self.terms)
+        return found, beyond.flatten(0, 1).to(s.dtype)
 
 
 @dataclass
