@@ -12,6 +12,7 @@ from toy_models import toy_atoms, toy_model
 
 from deepmd_ema import Potential
 from deepmd_ema.infer.load import LoadedModel, Provenance
+from deepmd_ema.model.kernels import spline as kernel
 from deepmd_ema.model.kernels import spline_table
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.kernels.spline_table import LARGEST_ERROR, SplineTables, make_table
@@ -62,6 +63,20 @@ def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_tha
     assert all(table.error <= LARGEST_ERROR[torch.float64] for table in made)
 
 
+def test_tables_in_bands_and_in_portions_of_atoms_give_what_all_slots_at_once_give(monkeypatch):
+    found, bands, cut = [], [], kernel._bands
+    monkeypatch.setattr(kernel, "_bands", lambda *args: bands.append(cut(*args)) or bands[-1])
+    for worth, cache in ((1 << 60, 1 << 19), (1, 1), (1, 4000)):
+        monkeypatch.setattr(kernel, "NUMBERS_WORTH_BANDS", worth)
+        monkeypatch.setattr(kernel, "NUMBERS_IN_CACHE", cache)
+        bands.clear()
+        found.append(evaluated("se_e2_a", 0.7)[1])
+        assert max(map(len, bands)) == 1 + (worth == 1)
+    for other in found[1:]:
+        for key, value in found[0].items():
+            torch.testing.assert_close(other[key], value, rtol=1e-11, atol=1e-12)
+
+
 def test_a_table_has_the_fewest_intervals_and_the_error_that_is_allowed_over_its_whole_range():
     net = net_of(steep=3)
     table = table_of(net)
@@ -103,7 +118,7 @@ def test_a_table_is_made_once_and_again_when_a_weight_has_changed(monkeypatch):
         model.descriptor.networks[0].stack[1].bias += 0.5
     found = model(batch)
     assert sum(now is not before for now, before in zip(spline.tables.made, tables, strict=True)) == 1
-    spline.tables, spline.intervals = None, 0
+    spline.tables, spline.terms = None, 0
     torch.testing.assert_close(found["force"], model(batch)["force"], rtol=1e-8, atol=1e-8)
 
 
