@@ -1,9 +1,9 @@
-"""Embedding nets of one number, evaluated on the knots of a spline instead of once for every pair.
+"""Embedding nets of one number by splines in models that are only evaluated, and the choice between these and series.
 
-An embedding net G of se_e2_a, se_e2_r and se_atten is a function of one number s per pair. Between the least and the
-largest s of a batch it is interpolated by a spline of degree 7 with uniform knots (de Boor, A Practical Guide to
-Splines, 1978). Its B coefficients are linear in the values of the net at a few dozen sites, and eight of the B-splines
-are not zero at an s::
+An embedding net G of se_e2_a, se_e2_r and se_atten is a function of one number s per pair. Over the range of a table
+(:mod:`deepmd_ema.model.kernels.spline_table`) it is interpolated by a spline of degree 7 with uniform knots (de Boor, A
+Practical Guide to Splines, 1978). Its B coefficients are linear in the values of the net at a few dozen sites, and
+eight of the B-splines are not zero at an s::
 
     G(s) = sum_b w_b(s) c_b,    c = S G(sites)
 
