@@ -20,6 +20,7 @@ from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, m
 
 ROUGH = {"smooth": False}
 TERMS = ("conv", "drrd", "grrg", "attn")
+SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}  # has a kernel
 # changes of the small section
 OPTIONS = {
     "two_bodies": {"use_three_body": False},
@@ -37,6 +38,8 @@ OPTIONS = {
     "moments_only": {f"update_g1_has_{term}": term in ("drrd", "grrg") for term in TERMS},
     "no_transform": {"g1_dim": 64, "use_three_body": False, "add_tebd_to_repinit_out": False},
     "own_features_only": {"concat_output_tebd": False, "use_tebd_bias": True},
+    "sums_only": SUMS_ONLY,
+    "sums_only_averaged": {**SUMS_ONLY, **ROUGH, "update_style": "res_avg", "direct_dist": True},
     "excluded": {"exclude_types": [[0, 1]], "env_protection": 0.05},
 }
 every_option = pytest.mark.parametrize("option", sorted(OPTIONS))
