@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
+from deepmd_ema.model.descriptor.env_statistics import add_normalisation, environment, normalised
 from deepmd_ema.model.descriptor.repformer_attention import Surroundings
 from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.repformer import repformer_layers
+from deepmd_ema.model.kernels.repformer import repformer_layers, repformer_layers_and_vjp
 from deepmd_ema.model.kernels.repformer_layer import LayerOptions, LayerWeights
+from deepmd_ema.model.kernels.switch import switch_and_derivative
+from deepmd_ema.model.kernels.twin import kernels_by_hand
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
@@ -92,6 +95,36 @@ class Repformer(nn.Module):
         if self._has_kernel:
             return repformer_layers(self, node, rows.to(self.dtype), around)
         return self.plain(node, rows.to(self.dtype), around)
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether :meth:`features_and_vjp` serves."""
+        return kernels_by_hand() and self._has_kernel and not self.options.direct_dist
+
+    def features_and_vjp(
+        self, hood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+        """Return the features (A, C), and what makes of their gradient those by ``node`` (A, C) and ``hood.vector``.
+
+        Arguments are those of :meth:`forward`. The gradient by vectors is (A, K, 3) float64. All are functions of the
+        parameters and of ``node``, from kernels whose gradient is written out.
+        """
+        mask, vector = hood.mask if dropped is None else hood.mask & ~dropped, hood.vector
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        matrix = environment(self, vector, distance, dropped, batch.atom_type)
+        switch, slope = switch_and_derivative(distance, self.rcut, self.rcut_smth)
+        around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
+        features, by_features = repformer_layers_and_vjp(self, node, matrix.rows, around)
+        along = torch.where(mask, slope / distance, 0)[..., None] * vector  # gradient of the switch
+
+        def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
+            by_node, by_rows, by_weight = by_features(grad)
+            by_vector = matrix.vjp(by_rows)
+            if self.smooth:
+                by_vector = torch.addcmul(by_vector, by_weight.double()[..., None], along)
+            return by_node, by_vector
+
+        return features, vjp
 
     def plain(self, node: Tensor, rows: Tensor, around: Surroundings) -> Tensor:
         """Return the features (A, C) after all layers.

@@ -10,7 +10,7 @@ As in :mod:`~deepmd_ema.model.kernels.attention`, the gradient of ``g . J t``, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,10 +42,28 @@ def _plain(stack: Stack, node: Tensor, rows: Tensor, around: Any) -> Tensor:
 
 
 def _by_hand(stack: Stack, node: Tensor, rows: Tensor, around: Any) -> Tensor:
+    return repformer_layers_and_vjp(stack, node, rows, around)[0]
+
+
+def repformer_layers_and_vjp(
+    stack: Stack, node: Tensor, rows: Tensor, around: Any
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    """Return the features after all layers by hand, and what makes of their gradient that by the inputs.
+
+    Args:
+        stack: the layers.
+        node: (A, C).
+        rows: (A, K, 4).
+        around: the neighbors, with a ``weight`` (A, K).
+
+    Returns:
+        The features (A, C) and a function from their gradient to those by node, rows and weight.
+    """
     *start, layers = stack.weights()
     call = _Call(Neighbors(around.neighbor, around.reverse), stack.layer_options(around))
-    found: Tensor = _Layers.apply(call, node, rows, around.weight, *start, *(part for one in layers for part in one))
-    return found
+    inputs = (node, rows, around.weight, *start, *(part for one in layers for part in one))
+    found: Tensor = _Layers.apply(call, *inputs)
+    return found, lambda grad: _LayersVjp.apply(_Gradient(call), grad, found, *inputs)
 
 
 class _Call:
