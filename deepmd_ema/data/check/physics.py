@@ -237,8 +237,8 @@ class _Fit:
         force = np.zeros((len(chosen) * num, 3, _NUM_GAUSSIANS))
         slope = self._functions(bonds.scaled[pair])[1]
         force[place[first]] = np.add.reduceat(along[:, :, None] * slope[:, None, :], first, axis=0)
-        force = force.reshape(len(chosen), num, 3, _NUM_GAUSSIANS).transpose(0, 2, 1, 3)
-        return force.reshape(3 * len(chosen), -1)
+        by_axis = force.reshape(len(chosen), num, 3, _NUM_GAUSSIANS).transpose(0, 2, 1, 3)
+        return by_axis.reshape(3 * len(chosen), -1)
 
     @staticmethod
     def _chosen(frame: Frame) -> Array:
