@@ -53,6 +53,11 @@ class Kernel(Generic[P, R]):
         return self.by_hand(*args, **kwargs)
 
 
+def kernels_by_hand() -> bool:
+    """Whether kernels are those by hand: a part of a model may then compute its gradient with them itself."""
+    return not torch.compiler.is_dynamo_compiling() and _kind.get() == _BY_HAND and not torch.compiler.is_compiling()
+
+
 def plain_kernels() -> AbstractContextManager[None]:
     """Make every kernel the plain one within it, in this thread: for ``torch.func`` over a whole model, and tests."""
     return _within(_PLAIN)
