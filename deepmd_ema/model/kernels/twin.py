@@ -53,6 +53,11 @@ class Kernel(Generic[P, R]):
         return self.by_hand(*args, **kwargs)
 
 
+def runs_by_hand() -> bool:
+    """Whether kernels by hand are taken here, so that operations may depend on values."""
+    return not torch.compiler.is_compiling() and _kind.get() == _BY_HAND
+
+
 def plain_kernels() -> AbstractContextManager[None]:
     """Make every kernel the plain one within it, in this thread: for ``torch.func`` over a whole model, and tests."""
     return _within(_PLAIN)
