@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +25,9 @@ _LARGEST_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, fo
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _MOST_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
 _MOST_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
+_MOST_DENSE = 1.5e5  # distances of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
+_ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
+_FRAMES_PER_THREAD = 16
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
 
 
@@ -106,7 +110,13 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     """
     _refuse_faults(coord, box, rcut)
     pairs, shift, distance = _search(coord, box, rcut, "PSd")
-    return _sorted_pairs(pairs[:, 0], pairs[:, 1], shift, distance, len(coord))
+    near_first = np.argsort(distance)
+    shift = shift[near_first]
+    ends = pairs[near_first]
+    return _by_atom(
+        ends.ravel(), ends[:, ::-1].ravel(), np.stack([shift, -shift], 1).reshape(-1, 3),
+        np.repeat(distance[near_first], 2), len(coord),
+    )  # fmt: skip
 
 
 def find_pairs_of_molecules(coord: Array, sizes: Array, rcut: float) -> Pairs:
@@ -181,7 +191,7 @@ def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> tuple[Array
     Arguments and errors are those of ``find_pairs``.
     """
     _refuse_faults(coord, box, rcut)
-    pairs, vector, distance = _search(coord, box, rcut, "PDd", each_twice=False)
+    pairs, vector, distance = _search(coord, box, rcut, "PDd")
     return pairs[:, 0], pairs[:, 1], vector, distance
 
 
@@ -272,7 +282,9 @@ def neighbor_statistics(
     remaining = iter(frames)
     with ThreadPoolExecutor(threads or min(4, cores)) as pool:
         while chunk := list(islice(remaining, _FRAMES_AT_ONCE)):
-            for one in pool.map(lambda frame: _frame_statistics(frame, rcut, num_types), chunk):
+            # a thread that has many frames seldom waits for the lock of Python
+            parts = [chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)]
+            for one in chain.from_iterable(pool.map(partial(_statistics_of, rcut=rcut, num_types=num_types), parts)):
                 most = np.maximum(most, one.most)
                 by_rank = _shortest(by_rank, one.by_rank)
                 nearest = np.minimum(nearest, one.nearest)
@@ -290,8 +302,13 @@ def neighbor_statistics(
 
 
 def _sorted_pairs(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
-    order = np.argsort(distance)
-    order = order[stable_argsort(i[order], natoms)]
+    near_first = np.argsort(distance)
+    return _by_atom(i[near_first], j[near_first], shift[near_first], distance[near_first], natoms)
+
+
+def _by_atom(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
+    """Return pairs that are sorted by distance."""
+    order = stable_argsort(i, natoms)
     tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
     if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
         order = np.lexsort((*shift.T, j, distance, i))
@@ -307,10 +324,14 @@ class _FrameStatistics:
     pair: tuple[int, int]
 
 
+def _statistics_of(frames: Sequence[FrameGeometry], rcut: float, num_types: int) -> list[_FrameStatistics]:
+    return [_frame_statistics(frame, rcut, num_types) for frame in frames]
+
+
 def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _FrameStatistics:
     coord, box, types = frame
     natoms = len(types)
-    pairs, distance = _search(coord, box, rcut, "Pd", each_twice=False)
+    pairs, distance = _search(coord, box, rcut, "Pd")
     if len(distance) == 0:
         none = np.full((num_types, num_types), np.inf)
         return _FrameStatistics(np.zeros(num_types, np.int64), np.empty(0), none, math.inf, (-1, -1))
@@ -353,16 +374,52 @@ def _shortest(one: Array, other: Array) -> Array:
     return np.concatenate([np.minimum(short, long[: len(short)]), long[len(short) :]])
 
 
-def _search(
-    coord: Array, box: Array | None, rcut: float, quantities: str, each_twice: bool = True
-) -> tuple[Array, ...]:
+def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:
+    """Return quantities of vesin (Pairs, Shifts, vectors D, distances) of each pair once, in any order."""
+    if box is not None and 0 < len(coord) <= _MOST_DENSE**0.5:
+        heights = 1 / np.linalg.norm(np.linalg.inv(box), axis=0)
+        if heights.max() < 2 * rcut and len(coord) ** 2 * (1 + 2 * rcut / heights).prod() < _MOST_DENSE:
+            found = _search_dense(coord, box, rcut, heights)
+            return tuple(found[quantity] for quantity in quantities)
     if box is None:  # a cutoff far beyond an open system would be searched in steps of its size
         rcut = min(rcut, 1.0 + float(np.linalg.norm(np.ptp(coord, axis=0)))) if len(coord) else rcut
-    finder = NeighborList(cutoff=rcut, full_list=each_twice, sorted=each_twice, n_threads=1)
-    found = finder.compute(
+    finder = NeighborList(cutoff=rcut, full_list=False, sorted=False, n_threads=1)
+    arrays = finder.compute(
         points=np.ascontiguousarray(coord, np.float64),
         box=np.zeros((3, 3)) if box is None else np.ascontiguousarray(box, np.float64),
         periodic=box is not None,
         quantities=quantities,
     )
-    return tuple(a if a.dtype.kind == "f" or a.dtype == np.int32 else a.astype(np.int64) for a in found)
+    return tuple(a if a.dtype.kind == "f" or a.dtype == np.int32 else a.astype(np.int64) for a in arrays)
+
+
+def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict[str, Array]:
+    """Return what vesin returns, by its names, from the distances of all atoms to all images near the cell.
+
+    For few atoms in a cell not larger than the cutoff it is faster than vesin, and several threads search at once.
+    """
+    place = np.linalg.solve(box.T, coord.T).T
+    cell = np.floor(place)
+    place -= cell
+    reach = rcut / heights + _ROUNDING
+    ranges = (np.arange(-most, most + 1.0) for most in np.ceil(reach))
+    images = np.stack(np.meshgrid(*ranges, indexing="ij"), -1).reshape(-1, 3)
+    images = images[len(images) // 2 :]  # the cell itself, and one of each two images that are opposite
+    moved = place + images[:, None]
+    inside = (moved >= place.min(0) - reach) & (moved <= place.max(0) + reach)
+    image, other = np.nonzero(inside.all(-1))
+    start, end = place @ box, moved[image, other] @ box
+    # one product gives |start|^2 - 2 start . end + |end|^2; it is not exact, so that pairs are measured again
+    ones = np.ones((len(end), 1))
+    left = np.concatenate([-2 * start, (start**2).sum(1, keepdims=True), ones[: len(start)]], 1)
+    right = np.concatenate([end, ones, (end**2).sum(1, keepdims=True)], 1)
+    square = left @ right.T
+    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair stands twice
+    i, k = np.divmod(np.flatnonzero(square < rcut**2 * (1 + _ROUNDING)), len(end))
+    j = other[k]
+    shift = (images[image] - cell[other])[k] + cell[i]
+    vector = coord[j] - coord[i] + shift @ box
+    distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
+    if not (near := distance < rcut).all():
+        i, j, shift, vector, distance = (array[near] for array in (i, j, shift, vector, distance))
+    return {"P": np.stack([i, j], 1), "S": shift.astype(np.int32), "D": vector, "d": distance}

@@ -17,9 +17,12 @@ from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, model_tree
+from deepmd_ema.model.descriptor import repformer, se_atten_block, se_t_tebd_block, type_embedded
+from deepmd_ema.model.kernels.vjp import with_vjp
 
 ROUGH = {"smooth": False}
 TERMS = ("conv", "drrd", "grrg", "attn")
+SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}  # has a kernel
 # changes of the small section
 OPTIONS = {
     "two_bodies": {"use_three_body": False},
@@ -37,6 +40,8 @@ OPTIONS = {
     "moments_only": {f"update_g1_has_{term}": term in ("drrd", "grrg") for term in TERMS},
     "no_transform": {"g1_dim": 64, "use_three_body": False, "add_tebd_to_repinit_out": False},
     "own_features_only": {"concat_output_tebd": False, "use_tebd_bias": True},
+    "sums_only": SUMS_ONLY,
+    "sums_only_averaged": {**SUMS_ONLY, **ROUGH, "update_style": "res_avg", "direct_dist": True},
     "excluded": {"exclude_types": [[0, 1]], "env_protection": 0.05},
 }
 every_option = pytest.mark.parametrize("option", sorted(OPTIONS))
@@ -55,6 +60,30 @@ def test_forces_are_the_derivative_of_the_energy_with_every_option(option):
     ends = evaluate(model, *((coord + step * direction, types, box) for step in (1e-5, -1e-5)))["energy"]
     force = evaluate(model, (coord, types, box))["force"]
     assert -(ends[0] - ends[1]) / 2e-5 == pytest.approx((force * direction).sum(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("dpa2", {}), ("dpa2", ROUGH), ("dpa2", {"use_three_body": False, "add_tebd_to_repinit_out": False, "g1_dim": 64}),
+    ("dpa2", {"exclude_types": [[0, 1]], "type_one_side": True, "env_protection": 0.05}),
+    ("se_atten", {"attn_layer": 0}), ("se_atten", {"attn_layer": 0, "exclude_types": [[0, 1]], "type_one_side": True}),
+    ("se_e3_tebd", {}), ("se_e3_tebd", {"exclude_types": [[0, 1]]}),
+])  # fmt: skip
+def test_the_written_out_gradient_is_that_of_torch_func(kind, changes, monkeypatch):
+    """Energies, forces, virials and parameter gradients of all of them."""
+    changes = (SUMS_ONLY if kind == "dpa2" else {}) | changes
+    _, model = toy_model(kind, changes | ({} if kind == "se_e3_tebd" else {"embedding_eval": "spline"}))
+    batch, results = batch_of(model.train(), frame(), frame(6)), []
+    for by_hand in (True, False):
+        calls = []
+        for module in (repformer, se_atten_block, se_t_tebd_block):
+            monkeypatch.setattr(module, "kernels_by_hand", lambda by_hand=by_hand: by_hand)
+        monkeypatch.setattr(type_embedded, "with_vjp", lambda *args, calls=calls: calls.append(1) or with_vjp(*args))
+        out = model(batch)
+        loss = out["energy"].sum() + out["force"].square().sum() + out["virial"].sin().sum()
+        results.append([*out.values(), *torch.autograd.grad(loss, list(model.parameters()))])
+        assert bool(calls) is not by_hand
+    for written_out, by_torch in zip(*results, strict=True):
+        torch.testing.assert_close(written_out, by_torch, rtol=1e-10, atol=1e-11)
 
 
 @every_option

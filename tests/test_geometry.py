@@ -46,6 +46,21 @@ def test_pairs_are_those_of_a_brute_force_search(box, natoms):
     np.testing.assert_allclose(distance, [expected[key] for key in found], atol=1e-12)
 
 
+@pytest.mark.parametrize("box", [np.eye(3) * 7.3, TRICLINIC, LEFT_HANDED], ids=["small", "triclinic", "left_handed"])
+def test_pairs_do_not_depend_on_the_kind_of_search(box, monkeypatch):
+    coord = np.random.default_rng(3).uniform(-6, 8, (12, 3))
+    coord[0] = 0.0  # on a corner of the cell
+    found = []
+    for most in (geometry._MOST_DENSE, 0.0):
+        monkeypatch.setattr(geometry, "_MOST_DENSE", most)
+        found.append(find_pairs(coord, box, RCUT))
+    for name in ("i", "j", "shift"):
+        one, other = (getattr(pairs, name) for pairs in found)
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+    assert found[0].nearest == pytest.approx(found[1].nearest, rel=1e-12)
+
+
 @pytest.fixture
 def searches(monkeypatch):
     """The cutoffs of the searches that are made."""

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from toy_models import TRICLINIC, toy_atoms
+from toy_models import REPFORMER, TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.config.schema.dpa2 import RepformerConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
+from deepmd_ema.model.descriptor.repformer import Repformer
+from deepmd_ema.model.descriptor.repformer_attention import Surroundings
 from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, triples, unit  # noqa: F401  (they register)
 from deepmd_ema.model.kernels.attention import attended_moments
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.kernels.repformer import repformer_layers
 from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
 from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
@@ -76,6 +80,7 @@ def arguments(name):
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
         "triple_sums": triples_arguments(),
         "attended_moments": attention_arguments(ATTENTION),
+        "repformer_layers": repformer_arguments(hood),
     }[name]
 
 
@@ -103,6 +108,20 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
     return rows.requires_grad_(), torch.tanh, [pairs], counts, mask, switch, direction, num_slots, layers, options
 
 
+SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}
+
+
+def repformer_arguments(hood, smooth=True, **changed):
+    """Return a repformer with the options of the kernel, features, rows and the neighbors with weights."""
+    options = RepformerConfig(**REPFORMER | SUMS_ONLY | changed)
+    stack = Repformer(options, 3, smooth=smooth, protection=0.0, dtype=torch.float64, seed=1)
+    weight = (draw(*hood.neighbor.shape, seed=2).detach().abs() * hood.mask).requires_grad_()
+    count = 3.0 if smooth else 1 + hood.mask.sum(1, keepdim=True).double()
+    per_moment = count if smooth else count[..., None]
+    around = Surroundings(hood.neighbor, hood.reverse, hood.mask, weight, smooth, 40, 1 / count, 1 / per_moment)
+    return stack, draw(len(weight), options.g1_dim), draw(*weight.shape, 4, seed=1), around
+
+
 def tensors_of(found):
     if isinstance(found, (torch.Tensor, tuple)):
         return [found] if isinstance(found, torch.Tensor) else list(found)
@@ -110,6 +129,7 @@ def tensors_of(found):
 
 
 def leaves_of(args):
+    args = [[*vars(a).values()] if isinstance(a, Surroundings) else a for a in args]
     flat = [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else tree_leaves(a))]
     return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -269,6 +289,60 @@ def test_attention_by_hand_refuses_derivatives_that_it_does_not_have():
     (grad,) = torch.autograd.grad(loss, pairs, create_graph=True)
     with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
         torch.autograd.grad(grad.square().sum(), direction)
+
+
+def repformer_forces(call, stack, node, rows, around):
+    """Return features of a repformer, their gradient by vectors, and what both depend on."""
+    mixer, vector = draw(4, 5, seed=3), rows[..., 1:].detach()
+    pre, weight = rows[..., :1].detach(), around.weight.detach()
+
+    def features(vector):
+        moved = torch.cat([torch.tanh(pre * vector.sum(-1, keepdim=True)), vector.sin()], -1)
+        rough = weight if not around.smooth else weight * vector.square().sum(-1)
+        summed = node + (torch.tanh(moved @ mixer).sum(-1) * weight).sum(1, keepdim=True)
+        return call(stack, summed, moved, replace(around, weight=rough))
+
+    out, vjp = torch.func.vjp(features, vector)
+    return out, vjp, [mixer, node, *stack.parameters()]
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"smooth": False}, {"nlayers": 1}, {"update_style": "res_avg"}, {"update_style": "res_incr"},
+    {"nlayers": 2, "axis_neuron": 1},
+])  # fmt: skip
+def test_forces_through_the_repformer_have_the_parameter_gradients_of_the_plain_kernel(changed):
+    """Also of two vector-Jacobian products of one evaluation in one loss, and after one that was asked for and left."""
+    args, results = repformer_arguments(batch_by_distance("triclinic", "open").within(3.0), **changed), []
+    for call in (repformer_layers.by_hand, repformer_layers.plain):
+        out, vjp, leaves = repformer_forces(call, *args)
+        given = draw(*out.shape, seed=8)
+        (force,), (again,) = vjp(torch.tanh(out)), vjp(given)  # as of a fitting net
+        losses = force.square().sum(), out.sin().sum(), again.sin().sum()
+        torch.autograd.grad(losses[2], [given], retain_graph=True)
+        gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (losses[0], sum(losses[:2]))]
+        gradients.append(torch.autograd.grad(sum(losses), [given, *leaves]))
+        results.append([out, force, *tree_leaves(gradients)])
+    for by_hand, plain in zip(*results, strict=True):
+        torch.testing.assert_close(by_hand, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_the_repformer_of_no_atoms_or_no_neighbors_is_that_of_the_plain_kernel():
+    stack, node, rows, around = repformer_arguments(batch_by_distance("open", natoms=3).within(3.0))
+    none = torch.full((3, 0), 3)
+    alone = replace(around, neighbor=none, reverse=torch.full((3, 1), 0), weight=around.weight[:, :0], mask=none > 3)
+    absent = replace(around, neighbor=none[:0], reverse=none[:0], weight=around.weight[:0, :0], mask=none[:0] > 3)
+    for args in ((stack, node, rows[:, :0], alone), (stack, node[:0], rows[:0, :0], absent)):
+        close(repformer_layers.by_hand(*args), repformer_layers.plain(*args))
+
+
+def test_the_repformer_by_hand_refuses_derivatives_that_it_does_not_have():
+    stack, node, rows, around = repformer_arguments(batch_by_distance("open", natoms=3).within(3.0))
+    with pytest.raises(NotImplementedError, match="by parameters: use plain_kernels"):
+        torch.autograd.grad(repformer_layers.by_hand(stack, node, rows, around).sum(), rows, create_graph=True)
+    loss = repformer_layers.by_hand(stack.requires_grad_(False), node, rows, around).square().sum()
+    (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
+    with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
+        torch.autograd.grad(grad.square().sum(), rows)
 
 
 def test_silut_bends_where_its_input_is_large():

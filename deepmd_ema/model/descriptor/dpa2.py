@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.model.descriptor.by_type import joined
 from deepmd_ema.model.descriptor.repformer import Repformer
 from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
 from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
@@ -18,6 +20,7 @@ from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.dpa2 import DPA2Config
+    from deepmd_ema.model.interface import Vjp
 
 
 class DPA2Descriptor(TypeEmbeddedDescriptor):
@@ -74,16 +77,54 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
                 self._environment(self.angles, inner.rcut, inner.rcut_smth, self.angles.sel, first.set_davg_zero)
             )
 
+    def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        repinit = self.section.repinit
+        blocks: list[tuple[SeAttenBlock | SeTTebdBlock, float]] = [(self.repinit, repinit.rcut)]
+        if self.angles is not None:
+            blocks.append((self.angles, repinit.three_body_rcut))
+        if not (self.repformer.is_written_out and all(block.is_written_out(batch) for block, _ in blocks)):
+            return super()._features_and_vjp(table, batch)
+        first, first_vjps = [], []
+        for block, rcut in blocks:
+            hood = batch.within(rcut, block.sel)
+            found, vjp_of_block = block.features_and_vjp(hood, table, batch, self.excluded(batch, hood))
+            first.append(found)
+            first_vjps.append(vjp_of_block)
+        hood = batch.within(self.section.repformer.rcut, self.repformer.sel)
+        node = self._to_repformer(first, table, batch)
+        features, later_vjp = self.repformer.features_and_vjp(hood, node, batch, self.excluded(batch, hood))
+
+        def vjp(grad_features: Tensor) -> Tensor:
+            by_node, by_vector = later_vjp(grad_features)
+            if self.to_repformer is not None:
+                by_node = by_node @ self.to_repformer.weight.T
+            by_first = by_node.split([part.shape[1] for part in first], 1)
+            found = [by_vector, *(one(by) for one, by in zip(first_vjps, by_first, strict=True))]
+            return _sum_of_prefixes(found, batch.vector.shape[1])
+
+        return features, vjp
+
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         section = self.section
         hood = batch.within(section.repinit.rcut, self.repinit.sel)
-        node = self._in_part(self.repinit, hood, vector, table, batch)
+        first = [self._in_part(self.repinit, hood, vector, table, batch)]
         if self.angles is not None:
             hood = batch.within(section.repinit.three_body_rcut, self.angles.sel)
-            node = torch.cat([node, self._in_part(self.angles, hood, vector, table, batch)], 1)
+            first.append(self._in_part(self.angles, hood, vector, table, batch))
+        hood = batch.within(section.repformer.rcut, self.repformer.sel)
+        return self._in_part(self.repformer, hood, vector, self._to_repformer(first, table, batch), batch)
+
+    def _to_repformer(self, first: list[Tensor], table: Tensor, batch: Batch) -> Tensor:
+        """Return the features (A, C) with which the repformer begins from the first ones."""
+        node = joined(first, 1)
         if self.to_repformer is not None:
             node = self.to_repformer(node)
         if self.add_element is not None:
             node = node + pick(self.add_element(table), batch.atom_type)
-        hood = batch.within(section.repformer.rcut, self.repformer.sel)
-        return self._in_part(self.repformer, hood, vector, node, batch)
+        return node
+
+
+def _sum_of_prefixes(parts: list[Tensor], width: int) -> Tensor:
+    """Return the sum (A, K, 3) of parts (A, K', 3) of the first slots each; ``width`` is K."""
+    padded = [functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]
+    return torch.stack(padded).sum(0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.model.kernels.env_mat import Environment, radial_parts
 from deepmd_ema.model.kernels.switch import switch
 from deepmd_ema.model.statistics import mean_and_spread, sum_by_type
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
+_SETTINGS = ("rcut", "rcut_smth", "protection", "dtype")
 SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
 SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
 
@@ -169,7 +171,30 @@ def add_normalisation(module: nn.Module, shape: tuple[int, int, int], dtype: tor
 
 def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
     """Return rows (A, K, C) in float64 minus the mean and over the spread of their slots and types of centre (A,)."""
-    # selected, not sliced: whether a slice is contiguous depends on its length, and would be asked of compiled graphs
-    slots = torch.arange(rows.shape[1], device=rows.device)
-    mean, stddev = (module.get_buffer(name).index_select(1, slots).double()[atom_type] for name in ("mean", "stddev"))
+    mean, stddev = _normalisation(module, rows.shape[1], atom_type)
     return (rows - mean) / stddev
+
+
+def environment(
+    module: nn.Module, vector: Tensor, distance: Tensor, dropped: Tensor | None, atom_type: Tensor
+) -> Environment:
+    """Return the normalised environment matrix of a module, with its vector-Jacobian product.
+
+    Args:
+        module: with the buffers of ``add_normalisation``, its cutoffs, protection and precision.
+        vector: (A, K, 3) float64, angstrom.
+        distance: (A, K) its length.
+        dropped: (A, K) bool, pairs that do not see each other, or None.
+        atom_type: (A,) of the centres.
+    """
+    rcut, rcut_smth, protection, dtype = (getattr(module, name) for name in _SETTINGS)
+    parts = radial_parts(distance, rcut, rcut_smth, protection)
+    return Environment(vector, parts, *_normalisation(module, vector.shape[1], atom_type), dropped, dtype)
+
+
+def _normalisation(module: nn.Module, width: int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and spread (A, K, C) in float64 of the first K slots of each atom."""
+    # selected, not sliced: whether a slice is contiguous depends on its length, and would be asked of compiled graphs
+    slots = torch.arange(width, device=atom_type.device)
+    mean, stddev = (module.get_buffer(name).index_select(1, slots).double()[atom_type] for name in ("mean", "stddev"))
+    return mean, stddev

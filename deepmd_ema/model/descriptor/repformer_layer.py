@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from deepmd_ema.model.descriptor.repformer_attention import AtomAttention, PairAttention, Surroundings
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
+from deepmd_ema.model.kernels.repformer_layer import LayerWeights
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.update import Update
@@ -67,6 +68,27 @@ class RepformerLayer(nn.Module):
         if self.last:
             return new_node, pair, vectors
         return new_node, *self._change_pairs(node, messages, pair, vectors, around)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether its options are those of the kernel for all layers."""
+        options = self.options
+        wanted = options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
+        other = options.update_g1_has_attn or options.update_g2_has_g1g1 or options.update_g2_has_attn
+        apart = options.g1_out_conv and options.g1_out_mlp
+        return wanted and apart and not (other or options.update_h2) and options.activation_function == "tanh"
+
+    def weights(self) -> LayerWeights:
+        """Return the parameters, for the kernel."""
+        own, conv, terms = self.node_mlp, self.conv, self.linear_node
+        assert own is not None
+        assert conv is not None
+        of_pair: tuple[Tensor | None, ...] = (None, None, None)
+        if not self.last:
+            of_pair = self.linear_pair.weight, self.linear_pair.bias, *self.pair_update.each_factor(own.weight)
+        factors = self.node_update.each_factor(own.weight)
+        weights = own.weight, own.bias, conv.weight, terms.weight, terms.bias
+        return LayerWeights._make([*weights, *factors, *of_pair])
 
     def _change_node(
         self, node: Tensor, messages: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import normalised
+from deepmd_ema.model.descriptor.by_type import joined
+from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, attended_moments, occupied_slots
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
-from deepmd_ema.model.kernels.axis_features import axis_features
+from deepmd_ema.model.kernels.axis_features import axis_features, axis_features_vjp
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.spline import Spline
-from deepmd_ema.model.kernels.twin import runs_by_hand
+from deepmd_ema.model.kernels.twin import kernels_by_hand
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
@@ -90,10 +93,8 @@ class SeAttenBlock(ElementBlock):
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        filler = batch.first_type
         mask = hood.mask if dropped is None else hood.mask & ~dropped
-        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
-        neighbor_type = torch.where(mask, neighbor_type, filler[batch.atom_frame][:, None])
+        neighbor_type = _neighbor_type(mask, batch)
         width = vector.shape[1]
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
@@ -101,8 +102,6 @@ class SeAttenBlock(ElementBlock):
         if dropped is not None:
             rows = rows * (~(dropped & hood.mask))[..., None]
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
-        # functions for each element of the centre need atoms in the order of their types, which images may lack
-        in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(table)
         counts = None
         if self.layers:
             near = mask & (distance < self.rcut)  # the list may reach farther
@@ -116,15 +115,53 @@ class SeAttenBlock(ElementBlock):
                 rows, lambda s, *others: self._embed(s, table, *others), inputs, counts, mask, switch, direction,
                 self.sel, weights, self.attends,
             )  # fmt: skip
-        elif self.spline.serves(batch) and in_order:
+        elif self._series_serve(batch):
             moments = self._moments_of_series(rows, table, neighbor_type, switch, batch)
         else:
             pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
             moments = torch.bmm(rows.transpose(1, 2), pairs)
+        return axis_features(self._of_all_slots(moments, counts, width, table, batch), self.num_axis)
+
+    def is_written_out(self, batch: Batch) -> bool:
+        """Whether :meth:`features_and_vjp` serves a batch."""
+        return kernels_by_hand() and self.pair_embedding is None and self._series_serve(batch)
+
+    def features_and_vjp(
+        self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the features (A, M X), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
+
+        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from kernels whose gradient
+        is written out.
+        """
+        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        distance = torch.linalg.vector_norm(hood.vector, dim=-1)
+        matrix = environment(self, hood.vector, distance, dropped, batch.atom_type)
+        rows, of_type = matrix.rows, one_hot(_neighbor_type(mask, batch), len(table), self.dtype).unsqueeze(2)
+        sums = self._sums_of_series((rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], table, batch)
+        moments = joined([one.value for one in sums])
+        moments = self._of_all_slots(moments, None, rows.shape[1], table, batch)
+
+        def vjp(grad: Tensor) -> Tensor:
+            by_moments = axis_features_vjp(grad, moments, self.num_axis) / self.sel
+            parts = by_moments.split([one.left.shape[0] for one in sums])
+            of_left, of_s = zip(*(one.vjp(part) for one, part in zip(sums, parts, strict=True)))
+            by_rows = (joined(list(of_left)).unflatten(2, (4, -1)) * of_type).sum(3)
+            return matrix.vjp(by_rows + functional.pad(joined(list(of_s)).unsqueeze(2), (0, 3)))
+
+        return axis_features(moments, self.num_axis), vjp
+
+    def _series_serve(self, batch: Batch) -> bool:
+        """Whether embedding nets are evaluated by series or tables for a batch."""
+        # functions for each element of the centre need atoms in the order of their types, which images may lack
+        in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(self.mean)
+        return self.spline.serves(batch) and not self.layers and in_order
+
+    def _of_all_slots(self, moments: Tensor, counts: Tensor | None, width: int, table: Tensor, batch: Batch) -> Tensor:
+        """Return means over all slots (A, 4, M) from the sums over the first ``counts`` (A,), or ``width`` if None."""
         if counts is not None or width < self.sel:
-            moments = moments + self._absent_moments(counts, width, table, filler, batch)
-        moments = moments / self.sel
-        return axis_features(moments, self.num_axis)
+            moments = moments + self._absent_moments(counts, width, table, batch.first_type, batch)
+        return moments / self.sel
 
     def _embed(self, s: Tensor, table: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
         """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
@@ -158,21 +195,25 @@ class SeAttenBlock(ElementBlock):
             gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
             return summed[:, :4] + (summed[:, 4:].unflatten(1, (4, num_types)) * gates).sum(2)
         left = (rows[..., None] * of_type[..., None, :]).flatten(2)
+        return joined([one.value for one in self._sums_of_series(left, s, table, batch)])
+
+    def _sums_of_series(self, left: Tensor, s: Tensor, table: Tensor, batch: Batch) -> list[Any]:
+        """Return the sums of ``left`` (A, K, 4 T) times the network of ``s`` and elements: for all atoms or by type."""
         if self.one_side:
-            return self.spline(left, s, self.embedding, table).value
+            return [self.spline(left, s, self.embedding, table)]
         # a function for each element of the centre as well: atoms of one element at once
         parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
-        return torch.cat([
-            self.spline(of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number).value
+        return [
+            self.spline(of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number)
             for number, (of_centre, its_s, centre) in enumerate(parts)
-        ])  # fmt: skip
+        ]
 
     def _counts(self, mask: Tensor) -> Tensor | None:
         """Return how many slots (A,) of each atom come up to its last neighbor, if those beyond are all alike.
 
         Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
         """
-        if not runs_by_hand() or mask.device.type != "cpu":
+        if not kernels_by_hand() or mask.device.type != "cpu":
             return None
         alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
         return occupied_slots(mask) if alike else None
@@ -204,3 +245,9 @@ class SeAttenBlock(ElementBlock):
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
         moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
         return moments if counts is None else moments * (self.sel - counts).to(self.dtype)[:, None, None]
+
+
+def _neighbor_type(mask: Tensor, batch: Batch) -> Tensor:
+    """Return the types (A, K) of neighbors; outside of ``mask`` that of the first atom of the frame."""
+    filler = batch.first_type[batch.atom_frame][:, None]
+    return torch.where(mask, batch.neighbor_type[:, : mask.shape[1]], filler)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import normalised
+from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.triples import triple_sums
+from deepmd_ema.model.kernels.triples import has_kernel, triple_sums, triple_sums_and_vjp
+from deepmd_ema.model.kernels.twin import kernels_by_hand
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot
 
@@ -74,6 +77,32 @@ class SeTTebdBlock(ElementBlock):
                 elements = elements * torch.where(mask, switch, 0).to(self.dtype)[..., None]
             summed = self._gated_by_elements(products, elements, table)
         return summed / self.sel**2
+
+    def is_written_out(self, batch: Batch) -> bool:
+        """Whether :meth:`features_and_vjp` serves a batch."""
+        return kernels_by_hand() and self.pair_embedding is None and has_kernel(self.embedding)
+
+    def features_and_vjp(
+        self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the features (A, M), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
+
+        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from kernels whose gradient
+        is written out.
+        """
+        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        distance = torch.linalg.vector_norm(hood.vector, dim=-1)
+        matrix = environment(self, hood.vector, distance, dropped, batch.atom_type)
+        rows, neighbor_type = matrix.rows[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
+        products = torch.bmm(rows, rows.transpose(1, 2))
+        summed, by_summed = triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)
+
+        def vjp(grad: Tensor) -> Tensor:
+            by_products = by_summed(grad / self.sel**2)
+            by_rows = torch.bmm(by_products + by_products.transpose(1, 2), rows)
+            return matrix.vjp(functional.pad(by_rows, (1, 0)))
+
+        return summed / self.sel**2, vjp
 
     def _gated_by_elements(self, products: Tensor, elements: Tensor, table: Tensor) -> Tensor:
         """Return the sums (A, M) from ``products`` (A, J, K) and ``elements`` (A, K, T).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,11 +83,15 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product."""
         table: Tensor = self.type_embedding()
-        features, vjp = with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
+        features, vjp = self._features_and_vjp(table, batch)
         if not self.section.concat_output_tebd:
             return features, vjp
         width = features.shape[1]
         return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(grad[:, :width])
+
+    def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features of the neighbors (A, num_features) and their vector-Jacobian product."""
+        return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
 
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         """Return the features of the neighbors (A, num_features), which can be differentiated by ``vector``.
@@ -183,6 +187,13 @@ class OneBlockDescriptor(TypeEmbeddedDescriptor):
         self.environments = [
             self._environment(self.block, config.rcut, config.rcut_smth, self.sel, config.set_davg_zero)
         ]
+
+    def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        if not self.block.is_written_out(batch):
+            return super()._features_and_vjp(table, batch)
+        hood = batch.within()
+        features, vjp = self.block.features_and_vjp(hood, table, batch, self.excluded(batch, hood))
+        return features, cast("Vjp", vjp)
 
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         # as far as the list reaches: beyond the cutoff, rows are those of empty slots

@@ -14,6 +14,7 @@ the layers are narrow, and so each operation goes along many pairs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +38,23 @@ def _plain(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Ne
 
 
 def _by_hand(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-    if not _serves(net):
+    if not has_kernel(net):
         return _plain(products, types, mask, table, net)
+    return triple_sums_and_vjp(products, types, mask, table, net)[0]
+
+
+def triple_sums_and_vjp(
+    products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return D (A, M) by hand, and what makes of its gradient that by ``products``; the net has a kernel.
+
+    Args:
+        products: (A, K, K), the c.
+        types: (A, K) of the neighbors.
+        mask: (A, K) bool, where there is a neighbor.
+        table: (T, E) type embeddings.
+        net: G.
+    """
     pairs = _Pairs(types, mask)
     c = pairs.chosen(products.detach())
     start, *later = net.stack
@@ -49,10 +65,10 @@ def _by_hand(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: 
     jets = _Jets([layer.copies for layer in later])
     values, slopes = _Evaluate.apply(jets, pairs, c, of_c[0], terms[0] + start.bias, terms[1], *flat)
     found: Tensor = _Sum.apply(pairs, products, c, values, slopes)
-    return found
+    return found, lambda grad: _SumVjp.apply(pairs, grad, slopes)
 
 
-def _serves(net: Network) -> bool:
+def has_kernel(net: Network) -> bool:
     """Return whether the layers are of tanh without step sizes, and the first one without a skip connection."""
     layers = net.stack
     plain = all(layer.activation.name == "tanh" and layer.idt is None and layer.bias is not None for layer in layers)

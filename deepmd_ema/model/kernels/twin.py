@@ -53,9 +53,9 @@ class Kernel(Generic[P, R]):
         return self.by_hand(*args, **kwargs)
 
 
-def runs_by_hand() -> bool:
-    """Whether kernels by hand are taken here, so that operations may depend on values."""
-    return not torch.compiler.is_compiling() and _kind.get() == _BY_HAND
+def kernels_by_hand() -> bool:
+    """Whether kernels are those by hand: a part of a model may then compute its gradient with them itself."""
+    return not torch.compiler.is_dynamo_compiling() and _kind.get() == _BY_HAND and not torch.compiler.is_compiling()
 
 
 def plain_kernels() -> AbstractContextManager[None]:

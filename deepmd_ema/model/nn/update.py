@@ -29,6 +29,7 @@ class Update(nn.Module):
         super().__init__()
         self.factor = {"res_incr": num_updates**-0.5}.get(style, 1.0)
         self.scale = (num_updates + 1) ** -0.5 if style == "res_avg" else 1.0
+        self.num_updates = num_updates
         self.factors = nn.ParameterList()
         for k in range(num_updates if style == "res_residual" else 0):
             generator = torch.Generator().manual_seed(seed_for("update", seed, k))
@@ -41,3 +42,9 @@ class Update(nn.Module):
         for k, update in enumerate(updates):
             features = features + update * (self.factors[k] if len(self.factors) else self.factor)
         return features * self.scale
+
+    def each_factor(self, like: Tensor) -> list[Tensor]:
+        """Return the ``r_k``, or their equal number as tensors without dimensions, of the kind of ``like``."""
+        if len(self.factors):
+            return list(self.factors)
+        return [like.new_full((), self.factor)] * self.num_updates
