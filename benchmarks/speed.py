@@ -7,7 +7,9 @@ else. Both programs get the same input, precision, batch size and threads, and t
 ratios of the turns. Results are kept in --work and not measured again, so each stage may be run at another time:
 
 - ``step``: training runs are started and halted with SIGSTOP; they then go on in turns, one at a time. The time of a
-  step is that between rows of lcurve.out: loader, forward, backward, optimizer. Peak memory is that of these runs.
+  step is that between rows of lcurve.out: loader, forward, backward, optimizer. Turns of dp-ema begin after its first
+  epoch, in which it finds the neighbors of each frame, to keep them: DeePMD-kit does so in every step. Peak memory is
+  that of these runs.
 - ``bound``: dp-ema alone. The floating-point operations of the matrix products of a step are counted and set beside
   the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is told
   by class of operation (:mod:`speed_bound`).
@@ -27,6 +29,7 @@ import argparse
 import compileall
 import copy
 import json
+import math
 import os
 import shutil
 import statistics
@@ -143,14 +146,18 @@ def _steps(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[
     """Return seconds per step in the turns of each program, seconds that each took to begin, and its peak memory."""
     runs, begin, failed, memory = {}, {}, {}, {}
     interval = _interval(case, runners[0], args)
+    epoch = math.ceil(common.count_frames(speed_cases.input_of(case, args)) / case.batch)
     try:
         for runner in runners:
             start = time.perf_counter()
             run = _start(case, runner, args, interval)
             try:
                 run.wait_for(0, start + args.wait)
-                runs[runner.name], begin[runner.name] = run, time.perf_counter() - start
+                begin[runner.name] = time.perf_counter() - start
+                if runner.ours:
+                    run.wait_for(epoch, start + args.wait)
                 run.halt()
+                runs[runner.name] = run
             except (RuntimeError, TimeoutError) as error:
                 run.end()
                 failed[runner.name] = str(error) or f"not begun after {args.wait:.0f} s"

@@ -123,7 +123,7 @@ def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
 
 
 def _measured(trainer: Any, steps: int, device: torch.device) -> dict[str, Any]:
-    for _ in range(3):
+    for _ in range(3 + trainer.tasks.batches_per_epoch):  # all neighbors are found, and kept from then on
         trainer.advance()
     seconds, launch = zip(*(_timed(trainer.advance, device) for _ in range(max(3, steps))))
     with Operations() as seen:
