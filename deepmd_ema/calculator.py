@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepmd_ema.errors import UserError, counted, did_you_mean
 from deepmd_ema.geometry import KeptPairs
@@ -24,6 +25,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from ase import Atoms
 
+_WATCHED = ("positions", "numbers", "initial_charges", "initial_magmoms")  # arrays that ASE compares
 _MEMORY_KEPT = 512 << 20  # bytes, for the next step
 
 
@@ -64,6 +66,8 @@ class DP(Calculator):
         super().__init__(**parameters)
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
+        # elements of the model, atomic numbers of the last frame, and its types
+        self._known: tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]] | None = None
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
 
     def set(self, **parameters: Any) -> dict[str, Any]:
@@ -85,7 +89,7 @@ class DP(Calculator):
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """Return what has changed since the last calculation; ``atoms.info``, which ASE does not look at, as well."""
-        changes: list[str] = super().check_state(atoms, tol)
+        changes: list[str] = [] if self._is_same(atoms) else super().check_state(atoms, tol)
         if not changes and not all(
             np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name)))
             for name, value in self._conditions_of(atoms).items()
@@ -138,7 +142,28 @@ class DP(Calculator):
                 raise UserError(f'{name}: {what}. Set atoms.info["{name}"], or give DP(..., {name}=...).')
         return found
 
-    def _types(self, atoms: Atoms) -> list[str]:
+    def _is_same(self, atoms: Atoms) -> bool:
+        """Whether nothing has changed that ASE looks at; it asks four times in a step of MD, and is slow."""
+        last = self.atoms
+        if last is None:
+            return False
+        if not (np.array_equal(last.pbc, atoms.pbc) and np.array_equal(last.cell.array, atoms.cell.array)):
+            return False
+        for name in _WATCHED:
+            before, now = last.arrays.get(name), atoms.arrays.get(name)
+            if before is not now and (before is None or now is None or not np.array_equal(before, now)):
+                return False
+        return True
+
+    def _types(self, atoms: Atoms) -> NDArray[np.int64]:
+        """Return the places of the elements in ``type_map``, those of the last call if the elements are the same."""
+        type_map = self.potential.type_map
+        if self._known is None or self._known[0] != type_map or not np.array_equal(self._known[1], atoms.numbers):
+            places = [type_map.index(symbol) for symbol in self._symbols(atoms)]
+            self._known = type_map, atoms.numbers.copy(), np.array(places, np.int64)
+        return self._known[2]
+
+    def _symbols(self, atoms: Atoms) -> list[str]:
         symbols = atoms.get_chemical_symbols()
         unknown = sorted(set(symbols) - set(self.potential.type_map))
         if unknown:

@@ -102,6 +102,27 @@ def test_nothing_is_computed_twice(atoms, monkeypatch):
     atoms.get_stress()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda atoms: atoms.positions.__setitem__((3, 1), atoms.positions[3, 1] + 0.1),
+        lambda atoms: atoms.set_chemical_symbols(atoms.get_chemical_symbols()[::-1]),
+        lambda atoms: atoms.set_cell(atoms.cell * 1.01),
+        lambda atoms: atoms.set_pbc(False),
+        lambda atoms: atoms.set_initial_charges(np.ones(NATOMS)),
+    ],
+    ids=["positions", "numbers", "cell", "pbc", "initial_charges"],
+)
+def test_every_change_that_ase_sees_is_seen(atoms, potential, change):
+    atoms.get_forces()
+    assert atoms.calc.check_state(atoms) == []
+    change(atoms)
+    assert len(atoms.calc.check_state(atoms)) == 1
+    fresh = atoms.copy()
+    fresh.calc = DP(potential)
+    np.testing.assert_allclose(atoms.get_forces(), fresh.get_forces(), atol=1e-12)
+
+
 def test_an_open_system_has_no_stress(atoms, potential):
     atoms.pbc = False
     found = potential.evaluate(atoms.positions, atoms.get_chemical_symbols())

@@ -17,7 +17,7 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.model.descriptor.repformer import Repformer
 from deepmd_ema.model.descriptor.repformer_attention import Surroundings
 from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, triples, unit  # noqa: F401  (they register)
-from deepmd_ema.model.kernels.attention import attention_layers
+from deepmd_ema.model.kernels.attention import attended_moments
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.repformer import repformer_layers
@@ -79,7 +79,7 @@ def arguments(name):
         "unit_rows": (draw(num_atoms, 3, 8),),
         "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
         "triple_sums": triples_arguments(),
-        "attention_layers": attention_arguments(ATTENTION),
+        "attended_moments": attention_arguments(ATTENTION),
         "repformer_layers": repformer_arguments(hood),
     }[name]
 
@@ -102,7 +102,10 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
     direction = (draw(atoms, slots, 3, seed=2).detach() * mask[..., None]).requires_grad_()
     sizes = (width, 3 * hidden), (3 * hidden,), (hidden, width), (width,), (width,), (width,)
     layers = [Weights(*(draw(*size, seed=10 * n + k) for k, size in enumerate(sizes))) for n in range(2)]
-    return draw(atoms, slots, width), mask, switch, direction, num_slots, layers, options
+    counts = attention.occupied_slots(mask)
+    rows = draw(atoms, slots, 4, seed=3).detach() * (torch.arange(slots) < counts[:, None])[..., None]
+    pairs = draw(atoms, slots, width)
+    return rows.requires_grad_(), torch.tanh, [pairs], counts, mask, switch, direction, num_slots, layers, options
 
 
 SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}
@@ -210,14 +213,20 @@ def test_forces_through_triples_have_the_parameter_gradients_of_the_plain_kernel
 
 def attended_forces(call, options, **sizes):
     """Return features of attention, their gradient by vectors, and what both depend on."""
-    pre, mask, _, _, num_slots, layers, _ = attention_arguments(options, **sizes)
+    rows, _, (pre,), counts, mask, _, _, num_slots, layers, _ = attention_arguments(options, **sizes)
     vector, mixer = draw(*pre.shape[:2], 3, seed=4).detach(), draw(3, pre.shape[2], seed=5)
+    there = (rows != 0).detach()
 
     def features(vector):
         distance = vector.norm(dim=-1)
         switch = torch.where(mask, (2 - distance).clamp(0, 1).square(), 0)
         direction = vector / distance[..., None] * mask[..., None]
-        return call(pre + torch.tanh(vector @ mixer), mask, switch, direction, num_slots, layers, options)
+        rows = torch.cat([switch[..., None], vector], -1) * there
+
+        def embed(pre, vector):
+            return pre + torch.tanh(vector @ mixer)
+
+        return call(rows, embed, [pre, vector], counts, mask, switch, direction, num_slots, layers, options)
 
     out, vjp = torch.func.vjp(features, vector)
     return out, vjp, [mixer, *tree_leaves(layers)]
@@ -231,7 +240,7 @@ def attended_forces(call, options, **sizes):
 def test_forces_through_attention_have_the_parameter_gradients_of_the_plain_kernel(changed, portion, monkeypatch):
     monkeypatch.setattr(attention, "NUMBERS_IN_CACHE", portion)
     results = []
-    for call in (attention_layers.by_hand, attention_layers.plain):
+    for call in (attended_moments.by_hand, attended_moments.plain):
         out, vjp, leaves = attended_forces(call, replace(ATTENTION, **changed))
         (force,) = vjp(torch.tanh(out))  # as of a fitting net
         losses = (force * draw(*force.shape, seed=6).detach()).sum(), (out * draw(*out.shape, seed=7).detach()).sum()
@@ -246,11 +255,13 @@ def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_plai
         sizes = {"slots": slots, "num_slots": num_slots, "atoms": atoms}
         if not slots or not atoms:
             args = attention_arguments(ATTENTION)
-            args = (*(a[:atoms, :slots] for a in args[:4]), num_slots, *args[5:])
-            close(attention_layers.by_hand(*args), attention_layers.plain(*args))
+            rows, embed, (pairs,), counts, *others = args
+            rows, pairs, *others[:3] = (a[:atoms, :slots] for a in (rows, pairs, *others[:3]))
+            args = (rows, embed, [pairs], counts[:atoms], *others[:3], num_slots, *others[4:])
+            close(attended_moments.by_hand(*args), attended_moments.plain(*args))
             continue
         both = [
-            attended_forces(call, ATTENTION, **sizes)[0] for call in (attention_layers.by_hand, attention_layers.plain)
+            attended_forces(call, ATTENTION, **sizes)[0] for call in (attended_moments.by_hand, attended_moments.plain)
         ]
         close(*both)
 
@@ -258,7 +269,7 @@ def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_plai
 def test_gradients_of_attention_asked_for_several_times_add_up():
     """Two vector-Jacobian products of one evaluation in one loss, and one that was asked for and left."""
     results = []
-    for call in (attention_layers.by_hand, attention_layers.plain):
+    for call in (attended_moments.by_hand, attended_moments.plain):
         out, vjp, leaves = attended_forces(call, ATTENTION)
         given = draw(*out.shape, seed=8)
         first, second = vjp(given)[0].square().sum(), vjp(torch.tanh(out))[0].sin().sum()
@@ -270,13 +281,14 @@ def test_gradients_of_attention_asked_for_several_times_add_up():
 
 def test_attention_by_hand_refuses_derivatives_that_it_does_not_have():
     *first, layers, options = attention_arguments(ATTENTION)
+    (pairs,), direction = first[2], first[6]
     with pytest.raises(NotImplementedError, match="by parameters: use plain_kernels"):
-        torch.autograd.grad(attention_layers.by_hand(*first, layers, options).sum(), first[0], create_graph=True)
+        torch.autograd.grad(attended_moments.by_hand(*first, layers, options).sum(), pairs, create_graph=True)
     layers = [Weights(*(one.detach() for one in layer)) for layer in layers]
-    loss = attention_layers.by_hand(*first, layers, options).square().sum()
-    (grad,) = torch.autograd.grad(loss, first[0], create_graph=True)
+    loss = attended_moments.by_hand(*first, layers, options).square().sum()
+    (grad,) = torch.autograd.grad(loss, pairs, create_graph=True)
     with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
-        torch.autograd.grad(grad.square().sum(), first[3])
+        torch.autograd.grad(grad.square().sum(), direction)
 
 
 def repformer_forces(call, stack, node, rows, around):

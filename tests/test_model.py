@@ -117,6 +117,22 @@ def test_kernels_by_hand_and_plain_ones_give_the_same_gradients(neuron, one_side
         assert_same(by_hand, loss_and_gradients(model, batch))
 
 
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("smooth", [True, False])
+def test_attention_leaves_out_empty_slots_and_adds_what_they_are_worth(alike, smooth):
+    """Also where the statistics of the slots differ, as a file may have them: then every slot is computed."""
+    changes = {"smooth_type_embedding": smooth, "exclude_types": [[0, 1]], "set_davg_zero": False}
+    _, model = toy_model("se_atten", descriptor_changes=changes)
+    mean = model.descriptor.block.mean
+    mean[..., 0] = torch.arange(1, 1 + len(mean))[:, None] * 0.1
+    if not alike:
+        mean[:, 1::2] *= 1.5
+    batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
+    by_hand = loss_and_gradients(model, batch)
+    with plain_kernels():
+        assert_same(by_hand, loss_and_gradients(model, batch))
+
+
 def test_the_size_of_the_portions_does_not_matter(monkeypatch):
     _, model = toy_model()
     batch = batch_of(model, (*toy_atoms(), TRICLINIC))

@@ -13,7 +13,7 @@ from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
 from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
-from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, attention_layers
+from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, attended_moments, occupied_slots
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions
 from deepmd_ema.model.kernels.axis_features import axis_features, axis_features_vjp
 from deepmd_ema.model.kernels.env_mat import environment_rows
@@ -102,17 +102,25 @@ class SeAttenBlock(ElementBlock):
         if dropped is not None:
             rows = rows * (~(dropped & hood.mask))[..., None]
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
-        if self._series_serve(batch):
+        counts = None
+        if self.layers:
+            near = mask & (distance < self.rcut)  # the list may reach farther
+            direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
+            counts = self._counts(hood.mask)
+            if counts is not None:
+                rows = torch.where((torch.arange(width, device=rows.device) < counts[:, None])[..., None], rows, 0)
+            inputs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
+            weights = [layer.weights for layer in self.attention_layers]
+            moments = attended_moments(
+                rows, lambda s, *others: self._embed(s, table, *others), inputs, counts, mask, switch, direction,
+                self.sel, weights, self.attends,
+            )  # fmt: skip
+        elif self._series_serve(batch):
             moments = self._moments_of_series(rows, table, neighbor_type, switch, batch)
         else:
             pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
-            if self.layers:
-                near = mask & (distance < self.rcut)  # the list may reach farther
-                direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
-                weights = [layer.weights for layer in self.attention_layers]
-                pairs = attention_layers(pairs, mask, switch, direction, self.sel, weights, self.attends)
             moments = torch.bmm(rows.transpose(1, 2), pairs)
-        return axis_features(self._of_all_slots(moments, width, table, batch), self.num_axis)
+        return axis_features(self._of_all_slots(moments, counts, width, table, batch), self.num_axis)
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
@@ -132,7 +140,7 @@ class SeAttenBlock(ElementBlock):
         rows, of_type = matrix.rows, one_hot(_neighbor_type(mask, batch), len(table), self.dtype).unsqueeze(2)
         sums = self._sums_of_series((rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], table, batch)
         moments = joined([one.value for one in sums])
-        moments = self._of_all_slots(moments, rows.shape[1], table, batch)
+        moments = self._of_all_slots(moments, None, rows.shape[1], table, batch)
 
         def vjp(grad: Tensor) -> Tensor:
             by_moments = axis_features_vjp(grad, moments, self.num_axis) / self.sel
@@ -149,10 +157,10 @@ class SeAttenBlock(ElementBlock):
         in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(self.mean)
         return self.spline.serves(batch) and not self.layers and in_order
 
-    def _of_all_slots(self, moments: Tensor, width: int, table: Tensor, batch: Batch) -> Tensor:
-        """Return means over all slots (A, 4, M) from the sums over the first ``width``."""
-        if width < self.sel:
-            moments = moments + self._absent_moments(width, table, batch.first_type, batch)
+    def _of_all_slots(self, moments: Tensor, counts: Tensor | None, width: int, table: Tensor, batch: Batch) -> Tensor:
+        """Return means over all slots (A, 4, M) from the sums over the first ``counts`` (A,), or ``width`` if None."""
+        if counts is not None or width < self.sel:
+            moments = moments + self._absent_moments(counts, width, table, batch.first_type, batch)
         return moments / self.sel
 
     def _embed(self, s: Tensor, table: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
@@ -200,14 +208,34 @@ class SeAttenBlock(ElementBlock):
             for number, (of_centre, its_s, centre) in enumerate(parts)
         ]
 
-    def _absent_moments(self, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
-        """Return what the slots beyond those of the batch add to the moments (A, 4, M).
+    def _counts(self, mask: Tensor) -> Tensor | None:
+        """Return how many slots (A,) of each atom come up to its last neighbor, if those beyond are all alike.
+
+        Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
+        """
+        if not kernels_by_hand() or mask.device.type != "cpu":
+            return None
+        alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
+        return occupied_slots(mask) if alike else None
+
+    def _absent_moments(self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
+        """Return what the slots beyond those of the batch, or beyond the first of each atom, add to the moments.
 
         They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the centre,
         and the type embedding of the first atom of the frame, as DeePMD-kit has it: constants per type and frame.
+
+        Args:
+            counts: (A,) of the first slots, whose others are alike; None: as many as the batch has.
+            width: K.
+            table: (T, E) type embeddings.
+            filler: (F,) type of the first atom of each frame.
+            batch: the batch.
+
+        Returns:
+            (A, 4, M).
         """
-        num_types = len(table)
-        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[:, width:]  # (T, S - K, 4)
+        num_types, first = len(table), width if counts is None else self.sel - 1
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[:, first:]  # (T, S - first, 4)
         centre = torch.arange(num_types, device=rows.device)[None, :, None]
         neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
         s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
@@ -215,7 +243,8 @@ class SeAttenBlock(ElementBlock):
         for layer in self.attention_layers:
             pairs = layer.of_no_neighbor(pairs)
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
-        return moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
+        moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
+        return moments if counts is None else moments * (self.sel - counts).to(self.dtype)[:, None, None]
 
 
 def _neighbor_type(mask: Tensor, batch: Batch) -> Tensor:

@@ -1,6 +1,6 @@
-"""A layer of attention among the neighbors of an atom, with its gradient and the gradient of that written out.
+"""Moments of layers of attention among the neighbors of an atom; the gradient and the gradient of that written out.
 
-With the channels X (K, M) of the pairs of an atom, the switch w and the directions d of its neighbors::
+With the channels X (K, M) of the pairs of an atom, the switch w and the directions d of its neighbors a layer is::
 
     [q, k, v] = X W_in + b_in            each row of length 1 if ``unit``
     P = softmax(scaling q k^T)           if smooth, of (scaling q_j . k_k + 20) w_j w_k - 20
@@ -8,20 +8,21 @@ With the channels X (K, M) of the pairs of an atom, the switch w and the directi
     Y = layer_norm(X + U v W_out + b_out)
 
 The switch goes into the rows: with ``q' = scaling w q`` and ``k' = w k`` the logits are ``q' k'^T + 20 w w^T`` up to
-the constant 20, and with ``h = w d`` the factor of P is ``h h^T``. So there are few passes over (K, K).
+the constant 20, and with ``h = w d`` the factor of P is ``h h^T``. So there are few passes over (K, K). After the last
+layer the moments are ``R^T Y`` with rows R (K, C).
 
-The kernel by hand goes through portions of atoms that stay in a cache, sorted by their numbers of neighbors, so that
-few empty slots are computed. Its gradient ``J^T g`` becomes forces, of which a loss asks the gradient by g and by the
-parameters. With the cotangent t of ``J^T g`` these are ``J t``, the change of Y as the inputs change by t, and the
-gradient of ``g . J t``. The latter is found together with the gradient by Y itself, in one pass over the portions:
-:class:`_LayerVjp` leaves t behind, and returns zeros as the gradient by Y, so that autograd comes to :class:`_Layer` in
-any case.
+The kernel by hand takes portions of atoms through all layers while they stay in a cache, sorted by their numbers of
+slots, so that few empty ones are computed. Its gradient ``J^T g`` becomes forces, of which a loss asks the gradient by
+g and by the parameters. With the cotangent t of ``J^T g`` these are ``J t``, the change of the moments as the inputs
+change by t, and the gradient of ``g . J t``. The latter is found together with the gradient by the moments themselves,
+in one pass over the portions: :class:`_MomentsVjp` leaves t behind, and returns zeros as the gradient by the moments,
+so that autograd comes to :class:`_Moments` in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +32,7 @@ from deepmd_ema.model.kernels.attention_layer import (
     AttentionOptions,
     Changes,
     Cotangents,
-    Past,
     Surroundings,
-    Values,
     by_surroundings,
     evaluate,
     pull,
@@ -44,7 +43,7 @@ from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.kernels.unit import unit_rows
 from deepmd_ema.model.nn.attention import Weights
 
-# A atoms, K neighbor slots, M channels of a pair, H hidden width
+# A atoms, K neighbor slots, M channels of a pair, H hidden width, C columns of rows
 
 NUMBERS_IN_CACHE = 1 << 17  # of queries, keys and values of a portion of atoms, for each thread of a CPU
 LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
@@ -56,6 +55,12 @@ def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
     return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
 
 
+def occupied_slots(mask: Tensor) -> Tensor:
+    """Return how many slots (A,) there are up to the last one that is true in ``mask`` (A, K)."""
+    places = torch.arange(mask.shape[1], device=mask.device) + 1
+    return torch.nn.functional.pad(mask * places, (0, 1)).amax(1)
+
+
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is nowhere true."""
     # finite, so that a row of empty slots has no nan
@@ -63,12 +68,13 @@ def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def _plain(
-    pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int, layers: Sequence[Weights],
-    options: AttentionOptions,
+    rows: Tensor, embed: Callable[..., Tensor], inputs: Sequence[Tensor], counts: Tensor | None, mask: Tensor,
+    switch: Tensor, direction: Tensor, num_slots: int, layers: Sequence[Weights], options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
+    pairs = embed(*inputs)
     for weights in layers:
         pairs = _plain_layer(pairs, mask, switch, direction, num_slots, weights, options)
-    return pairs
+    return torch.bmm(rows.transpose(1, 2), pairs)
 
 
 def _plain_layer(
@@ -93,52 +99,167 @@ def _plain_layer(
 
 
 def _by_hand(
-    pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int, layers: Sequence[Weights],
-    options: AttentionOptions,
+    rows: Tensor, embed: Callable[..., Tensor], inputs: Sequence[Tensor], counts: Tensor | None, mask: Tensor,
+    switch: Tensor, direction: Tensor, num_slots: int, layers: Sequence[Weights], options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
-    if not pairs.numel():
-        return _plain(pairs, mask, switch, direction, num_slots, layers, options)
+    if not mask.numel():
+        return _plain(rows, embed, inputs, counts, mask, switch, direction, num_slots, layers, options)
     smooth = options.shift is not None
-    inside = switch.detach() != 0 if smooth else mask
     if not smooth:
-        switch = mask.to(pairs.dtype)
+        switch = mask.to(rows.dtype)
     sides = switch.unsqueeze(-1)
     if options.gated:
         sides = direction * sides if smooth else direction
     if not smooth:
         switch = torch.ones_like(switch)
-    on_cpu = pairs.device.type == "cpu"  # elsewhere all at once, without asking the device
-    portions = [(slice(0, len(pairs)), pairs.shape[1])]
+    on_cpu = rows.device.type == "cpu"  # elsewhere all at once, without asking the device
+    portions = [(slice(0, len(rows)), rows.shape[1])]
     if on_cpu:
-        counts, order = _last(inside).sort(stable=True)
+        if counts is None:
+            counts = torch.full_like(mask[:, 0], rows.shape[1], dtype=torch.int64)
+        counts, order = counts.sort(stable=True)
         portions = _portions(counts, layers[0])
-        mask, pairs, switch, sides = (t.index_select(0, order) for t in (mask, pairs, switch, sides))
-    for weights in layers:
-        call = _Call(options, portions, None if smooth else mask, num_slots)
-        pairs = _Layer.apply(call, pairs, switch, sides, *weights)
-    return pairs.index_select(0, order.argsort()) if on_cpu else pairs
-
-
-def _last(inside: Tensor) -> Tensor:
-    """Return how many slots (A,) there are up to the last one that is ``inside`` (A, K), at least 1."""
-    places = torch.arange(1, inside.shape[1] + 1, device=inside.device)
-    return (inside * places).amax(1).clamp(min=1)
+        mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *inputs))
+    call = _Call(options, portions, None if smooth else mask, num_slots)
+    found: Tensor = _Moments.apply(call, embed(*inputs), rows, switch, sides, *(w for layer in layers for w in layer))
+    return found.index_select(0, order.argsort()) if on_cpu else found
 
 
 def _portions(counts: Tensor, weights: Weights) -> list[tuple[slice, int]]:
     """Return portions of atoms that stay in the cache of a CPU, and their slots, from those of each atom, ascending."""
-    most, step = int(counts[-1]), NUMBERS_IN_CACHE * torch.get_num_threads()
+    most, step = max(1, int(counts[-1])), NUMBERS_IN_CACHE * torch.get_num_threads()
     step = max(1, step // (most * len(weights.in_bias)))
     parts = [slice(start, start + step) for start in range(0, len(counts), step)]
-    return [(part, int(counts[part][-1])) for part in parts]
+    return [(part, max(1, int(counts[part][-1]))) for part in parts]
+
+
+class _Inputs(NamedTuple):
+    """What the moments depend on beside the parameters, or their change or gradient."""
+
+    pairs: Tensor  # (A, K, M)
+    rows: Tensor  # (A, K, C)
+    switch: Tensor  # (A, K)
+    sides: Tensor  # (A, K, columns of h)
+
+
+class _Portion:
+    """Some of the atoms, with the values of all layers that their derivatives need.
+
+    Args:
+        part: the atoms.
+        width: N, the slots that are computed.
+        inputs: of all atoms.
+        around: of the slots.
+        layers: parameters.
+        options: of the layers.
+
+    Attributes:
+        value: the moments (A, C, M).
+    """
+
+    def __init__(
+        self,
+        part: slice,
+        width: int,
+        inputs: _Inputs,
+        around: Surroundings,
+        layers: Sequence[Weights],
+        options: AttentionOptions,
+    ) -> None:
+        self.part, self.width, self._options = part, width, options
+        pairs, self._rows, *_ = self._of(inputs)
+        pairs, self._values = pairs.flatten(0, 1), []
+        for weights in layers:
+            pairs, values = evaluate(pairs, around, weights, options)
+            self._values.append(values)
+        self._out = pairs.view(len(self._rows), width, -1)
+        self.value = torch.bmm(self._rows.transpose(1, 2), self._out)
+
+    def gradient(
+        self, grad: Tensor, layers: Sequence[Weights], sums: Sequence[Weights] | None, found: _Inputs
+    ) -> list[Cotangents]:
+        """Write the gradients by the inputs into ``found``, and return the intermediate values, last layer first.
+
+        Args:
+            grad: (A, C, M) by the moments.
+            layers: parameters.
+            sums: gradients by the parameters, which are added to, or None.
+            found: of all atoms.
+        """
+        by_pairs, by_rows, by_switch, by_sides = self._of(found)
+        torch.bmm(self._out, grad.transpose(1, 2), out=by_rows)
+        given, cotangents = torch.bmm(self._rows, grad).flatten(0, 1), []
+        for k in reversed(range(len(self._values))):
+            values = self._values[k]
+            given, of_layer = pull(values, given, layers[k], None if sums is None else sums[k], None, self._options)
+            for total, part in zip((by_switch, by_sides), by_surroundings(values, of_layer, self._options)):
+                total += part
+            cotangents.append(of_layer)
+        by_pairs.copy_(given.view(by_pairs.shape))
+        return cotangents
+
+    def change(self, inputs: _Inputs, layers: Sequence[Weights]) -> tuple[Tensor, list[Changes]]:
+        """Return the change of the moments (A, C, M) as the inputs of all atoms change, and what led there."""
+        pairs, rows, switch, sides = self._of(inputs)
+        pairs, changes = pairs.flatten(0, 1), []
+        for values, weights in zip(self._values, layers):
+            pairs, of_layer = push(values, pairs, switch, sides, weights, self._options)
+            changes.append(of_layer)
+        out = torch.bmm(rows.transpose(1, 2), self._out)
+        return out.baddbmm_(self._rows.transpose(1, 2), pairs.view(self._out.shape)), changes
+
+    def second_gradient(
+        self,
+        grad: Tensor | None,
+        past: _Past,
+        number: int,
+        layers: Sequence[Weights],
+        sums: Sequence[Weights],
+        by_pairs: Tensor,
+    ) -> None:
+        """Write or add the gradient by the pairs of ``grad`` times the moments and ``g`` times their change.
+
+        Args:
+            grad: (A, C, M) by the moments; None: what is found is added.
+            past: of all atoms.
+            number: of this portion.
+            layers: parameters.
+            sums: gradients by the parameters, which are added to.
+            by_pairs: (A, K, M) of all atoms.
+        """
+        given = torch.bmm(past.change.rows[self.part, : self.width], past.grad[self.part])
+        if grad is not None:
+            given.baddbmm_(self._rows, grad[self.part])
+        given = given.flatten(0, 1)
+        for k, cotangents in zip(reversed(range(len(self._values))), past.cotangents[number]):
+            of_layer = cotangents, past.changes[number][k]
+            given, _ = pull(self._values[k], given, layers[k], sums[k], of_layer, self._options)
+        found = by_pairs[self.part, : self.width]
+        if grad is None:
+            found += given.view(found.shape)
+        else:
+            found.copy_(given.view(found.shape))
+
+    def _of(self, inputs: _Inputs) -> _Inputs:
+        return _Inputs(*(t[self.part, : self.width] for t in inputs))
+
+
+class _Past(NamedTuple):
+    """A gradient that was asked for, and how it changed."""
+
+    made: int  # number of the backward pass of the change
+    grad: Tensor  # (A, C, M), g
+    cotangents: list[list[Cotangents]]
+    change: _Inputs
+    changes: list[list[Changes]]
 
 
 class _Call:
-    """One evaluation of a layer, with the numbers that its derivatives need.
+    """One evaluation of all layers, with the numbers that its derivatives need.
 
     Args:
-        options: of the layer.
-        portions: of atoms, with the slots up to the last neighbor of each.
+        options: of the layers.
+        portions: of atoms, with the slots that are computed of each.
         mask: (A, K) bool, where there is a neighbor; None where the switch says it.
         num_slots: slots of an atom with those that are not here.
     """
@@ -146,73 +267,78 @@ class _Call:
     def __init__(
         self, options: AttentionOptions, portions: list[tuple[slice, int]], mask: Tensor | None, num_slots: int
     ) -> None:
-        self._options, self._portions, self._mask, self._num_slots = options, portions, mask, num_slots
-        self._values: list[Values] = []
-        self._past: list[tuple[int, list[Cotangents], list[Changes]]] = []
+        self._options, self._parts, self._mask, self._num_slots = options, portions, mask, num_slots
+        self._portions: list[_Portion] = []
+        self._past: list[_Past] = []
 
-    def value(self, pairs: Tensor, switch: Tensor, sides: Tensor, weights: Weights) -> Tensor:
-        """Return the output (A, K, M)."""
-        out = torch.empty_like(pairs)
-        for part, width in self._portions:
+    def value(self, inputs: _Inputs, layers: Sequence[Weights]) -> Tensor:
+        """Return the moments (A, C, M)."""
+        for part, width in self._parts:
             mask = None if self._mask is None else self._mask[part, :width]
-            around = Surroundings(switch[part, :width], sides[part, :width], mask, self._num_slots - width)
-            out[part], values = evaluate(pairs[part], around, weights, self._options)
-            self._values.append(values)
-        return out
+            around = Surroundings(
+                inputs.switch[part, :width], inputs.sides[part, :width], mask, self._num_slots - width
+            )
+            self._portions.append(_Portion(part, width, inputs, around, layers, self._options))
+        return torch.cat([portion.value for portion in self._portions])
 
     def gradient(
-        self, grad: Tensor, weights: Weights, sums: Weights | None
-    ) -> tuple[Tensor, Tensor, Tensor, list[Cotangents]]:
-        """Return the gradients by pairs, switch and sides, and their intermediate values.
+        self, grad: Tensor, inputs: _Inputs, layers: Sequence[Weights], sums: Sequence[Weights] | None
+    ) -> tuple[_Inputs, list[list[Cotangents]]]:
+        """Return the gradients by the inputs, and their intermediate values.
 
         Args:
-            grad: (A, K, M) by the output.
-            weights: of the layer.
+            grad: (A, C, M) by the moments.
+            inputs: of the evaluation.
+            layers: parameters.
             sums: gradients by the parameters, which are added to, or None.
         """
-        by_pairs, found = torch.empty_like(grad), []
-        columns = self._values[0].around.sides.shape[-1]
-        by_switch, by_sides = grad.new_zeros(grad.shape[:2]), grad.new_zeros(*grad.shape[:2], columns)
-        for (part, width), values in zip(self._portions, self._values):
-            by_pairs[part], cotangents = pull(values, grad[part], weights, sums, None, self._options)
-            by_switch[part, :width], by_sides[part, :width] = by_surroundings(values, cotangents, self._options)
-            found.append(cotangents)
-        return by_pairs, by_switch, by_sides, found
+        small = (torch.zeros_like(one) for one in inputs[1:])
+        found = _Inputs(self._new_pairs(inputs.pairs), *small)
+        return found, [portion.gradient(grad[portion.part], layers, sums, found) for portion in self._portions]
 
-    def change(self, of: list[Cotangents], pairs: Tensor, switch: Tensor, sides: Tensor, weights: Weights) -> Tensor:
-        """Return the change of the output (A, K, M) as the inputs change, and keep it for :meth:`taken`."""
-        out, found = torch.empty_like(pairs), []
-        for (part, width), values in zip(self._portions, self._values):
-            inputs = (pairs[part], switch[part, :width], sides[part, :width])
-            out[part], changes = push(values, *inputs, weights, self._options)
-            found.append(changes)
-        self._past.append((_backward_pass(), of, found))
-        return out
+    def change(
+        self, grad: Tensor, cotangents: list[list[Cotangents]], change: _Inputs, layers: Sequence[Weights]
+    ) -> Tensor:
+        """Return the change of the moments (A, C, M) as the inputs change, and keep it for :meth:`taken`."""
+        values, changes = zip(*(portion.change(change, layers) for portion in self._portions))
+        self._past.append(_Past(_backward_pass(), grad, cotangents, change, list(changes)))
+        return torch.cat(values)
 
-    def taken(self) -> list[list[Past]]:
+    def taken(self) -> list[_Past]:
         """Return the gradients that changed in this backward pass with their changes, and forget all."""
         now, past, self._past = _backward_pass(), self._past, []
-        return [list(zip(of, changes)) for made, of, changes in past if made == now]
+        return [one for one in past if one.made == now]
 
-    def second_gradient(self, grad: Tensor, past: list[Past], weights: Weights, sums: Weights) -> Tensor:
-        """Return the gradient by the pairs (A, K, M) of ``grad`` times the output and ``g`` times its change.
+    def second_gradient(
+        self, grad: Tensor, past: list[_Past], pairs: Tensor, layers: Sequence[Weights], sums: Sequence[Weights]
+    ) -> Tensor:
+        """Return the gradient by the pairs (A, K, M) of ``grad`` times the moments and each ``g`` times its change.
 
         Args:
-            grad: (A, K, M) by the output.
-            past: a gradient of each portion and its change.
-            weights: of the layer.
+            grad: (A, C, M) by the moments.
+            past: the gradients that were asked for; usually one.
+            pairs: (A, K, M).
+            layers: parameters.
             sums: gradients by the parameters, which are added to.
         """
-        found = torch.empty_like(grad)
-        for (part, _), values, of_part in zip(self._portions, self._values, past):
-            found[part], _ = pull(values, grad[part], weights, sums, of_part, self._options)
+        found = self._new_pairs(pairs)
+        for k, one in enumerate(past):
+            for number, portion in enumerate(self._portions):
+                portion.second_gradient(None if k else grad, one, number, layers, sums, found)
         return found
 
+    def _new_pairs(self, like: Tensor) -> Tensor:
+        """Return an array (A, K, M) for the gradient by the pairs, with zeros in the slots that are not computed."""
+        out = torch.empty_like(like)
+        for part, width in self._parts:
+            out[part, width:] = 0
+        return out
 
-class _Layer(torch.autograd.Function):
+
+class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(call: _Call, pairs: Tensor, switch: Tensor, sides: Tensor, *weights: Tensor) -> Tensor:
-        return call.value(pairs, switch, sides, Weights(*weights))
+    def forward(call: _Call, pairs: Tensor, rows: Tensor, switch: Tensor, sides: Tensor, *weights: Tensor) -> Tensor:
+        return call.value(_Inputs(pairs, rows, switch, sides), _by_layer(weights))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # separate, as torch.func needs it
@@ -221,58 +347,62 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        output, pairs, switch, sides, *weights = ctx.saved_tensors
+        output, *tensors = ctx.saved_tensors
         call: _Call = ctx.call
+        inputs, weights, layers = _Inputs(*tensors[:4]), tensors[4:], _by_layer(tensors[4:])
         if torch.is_grad_enabled():  # the gradient is differentiated
-            if any(ctx.needs_input_grad[4:]):
+            if any(ctx.needs_input_grad[5:]):
                 raise NotImplementedError("second derivatives by parameters: use plain_kernels()")
-            inputs = (pairs, switch, sides, *weights)
-            return (None, *_LayerVjp.apply(_Gradient(call), grad, output, *inputs), *[None] * len(weights))
-        past, of_layer = call.taken(), Weights(*weights)
-        sums = Weights(*(torch.zeros_like(one) for one in weights))
+            found = _MomentsVjp.apply(_Gradient(call), grad, output, *tensors)
+            return (None, *found, *[None] * len(weights))
+        past, sums = call.taken(), [torch.zeros_like(one) for one in weights]
         if not past:
-            *found, _ = call.gradient(grad, of_layer, sums)
-            return (None, *found, *sums)
-        if any(ctx.needs_input_grad[2:4]):
+            by_inputs, _ = call.gradient(grad, inputs, layers, _by_layer(sums))
+            return (None, *by_inputs, *sums)
+        if any(ctx.needs_input_grad[2:5]):
             raise NotImplementedError("second derivatives by positions: use plain_kernels()")
-        by_pairs = call.second_gradient(grad, past[0], of_layer, sums)
-        for more in past[1:]:  # the gradient was asked for several times
-            by_pairs += call.second_gradient(torch.zeros_like(grad), more, of_layer, sums)
-        return (None, by_pairs, None, None, *sums)
+        by_pairs = call.second_gradient(grad, past, inputs.pairs, layers, _by_layer(sums))
+        return (None, by_pairs, None, None, None, *sums)
 
 
 class _Gradient:
-    """A gradient of a layer, with its intermediate values."""
+    """A gradient of the moments, with its intermediate values."""
 
-    found: list[Cotangents]
+    cotangents: list[list[Cotangents]]
 
     def __init__(self, call: _Call) -> None:
         self.call = call
 
 
-class _LayerVjp(torch.autograd.Function):
-    """Gradients by pairs, switch and sides, differentiable by the given gradient, the pairs and the parameters."""
+class _MomentsVjp(torch.autograd.Function):
+    """Gradients by the inputs, differentiable by the given gradient, the pairs and the parameters."""
 
     @staticmethod
     def forward(
-        gradient: _Gradient, grad: Tensor, output: Tensor, pairs: Tensor, switch: Tensor, sides: Tensor,
+        gradient: _Gradient, grad: Tensor, output: Tensor, pairs: Tensor, rows: Tensor, switch: Tensor, sides: Tensor,
         *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        *found, gradient.found = gradient.call.gradient(grad, Weights(*weights), None)
-        return found[0], found[1], found[2]
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        inputs = _Inputs(pairs, rows, switch, sides)
+        found, gradient.cotangents = gradient.call.gradient(grad, inputs, _by_layer(weights), None)
+        return tuple(found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.gradient = inputs[0]
-        ctx.save_for_backward(*inputs[6:])
+        ctx.gradient, grad, _, *tensors = inputs
+        ctx.save_for_backward(grad, *tensors[4:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, pairs: Tensor, switch: Tensor, sides: Tensor) -> tuple[Tensor | None, ...]:
-        weights = Weights(*ctx.saved_tensors)
-        change = ctx.gradient.call.change(ctx.gradient.found, pairs, switch, sides, weights)
-        # the gradients by pairs and parameters come from _Layer, to which zeros lead in any case
-        return None, change, change.new_zeros(()).expand_as(change), None, None, None, *[None] * len(weights)
+    def backward(ctx: Any, *change: Tensor) -> tuple[Tensor | None, ...]:
+        grad, *weights = ctx.saved_tensors
+        found = ctx.gradient.call.change(grad, ctx.gradient.cotangents, _Inputs(*change), _by_layer(weights))
+        # the gradients by pairs and parameters come from _Moments, to which zeros lead in any case
+        return None, found, found.new_zeros(()).expand_as(found), *[None] * (4 + len(weights))
+
+
+def _by_layer(weights: Sequence[Tensor]) -> list[Weights]:
+    size = len(Weights._fields)
+    return [Weights(*weights[start : start + size]) for start in range(0, len(weights), size)]
 
 
 def _backward_pass() -> int:
@@ -280,4 +410,7 @@ def _backward_pass() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-attention_layers = Kernel("attention_layers", _by_hand, _plain)
+# of rows (A, K, C), a function of inputs (A, K, ...) or (A, 1, ...) that returns the pairs (A, K, M), these inputs,
+# how many slots (A,) of each atom are computed, beyond which its rows are 0 (None: all), the mask (A, K) of neighbors,
+# the switch (A, K), the directions (A, K, 3), the slots of an atom with those that are not here, layers and options
+attended_moments = Kernel("attended_moments", _by_hand, _plain)

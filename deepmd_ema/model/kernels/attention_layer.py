@@ -5,8 +5,9 @@ factors ``f = (scaling w, w, 1)``: ``S = f Z / |Z|`` with ``Z = X W_in + b_in`` 
 ``S = f Z``. ``L = q' k'^T + 20 w w^T`` are the logits, ``G = h h^T`` and ``U = P G`` the weights, ``O = U v`` the sums
 and ``R = X + O W_out + b_out`` what is normalised.
 
-Slots beyond the last neighbor of all these atoms neither attend nor are attended to: N of the K slots are left, and
-only the layer norm sees all. A cotangent has the prefix ``by_``, a change (tangent) the prefix ``d_``.
+The atoms have N slots; all pairs of them are rows of one matrix, but the three parts of S stand one after the other, as
+torch multiplies batches of matrices faster if each of them is without gaps. A cotangent has the prefix ``by_``, a
+change (tangent) the prefix ``d_``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from deepmd_ema.model.nn.attention import Weights
 
-# A atoms, K neighbor slots, N of them with neighbors, M channels of a pair, H hidden width, C columns of the factors h
+# A atoms, N neighbor slots, M channels of a pair, H hidden width, C columns of the factors h
 
 LARGEST_EXPONENT = 60.0  # whose exponential is finite in float32
 EPS = 1e-12  # shorter rows are divided by this number; as torch.nn.functional.normalize
@@ -66,32 +67,32 @@ class Values:
 
     around: Surroundings
     pairs: Tensor  # (A N, M), X
-    scale: Tensor  # (A, N, 3, 1), f
-    share: Tensor  # (A, N, 3, 1), 1 / f, 0 beyond the cutoff, where nothing asks for it
-    inverse: Tensor  # (A, N, 3, 1), 1 / |Z|, or 1
-    rows: Tensor  # (A, N, 3, H), S
+    scale: Tensor  # (3, A, N, 1), f
+    share: Tensor  # (3, A, N, 1), 1 / f, 0 beyond the cutoff, where nothing asks for it
+    inverse: Tensor  # (3, A, N, 1), 1 / |Z|, or 1
+    rows: Tensor  # (3, A, N, H), S
     attention: Tensor  # (A, N, N), P
     absent: Tensor | float  # (A, N, 1), what P gives to slots that are not here
     weights: Tensor  # (A, N, N), U
     attended: Tensor  # (A N, H), O
-    summed: Tensor  # (A, K, M), R
-    mean: Tensor  # (A, K, 1), of R
-    spread: Tensor  # (A, K, 1), 1 / sqrt(variance + eps) of R
+    summed: Tensor  # (A N, M), R
+    mean: Tensor  # (A N, 1), of R
+    spread: Tensor  # (A N, 1), 1 / sqrt(variance + eps) of R
 
 
 @dataclass
 class Cotangents:
     """Intermediate values of the gradient ``J^T g``."""
 
-    given: Tensor  # (A, K, M), g
-    summed: Tensor  # (A, K, M), by R
-    inner: Tensor  # (A N, M), those of the slots with neighbors
+    given: Tensor  # (A N, M), g
+    summed: Tensor  # (A N, M), by R
     attended: Tensor  # (A, N, H), by O
     weights: Tensor  # (A, N, N), by U
     total: Tensor  # (A, N, 1), sum of by_U U
     logits: Tensor  # (A, N, N), by L
-    rows: Tensor  # (A, N, 3, H), by S
-    along: Tensor  # (A, N, 3, 1), S . by_S
+    rows: Tensor  # (3, A, N, H), by S
+    along: Tensor  # (3, A, N, 1), S . by_S
+    projected: Tensor  # (A N, 3 H), by Z
 
 
 @dataclass
@@ -99,48 +100,54 @@ class Changes:
     """Intermediate values of the change ``J t``."""
 
     pairs: Tensor  # (A N, M), of X
-    scale: Tensor  # (A, N, 3, 1), of f
-    rows: Tensor  # (A, N, 3, H), of S
-    along: Tensor  # (A, N, 3, 1), S . d_Z
+    scale: Tensor  # (3, A, N, 1), of f
+    rows: Tensor  # (3, A, N, H), of S
+    along: Tensor  # (3, A, N, 1), S . d_Z
     attention: Tensor  # (A, N, N), of P
     mean: Tensor  # (A, N, 1), sum of P d_L
     weights: Tensor  # (A, N, N), of U
     attended: Tensor  # (A N, H), of O
-    summed: Tensor  # (A, K, M), of R
+    summed: Tensor  # (A N, M), of R
+    spread: Tensor  # (A N, M), of the layer norm without its weight
 
 
 Past = tuple[Cotangents, Changes]
 
 
 def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: AttentionOptions) -> tuple[Tensor, Values]:
-    """Return the output (A, K, M) and the values that led there.
+    """Return the output (A N, M) and the values that led there.
 
     Args:
-        pairs: (A, K, M).
-        around: of N slots.
+        pairs: (A N, M).
+        around: of the slots.
         weights: of the layer.
         options: of the layer.
     """
-    (num_atoms, num_inside), width = around.switch.shape, pairs.shape[-1]
-    flat = pairs[:, :num_inside].reshape(-1, width)
-    rows = torch.addmm(weights.in_bias, flat, weights.in_weight).view(num_atoms, num_inside, 3, -1)
+    projected = _in_three(torch.addmm(weights.in_bias, pairs, weights.in_weight), around.switch)
     of_switch = around.switch.unsqueeze(-1)
-    scale = torch.stack([of_switch * options.scaling, of_switch, torch.ones_like(of_switch)], 2)
+    scale = torch.stack([of_switch * options.scaling, of_switch, torch.ones_like(of_switch)])
     inverse = torch.ones_like(scale)
     if options.unit:
-        inverse = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
-    query, key, value = rows.mul_(scale * inverse).unbind(2)
+        inverse = torch.linalg.vector_norm(projected, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
+    rows = torch.mul(projected, scale * inverse, out=pairs.new_empty(projected.shape))
+    query, key, value = rows.unbind(0)
     attention, absent = _attention(query, key, around, options)
     mixed = torch.bmm(around.sides, around.sides.transpose(1, 2)).mul_(attention)
-    attended = torch.bmm(mixed, value).view(flat.shape[0], -1)
-    summed = pairs + weights.out_bias
-    summed[:, :num_inside] += torch.mm(attended, weights.out_weight).view(num_atoms, num_inside, width)
+    attended = torch.bmm(mixed, value).flatten(0, 1)
+    summed = torch.addmm(pairs, attended, weights.out_weight).add_(weights.out_bias)
     out, mean, spread = torch.native_layer_norm(
-        summed, (width,), weights.norm_weight, weights.norm_bias, options.eps
-    )  # fmt: skip
+        summed, summed.shape[-1:], weights.norm_weight, weights.norm_bias, options.eps
+    )
     share = torch.where(scale == 0, 0, scale.reciprocal())
-    values = Values(around, flat, scale, share, inverse, rows, attention, absent, mixed, attended, summed, mean, spread)
+    values = Values(
+        around, pairs, scale, share, inverse, rows, attention, absent, mixed, attended, summed, mean, spread
+    )
     return out, values
+
+
+def _in_three(projected: Tensor, switch: Tensor) -> Tensor:
+    """Return queries, keys and values (3, A, N, H), a view of (A N, 3 H)."""
+    return projected.view(*switch.shape, 3, -1).permute(2, 0, 1, 3)
 
 
 def _attention(
@@ -167,54 +174,47 @@ def _attention(
 def pull(
     v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None, options: AttentionOptions
 ) -> tuple[Tensor, Cotangents]:
-    """Return the gradient by the pairs (A, K, M) and the values that led there.
+    """Return the gradient by the pairs (A N, M) and the values that led there.
 
     Args:
         v: of the layer.
-        given: (A, K, M) gradient by the output.
+        given: (A N, M) gradient by the output.
         weights: of the layer.
         sums: gradients by the parameters, which are added to, or None.
         past: a gradient ``J^T g`` and a change ``J t``; the gradient of ``g . J t`` is added. Or None.
         options: of the layer.
     """
-    num_atoms, num_inside = v.around.switch.shape
-    query, key, value = v.rows.unbind(2)
+    query, key, value = v.rows.unbind(0)
     summed = _pull_norm(v, given, weights, sums, past)
-    inner = summed[:, :num_inside].reshape(-1, given.shape[-1])
-    attended = torch.mm(inner, weights.out_weight.T).view(num_atoms, num_inside, -1)
+    attended = torch.mm(summed, weights.out_weight.T).view(query.shape)
     by_weights = torch.bmm(attended, value.transpose(1, 2))
-    # each of the three contiguous: torch multiplies batches of matrices one by one if the result is not
-    by_rows = attended.new_empty(3, *attended.shape)
-    by_query, by_key, by_value = by_rows.unbind(0)
+    rows = torch.empty_like(v.rows)
+    by_query, by_key, by_value = rows.unbind(0)
     torch.bmm(v.weights.transpose(1, 2), attended, out=by_value)
-    logits = by_weights * v.weights
     if past is not None:
         cot, change = past
-        by_weights.baddbmm_(cot.attended, change.rows[:, :, 2].transpose(1, 2))
+        by_weights.baddbmm_(cot.attended, change.rows[2].transpose(1, 2))
         by_value.baddbmm_(change.weights.transpose(1, 2), cot.attended)
-        torch.mul(by_weights, v.weights, out=logits)
+    logits = by_weights * v.weights
+    if past is not None:
         logits.addcmul_(cot.weights, change.weights).addcmul_(change.attention, cot.total, value=-1)
     total = logits.sum(-1, keepdim=True)
     logits.addcmul_(v.attention, total if past is None else total + cot.total * change.mean * v.absent, value=-1)
     torch.bmm(logits, key, out=by_query)
     torch.bmm(logits.transpose(1, 2), query, out=by_key)
     if past is not None:
-        d_query, d_key, _ = change.rows.unbind(2)
-        by_query.baddbmm_(cot.logits, d_key)
-        by_key.baddbmm_(cot.logits.transpose(1, 2), d_query)
-    rows = by_rows.permute(1, 2, 0, 3)
+        by_query.baddbmm_(cot.logits, change.rows[1])
+        by_key.baddbmm_(cot.logits.transpose(1, 2), change.rows[0])
     along = (v.rows * rows).sum(-1, keepdim=True)
-    found = Cotangents(given, summed, inner, attended, by_weights, total, logits, rows, along)
-    projected = _pull_rows(v, found, past, options).view(inner.shape[0], -1)
+    projected = _pull_rows(v, rows, along, past, options)
+    found = Cotangents(given, summed, attended, by_weights, total, logits, rows, along, projected)
     if sums is not None:
-        _add_up(sums, v, found, projected, past, options)
-    by_pairs = summed.clone()
-    by_pairs[:, :num_inside] += torch.mm(projected, weights.in_weight.T).view(num_atoms, num_inside, -1)
-    return by_pairs, found
+        _add_up(sums, v, found, past)
+    return torch.addmm(summed, projected, weights.in_weight.T), found
 
 
 def _pull_norm(v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None) -> Tensor:
-    """Return the gradient by what is normalised (A, K, M)."""
+    """Return the gradient by what is normalised (A N, M)."""
     wanted = [True, sums is not None, sums is not None]
     summed: Tensor
     summed, by_weight, by_bias = torch.ops.aten.native_layer_norm_backward(
@@ -227,56 +227,50 @@ def _pull_norm(v: Values, given: Tensor, weights: Weights, sums: Weights | None,
         return summed
     cot, change = past
     x = (v.summed - v.mean).mul_(v.spread)
-    pushed = _normalised_change(v, change.summed)
+    pushed = change.spread
     first, second = _mean_product(cot.given * weights.norm_weight, x), _mean_product(x, change.summed)
     both = _mean_product(cot.summed, change.summed)
     summed.addcmul_(x.mul_(both).addcmul_(cot.summed, second).addcmul_(pushed, first), v.spread, value=-1)
     if sums is not None:
-        sums.norm_weight.add_(pushed.mul_(cot.given).flatten(0, 1).sum(0))
+        sums.norm_weight.add_((pushed * cot.given).sum(0))
     return summed
-
-
-def _normalised_change(v: Values, change: Tensor) -> Tensor:
-    """Return the change of the layer norm without its weight as what is normalised changes (A, K, M)."""
-    # its matrix is symmetric
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(
-        change, v.summed, change.shape[-1:], v.mean, v.spread, None, None, [True, False, False]
-    )[0]
-    return found
 
 
 def _mean_product(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).mean(-1, keepdim=True)
 
 
-def _pull_rows(v: Values, by: Cotangents, past: Past | None, options: AttentionOptions) -> Tensor:
-    """Return the gradient by ``Z`` (A, N, 3, H) from that by the rows."""
-    out = torch.mul(by.rows, v.inverse * v.scale, out=torch.empty_like(v.rows))
+def _pull_rows(v: Values, rows: Tensor, along: Tensor, past: Past | None, options: AttentionOptions) -> Tensor:
+    """Return the gradient by ``Z`` (A N, 3 H) from that by the rows."""
+    flat = rows.new_empty(v.pairs.shape[0], 3 * rows.shape[-1])
+    out, factor = _in_three(flat, v.around.switch), v.inverse * v.scale
     if not options.unit:
-        return out if past is None else out.addcmul_(past[0].rows, past[1].scale)
-    if past is None:
-        return out.addcmul_(v.rows, by.along * v.inverse * v.share, value=-1)
-    cot, change = past
-    turned = (change.rows * cot.rows).sum(-1, keepdim=True).add_(by.along)
-    past_along = v.inverse * cot.along * v.share
-    both = v.inverse * change.along
-    out.addcmul_(cot.rows, v.inverse * (change.scale - both))
-    out.addcmul_(v.rows, (change.scale + both) * past_along * v.share - v.inverse * v.share * turned)
-    return out.addcmul_(change.rows, past_along, value=-1)
+        torch.mul(rows, factor, out=out)
+        if past is not None:
+            out.addcmul_(past[0].rows, past[1].scale)
+    elif past is None:
+        torch.addcmul(rows * factor, v.rows, along * v.inverse * v.share, value=-1, out=out)
+    else:
+        cot, change = past
+        turned = (change.rows * cot.rows).sum(-1, keepdim=True).add_(along)
+        past_along = v.inverse * cot.along * v.share
+        both = v.inverse * change.along
+        found = (rows * factor).addcmul_(cot.rows, v.inverse * (change.scale - both))
+        found.addcmul_(v.rows, (change.scale + both) * past_along * v.share - v.inverse * v.share * turned)
+        torch.addcmul(found, change.rows, past_along, value=-1, out=out)
+    return flat
 
 
-def _add_up(
-    sums: Weights, v: Values, by: Cotangents, projected: Tensor, past: Past | None, options: AttentionOptions
-) -> None:
+def _add_up(sums: Weights, v: Values, by: Cotangents, past: Past | None) -> None:
     """Add the gradients by the parameters of the linear maps."""
-    sums.in_weight.addmm_(v.pairs.T, projected)
-    sums.in_bias.add_(projected.sum(0))
-    sums.out_weight.addmm_(v.attended.T, by.inner)
-    sums.out_bias.add_(by.summed.flatten(0, 1).sum(0))
+    sums.in_weight.addmm_(v.pairs.T, by.projected)
+    sums.in_bias.add_(by.projected.sum(0))
+    sums.out_weight.addmm_(v.attended.T, by.summed)
+    sums.out_bias.add_(by.summed.sum(0))
     if past is not None:
         cot, change = past
-        sums.in_weight.addmm_(change.pairs.T, _pull_rows(v, cot, None, options).view(projected.shape))
-        sums.out_weight.addmm_(change.attended.T, cot.inner)
+        sums.in_weight.addmm_(change.pairs.T, cot.projected)
+        sums.out_weight.addmm_(change.attended.T, cot.summed)
 
 
 def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -285,7 +279,7 @@ def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tup
     by_sides = torch.bmm(of_products, sides).baddbmm_(of_products.transpose(1, 2), sides)
     if options.shift is None:
         return torch.zeros_like(switch), by_sides
-    by_switch = (by.along[:, :, :2] * v.share[:, :, 1:2]).sum(2)
+    by_switch = (by.along[:2] * v.share[1]).sum(0)
     column = (switch * options.shift).unsqueeze(-1)
     by_switch.baddbmm_(by.logits, column).baddbmm_(by.logits.transpose(1, 2), column)
     return by_switch.squeeze(-1), by_sides
@@ -294,29 +288,27 @@ def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tup
 def push(
     v: Values, d_pairs: Tensor, d_switch: Tensor, d_sides: Tensor, weights: Weights, options: AttentionOptions
 ) -> tuple[Tensor, Changes]:
-    """Return the change of the output (A, K, M) and the changes that led there.
+    """Return the change of the output (A N, M) and the changes that led there.
 
     Args:
         v: of the layer.
-        d_pairs: (A, K, M) change of the pairs.
+        d_pairs: (A N, M) change of the pairs.
         d_switch: (A, N) change of the switch.
         d_sides: (A, N, C) change of the factors h.
         weights: of the layer.
         options: of the layer.
     """
-    (num_atoms, num_inside), width = d_switch.shape, d_pairs.shape[-1]
     switch, sides, *_ = v.around
-    flat = d_pairs[:, :num_inside].reshape(-1, width)
-    rows = torch.mm(flat, weights.in_weight).view(v.rows.shape)
+    projected = _in_three(torch.mm(d_pairs, weights.in_weight), switch)
     of_switch = d_switch.unsqueeze(-1)
-    scale = torch.stack([of_switch * options.scaling, of_switch, torch.zeros_like(of_switch)], 2)
+    scale = torch.stack([of_switch * options.scaling, of_switch, torch.zeros_like(of_switch)])
     along, of_rows = scale, scale * v.share
     if options.unit:
-        along = (v.rows * rows).sum(-1, keepdim=True)
+        along = (v.rows * projected).sum(-1, keepdim=True)
         of_rows.addcmul_(along, v.inverse * v.share, value=-1)
-    rows.mul_(v.inverse * v.scale).addcmul_(v.rows, of_rows)
-    query, key, value = v.rows.unbind(2)
-    d_query, d_key, d_value = rows.unbind(2)
+    rows = torch.mul(projected, v.inverse * v.scale, out=torch.empty_like(v.rows)).addcmul_(v.rows, of_rows)
+    query, key, value = v.rows.unbind(0)
+    d_query, d_key, d_value = rows.unbind(0)
     logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(query, d_key.transpose(1, 2))
     if options.shift is not None:
         both = torch.stack([d_switch, switch], 2)
@@ -327,8 +319,11 @@ def push(
     mixed = torch.bmm(sides, sides.transpose(1, 2)).mul_(attention)
     left, right = torch.cat([d_sides, sides], -1), torch.cat([sides, d_sides], -1)
     mixed.addcmul_(torch.bmm(left, right.transpose(1, 2), out=logits), v.attention)
-    attended = torch.bmm(mixed, value).baddbmm_(v.weights, d_value).view(flat.shape[0], -1)
-    summed = d_pairs.clone()
-    summed[:, :num_inside] += torch.mm(attended, weights.out_weight).view(num_atoms, num_inside, width)
-    out = _normalised_change(v, summed).mul_(weights.norm_weight)
-    return out, Changes(flat, scale, rows, along, attention, mean, mixed, attended, summed)
+    attended = torch.bmm(mixed, value).baddbmm_(v.weights, d_value).flatten(0, 1)
+    summed = torch.addmm(d_pairs, attended, weights.out_weight)
+    # the matrix of the layer norm without its weight is symmetric
+    spread: Tensor = torch.ops.aten.native_layer_norm_backward(
+        summed, v.summed, summed.shape[-1:], v.mean, v.spread, None, None, [True, False, False]
+    )[0]
+    changes = Changes(d_pairs, scale, rows, along, attention, mean, mixed, attended, summed, spread)
+    return spread * weights.norm_weight, changes

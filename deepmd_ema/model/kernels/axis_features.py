@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.kernels.twin import Kernel, applied
 
 # A atoms, M channels, X axis channels
 
@@ -76,5 +76,5 @@ def _gradient(grad: Tensor, moments: Tensor, axis: int) -> Tensor:
     return out
 
 
-axis_features = Kernel("axis_features", _AxisFeatures.apply, _plain)
-axis_features_vjp = Kernel("axis_features_vjp", _AxisFeaturesVjp.apply, _plain_vjp)
+axis_features = Kernel("axis_features", applied(_AxisFeatures), _plain)
+axis_features_vjp = Kernel("axis_features_vjp", applied(_AxisFeaturesVjp), _plain_vjp)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.kernels.twin import Kernel, applied
 
 # A atoms, K neighbor slots, M reverse slots, C channels
 
@@ -79,5 +79,5 @@ def _exported_sum(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     return out.index_add(0, neighbor.flatten(), pair.flatten(0, 1))[:-1]
 
 
-gather_neighbors = Kernel("gather_neighbors", _Gather.apply, _plain_gather, _exported_gather)
-sum_over_reverse = Kernel("sum_over_reverse", _Sum.apply, _plain_sum, _exported_sum)
+gather_neighbors = Kernel("gather_neighbors", applied(_Gather), _plain_gather, _exported_gather)
+sum_over_reverse = Kernel("sum_over_reverse", applied(_Sum), _plain_sum, _exported_sum)

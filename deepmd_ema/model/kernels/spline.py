@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from deepmd_ema.model.kernels import series
 from deepmd_ema.model.kernels.embedding import embed
 from deepmd_ema.model.kernels.series import SeriesSum
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.kernels.twin import Kernel, applied
 from deepmd_ema.model.nn.layers import Network
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def _sum_by_hand(
     left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int
 ) -> SplineSum:
     basis = _basis(s.detach(), low, spacing, pieces, size)
-    value, _ = _SplineSum.apply(left, s, coefficients, basis.first, basis.values, size)
+    value, _ = _apply_sum(left, s, coefficients, basis.first, basis.values, size)
     return SplineSum(left, basis, coefficients, value)
 
 
@@ -337,6 +337,9 @@ class _SplineSum(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_coefficients = summed.flatten(0, 1).T @ grad_value.flatten(0, 1)
         return of_left, of_s, of_coefficients, None, None, None
+
+
+_apply_sum = applied(_SplineSum)
 
 
 class _SplineVjp(torch.autograd.Function):
@@ -448,4 +451,4 @@ def _portions(first: Tensor, numbers: int) -> list[slice]:
 
 
 _spline_sum = Kernel("spline_sum", _sum_by_hand, _plain_sum)
-_spline_sum_vjp = Kernel("spline_sum_vjp", _SplineVjp.apply, _plain_vjp)
+_spline_sum_vjp = Kernel("spline_sum_vjp", applied(_SplineVjp), _plain_vjp)

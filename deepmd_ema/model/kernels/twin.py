@@ -53,6 +53,18 @@ class Kernel(Generic[P, R]):
         return self.by_hand(*args, **kwargs)
 
 
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply``, but ``function.forward`` where no gradient is asked for; it must take no ``ctx``.
+
+    torch reads the signature of such a function at each ``apply``, which takes longer than many a kernel.
+    """
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args) if torch.is_grad_enabled() else function.forward(*args)
+
+    return call
+
+
 def kernels_by_hand() -> bool:
     """Whether kernels are those by hand: a part of a model may then compute its gradient with them itself."""
     return not torch.compiler.is_dynamo_compiling() and _kind.get() == _BY_HAND and not torch.compiler.is_compiling()
