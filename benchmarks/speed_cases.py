@@ -14,7 +14,8 @@ import common
 MODELS = common.ROOT / "benchmarks" / "compile.json"
 CASES = common.ROOT / "benchmarks" / "speed.json"
 FITTING = [120, 120, 120]
-LARGEST = 72 * 192  # atoms in all frames of a system
+LARGEST = 64 * 192  # atoms in all frames of a system
+MOST_FRAMES = 64  # of a system: batches of 1 to 64 divide them, so that all are full
 DOUBLED = (2, 1, 1)  # the cells of the example have 96 atoms
 
 
@@ -148,7 +149,7 @@ def system_of(source: str, times: tuple[int, int, int], work: Path, num_types: i
     folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{name}"
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
-        common.write_repeated(Path(source), folder, times, num_types, max(8, LARGEST // (96 * cells)))
+        common.write_repeated(Path(source), folder, times, num_types, min(MOST_FRAMES, max(8, LARGEST // (96 * cells))))
     return folder
 
 

@@ -29,7 +29,8 @@ ROWS = 6  # that a run shows
 LEAST_S = 3.0  # of measured steps
 NOTE = (
     "Seconds of a step at the least and the largest number, and the exponent p of a fit t ~ n^p to all of them and, in "
-    "brackets, between the last two; with several ranks each has as many frames as one alone has."
+    "brackets, between the last two; with several ranks each has as many frames as one alone has, and both have the "
+    "threads that several leave to each."
 )
 Point = tuple[float, float]
 
@@ -40,12 +41,15 @@ def measure(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict
     failed: dict[str, str] = {}
     for axis in args.axes:
         values = AXES[axis][:2] if args.quick else AXES[axis]
+        own = copy.copy(args)
+        if axis == "ranks":
+            own.threads = max(1, args.threads // max(values))
         for runner, value in itertools.product(runners, values):
             if not runner.ours and axis == "ranks":
                 continue
-            number, config, ranks = _point(case, axis, value, args)
+            number, config, ranks = _point(case, axis, value, own)
             try:
-                seconds = _seconds(case, runner, config, ranks, args, f"{axis}-{value}")
+                seconds = _seconds(case, runner, config, ranks, own, f"{axis}-{value}")
             except (RuntimeError, TimeoutError) as error:
                 failed[f"{runner.name}, {axis} {value}"] = str(error) or "no row in time"
                 continue
