@@ -26,6 +26,7 @@ _FLAT_CELL = 1e-6  # volume over product of the lengths
 _MOST_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
 _MOST_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
 _MOST_DENSE = 1.5e5  # distances of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
+_MOST_ALONE = 1 << 18  # multiplications that OpenBLAS leaves to one thread; its others would spin beside those of torch
 _ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
 _FRAMES_PER_THREAD = 16
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
@@ -413,7 +414,10 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     ones = np.ones((len(end), 1))
     left = np.concatenate([-2 * start, (start**2).sum(1, keepdims=True), ones[: len(start)]], 1)
     right = np.concatenate([end, ones, (end**2).sum(1, keepdims=True)], 1)
-    square = left @ right.T
+    square = np.empty((len(start), len(end)))
+    rows = max(1, _MOST_ALONE // max(1, right.size))
+    for first in range(0, len(start), rows):
+        np.matmul(left[first : first + rows], right.T, out=square[first : first + rows])
     square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair stands twice
     i, k = np.divmod(np.flatnonzero(square < rcut**2 * (1 + _ROUNDING)), len(end))
     j = other[k]
