@@ -24,7 +24,7 @@ from deepmd_ema.model.nn.layers import Network
 # which some are evaluated directly
 
 # of a derivative, over the largest one of its net (decision 0062)
-LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-6}
+LARGEST_ERROR = {torch.float64: 1e-10, torch.float32: 1e-6}
 MOST = 1024  # intervals
 _FIRST, _MULTIPLE = 32, 8  # intervals that are tried first, and of which numbers of them are multiples
 _MARGIN = 1e-6  # of the range, for the rounding of s
