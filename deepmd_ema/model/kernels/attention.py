@@ -39,7 +39,7 @@ from deepmd_ema.model.kernels.attention_layer import (
     push,
 )
 from deepmd_ema.model.kernels.norm import normalised
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.kernels.twin import Kernel, backward_pass
 from deepmd_ema.model.kernels.unit import unit_rows
 from deepmd_ema.model.nn.attention import Weights
 
@@ -301,12 +301,12 @@ class _Call:
     ) -> Tensor:
         """Return the change of the moments (A, C, M) as the inputs change, and keep it for :meth:`taken`."""
         values, changes = zip(*(portion.change(change, layers) for portion in self._portions))
-        self._past.append(_Past(_backward_pass(), grad, cotangents, change, list(changes)))
+        self._past.append(_Past(backward_pass(), grad, cotangents, change, list(changes)))
         return torch.cat(values)
 
     def taken(self) -> list[_Past]:
         """Return the gradients that changed in this backward pass with their changes, and forget all."""
-        now, past, self._past = _backward_pass(), self._past, []
+        now, past, self._past = backward_pass(), self._past, []
         return [one for one in past if one.made == now]
 
     def second_gradient(
@@ -403,11 +403,6 @@ class _MomentsVjp(torch.autograd.Function):
 def _by_layer(weights: Sequence[Tensor]) -> list[Weights]:
     size = len(Weights._fields)
     return [Weights(*weights[start : start + size]) for start in range(0, len(weights), size)]
-
-
-def _backward_pass() -> int:
-    """Return a number of the backward pass that is under way."""
-    return int(torch._C._current_graph_task_id())
 
 
 # of rows (A, K, C), a function of inputs (A, K, ...) or (A, 1, ...) that returns the pairs (A, K, M), these inputs,

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels import repformer_layer as layer
 from deepmd_ema.model.kernels.repformer_layer import LayerOptions, LayerWeights, Neighbors, Pairs, Past
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.kernels.twin import Kernel, backward_pass
 
 # A atoms, K neighbor slots, M reverse slots, C channels of an atom, G of a pair
 
@@ -124,12 +124,12 @@ class _Call:
         for v, weights in zip(self._values, _layers(flat)):
             node, pair, found = layer.push(v, node, pair, d_pairs, self._pairs, self._near, weights, self._options)
             changes.append(found)
-        self._past.append((_backward_pass(), of, changes, inputs))
+        self._past.append((backward_pass(), of, changes, inputs))
         return node
 
     def taken(self) -> list[Any]:
         """Return the gradients that changed in this backward pass with their changes, and forget all."""
-        now, past, self._past = _backward_pass(), self._past, []
+        now, past, self._past = backward_pass(), self._past, []
         return [one[1:] for one in past if one[0] == now]
 
     def second_gradient(self, grad: Tensor, past: Any, flat: Sequence[Any]) -> list[Tensor | None]:
@@ -231,11 +231,6 @@ class _LayersVjp(torch.autograd.Function):
 def _layers(flat: Sequence[Any]) -> list[LayerWeights]:
     size = len(LayerWeights._fields)
     return [LayerWeights(*flat[start : start + size]) for start in range(2, len(flat), size)]
-
-
-def _backward_pass() -> int:
-    """Return a number of the backward pass that is under way."""
-    return int(torch._C._current_graph_task_id())
 
 
 repformer_layers = Kernel("repformer_layers", _by_hand, _plain)

@@ -65,6 +65,11 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return call
 
 
+def backward_pass() -> int:
+    """Return a number of the backward pass that is under way."""
+    return int(torch._C._current_graph_task_id())
+
+
 def kernels_by_hand() -> bool:
     """Whether kernels are those by hand: a part of a model may then compute its gradient with them itself."""
     return not torch.compiler.is_dynamo_compiling() and _kind.get() == _BY_HAND and not torch.compiler.is_compiling()
