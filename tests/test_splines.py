@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, toy_atoms, toy_model
 
 from deepmd_ema.dist.world import World
+from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.spline import Spline, Watch
+from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS
+from deepmd_ema.model.kernels.spline import MAX_ERROR, Spline
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.splines import FIRST, LARGEST_ERROR, MOST
-from deepmd_ema.train import splines as control
+from deepmd_ema.model.splines import splines_of
 from deepmd_ema.train.splines import SplineControl
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,6 +40,7 @@ def net_of(activation="tanh", dtype=torch.float64, steep=1.0):
 def in_series(net, terms, left, s):
     spline = Spline("spline", torch.float64)
     spline.use(terms)
+    spline.max_error = 1e9
     return spline(left, s, net)
 
 
@@ -124,60 +127,159 @@ def controlled(descriptor="se_e2_a", activation="tanh", wanted="auto", natoms=40
     """Return the spline of a model after a run has begun with it, its control and a batch."""
     changes |= {"embedding_eval": wanted, "activation_function": activation}
     _, model = toy_model(descriptor, changes)
-    steering = SplineControl(ModelSet({"": model}), World())
+    control = SplineControl(ModelSet({"": model}), World(), interval=1)
     batch = one_batch(model, natoms)
-    steering.begin({"": batch}, None)
-    return model.descriptor.spline, steering, batch
+    control.begin({"": batch}, None)
+    return model.descriptor.spline, control, batch
 
 
-def test_auto_takes_knots_where_there_are_many_pairs_and_the_nets_are_wide():
+def test_auto_takes_series_where_there_are_many_pairs_and_the_nets_are_wide():
     wide = {"neuron": [50, 100, 200], "type_one_side": True}
-    assert controlled(**wide)[0].terms >= FIRST // 2
+    assert controlled(**wide)[0].terms >= MIN_TERMS
     assert controlled(**wide, natoms=3)[0].terms == 0
     assert controlled(neuron=[2, 4])[0].terms == 0
     assert controlled(**wide, wanted="direct")[0].terms == 0
     assert controlled(neuron=[2, 4], natoms=3, wanted="spline")[0].terms > 0
 
 
-def test_knots_are_added_when_the_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
-    spline, steering, batch = controlled(wanted="spline")
-    model: EnergyModel = steering.models.by_task[""]
+def error_of_forces(model, batch):
+    """Return the largest difference of the forces from those with nets at each pair, over the largest force."""
+    forces = model(batch, create_graph=True)["force"].detach()
+    terms = {spline: spline.terms for spline in splines_of(model).values()}
+    for spline in terms:
+        spline.terms = 0
+    direct = model(batch)["force"]
+    for spline, number in terms.items():
+        spline.terms = number
+    return float((forces - direct).abs().max() / direct.abs().max())
+
+
+def test_a_series_that_is_too_short_for_a_batch_is_not_used_for_it():
+    """The number of terms was chosen for another batch, and for other weights."""
+    spline, control, batch = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
+    spline.use(MIN_TERMS)
+    for factor in (1.0, 6.0, 20.0):
+        with torch.no_grad():
+            model.descriptor.networks[0].stack[0].weight *= factor
+        assert error_of_forces(model, batch) < 3e-9
+        assert spline.terms == MIN_TERMS  # of the next evaluation
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+def test_no_derivative_of_a_series_is_off_by_more_than_the_bound(seed, precision):
+    """Nets of many kinds over ranges of many lengths, beside their derivatives on a fine grid."""
+    source = np.random.default_rng(seed)
+    for _ in range(12):
+        neuron = [[4, 8], [25, 50, 100], [10, 10, 20]][source.integers(3)]
+        net = Network([1, *neuron], "tanh", timestep=False, dtype=torch.float64, seed=int(source.integers(1 << 30)))
+        with torch.no_grad():
+            for layer in net.stack:
+                layer.weight *= float(10 ** source.uniform(-1, 0.7))
+            # a narrow feature that is faint as well
+            net.stack[0].weight[0, 0] *= float(10 ** source.uniform(0, 1.5))
+            net.stack[1].weight[0] *= float(10 ** source.uniform(-6, 0))
+        low = float(source.uniform(-3, 1))
+        s = torch.linspace(low, low + float(10 ** source.uniform(-1, 1.2)), 3001, dtype=torch.float64)
+        spline = Spline("spline", precision)
+        spline.use(int(source.choice([16, 32, 48, 96])))
+        found = spline(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
+        expected = net.value_and_derivative(s[:, None])[1]
+        grad = torch.eye(neuron[-1], dtype=torch.float64)
+        slopes = torch.stack([found.vjp(row.expand(len(s), 1, -1))[1][:, 0] for row in grad], 1)
+        assert (slopes - expected).abs().max() <= MAX_ERROR[precision] * expected.abs().max()
+
+
+def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():
+    """One asks for few terms, the other for many, and whichever is checked chooses for both."""
+    _, control, _ = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
+    coord, types = toy_atoms(1, 30)
+    batches = [batch_of(model, (scale * coord, types, scale * CELL)) for scale in (1.3, 0.6)]
+    for step in range(1, 9):
+        batch = batches[step % 2]
+        control.before_step("", batch, step)
+        assert error_of_forces(model, batch) < 3e-9
+
+
+def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
+    spline, control, batch = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
     first = spline.terms
     weight = model.descriptor.networks[0].stack[0].weight
     seen = []
     for factor in (6.0, 1 / 6.0):
         with torch.no_grad():
             weight *= factor
-        for step in range(2):  # the error that is expected of other knots is measured at the next check
-            steering.check("", batch, step)
-        spline.watch = Watch()
-        model(batch)
-        assert spline.watch.error < LARGEST_ERROR[torch.float64]
-        spline.watch = None
+        for step in range(1, 11):  # fewer by a quarter at a time
+            model(batch, create_graph=True)
+            control.before_step("", batch, step)
         seen.append(spline.terms)
-    # knots go when an eighth of the largest error is expected without them, so not all that came need to go
-    assert first <= seen[1] < seen[0]
+    assert first == seen[1] < seen[0]
+
+
+def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():
+    """One net got smoother and another steeper in the same steps."""
+    spline, control, batch = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight *= 0.1
+        model.descriptor.networks[1].stack[0].weight *= 8
+    before = spline.terms
+    assert error_of_forces(model, batch) < 3e-9
+    control.before_step("", batch, 1)
+    assert spline.terms > before
+    assert error_of_forces(model, batch) < 3e-9
+
+
+def test_averaged_weights_and_other_evaluations_without_gradients_leave_the_series_of_the_run_as_it_is():
+    spline, control, batch = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight *= 6
+    before = spline.terms
+    model(batch, create_graph=False)
+    assert not spline.needed
+    control.before_step("", batch, 1)
+    assert spline.terms == before
 
 
 def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
-    spline, steering, _ = controlled(activation="relu", wanted="spline")
+    spline, control, batch = controlled(activation="relu", wanted="spline")
     assert spline.terms == 0
-    assert "not smooth" in caplog.text
-    assert steering.in_words() == "at each pair"
-    assert not steering.is_due("", 1000)
+    assert "the network is not smooth" in caplog.text
+    assert control.describe() == "at each pair"
+    control.before_step("", batch, 1000)
+    assert spline.terms == 0
 
 
-def test_a_step_that_is_not_finite_leaves_the_knots_as_they_are():
-    spline, steering, batch = controlled(wanted="spline")
+def test_a_net_that_gets_a_kink_is_evaluated_directly_before_a_check_says_so():
+    spline, control, batch = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight *= 1000
+    assert error_of_forces(model, batch) < 3e-9
+    control.before_step("", batch, 1)
+    assert spline.terms == 0
+
+
+def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
+    spline, control, batch = controlled(wanted="spline")
+    model: EnergyModel = control.models.by_task[""]
+    for step in (1, 2):
+        model(batch, create_graph=True)
+        control.before_step("", batch, step)
     before = spline.terms
     with torch.no_grad():
-        steering.models.by_task[""].descriptor.networks[0].stack[0].weight.fill_(float("nan"))
-    steering.check("", batch, 1)
-    assert spline.terms == before <= MOST
+        model.descriptor.networks[0].stack[0].weight.fill_(float("nan"))
+    assert torch.isnan(model(batch, create_graph=True)["energy"]).all()
+    control.before_step("", batch, 3)
+    assert spline.terms == before <= MAX_TERMS
 
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
-    monkeypatch.setattr(control, "CHECK_EVERY", 7)
+    monkeypatch.setattr("deepmd_ema.train.assemble.SplineControl", partial(SplineControl, interval=7))
     caplog.set_level(logging.INFO)
     direct = start("direct", 20, {"model__descriptor__embedding_eval": "direct"})
     assert "embedding nets  at each pair" in caplog.text
@@ -187,7 +289,7 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
     for name, value in weights[0]["model"].items():
         torch.testing.assert_close(weights[1]["model"][name], value, rtol=1e-6, atol=1e-8)
     assert any(weights[1]["splines"]["terms"].values())
-    assert weights[1]["splines"]["checked"] == {"": 14}
+    assert all(weights[1]["splines"]["needed"].values())
 
     parts = start("parts", 20, SPLINE)
     for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt"):
@@ -200,8 +302,8 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
 def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
     folder = start("run", 10, SPLINE)
     saved = load(folder / "model.ckpt-10.pt")["splines"]["terms"]
-    monkeypatch.setattr("deepmd_ema.model.splines.FIRST", 512)
-    monkeypatch.setattr("deepmd_ema.model.splines.LARGEST_ERROR", {torch.float64: 1e-30})
+    monkeypatch.setattr("deepmd_ema.train.splines.FIRST_TERMS", 512)
+    monkeypatch.setattr("deepmd_ema.train.splines._first_terms", lambda _: 512)
     start("run", 12, SPLINE, restart="model.ckpt.pt")
     assert load(folder / "model.ckpt-12.pt")["splines"]["terms"] == saved
 
@@ -211,7 +313,6 @@ def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, sta
     config = config_of([water_like], water_like_valid, stage, 2, SPLINE, num_steps=101)
     train(tmp_path, 2, config)
     saved = load(tmp_path / "model.ckpt-101.pt")["splines"]
-    assert saved["checked"] == {"": 100}
     assert all(n > 0 for n in saved["terms"].values())
 
 
@@ -227,3 +328,14 @@ def test_a_restart_with_another_evaluation_chooses_anew(start):  # noqa: F811
     assert not any(load(folder / "model.ckpt-10.pt")["splines"]["terms"].values())
     start("run", 12, SPLINE, restart="model.ckpt.pt", allow_config_change=True)
     assert all(load(folder / "model.ckpt-12.pt")["splines"]["terms"].values())
+
+
+def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(start, water_like_valid):  # noqa: F811
+    """The terms were chosen for the first batch and weights, and neither an average nor a validation frame is it."""
+    fast = {"learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04}, "validating__max_best_ckpt": 5}
+    folder = start("run", 20, SPLINE | fast)
+    for weights, suffix in (("live", ""), ("ema", "_ema")):
+        for value, step in load(folder / "model.ckpt-20.pt")["best"][weights]["records"]:
+            (file,) = folder.glob(f"best{suffix}.ckpt-{step}.t-*.pt")
+            report = measure(file, [water_like_valid])
+            assert report.total.metric("E:MAE") == value

@@ -239,7 +239,7 @@ def _distance_is_of_the_tasks(payload: Any, place: str) -> Iterator[str]:
         yield f"min_nbor_dist is {_kind(distance)}, expected a number, or one for each of several tasks"
 
 
-SPLINES = _parts({"wanted": _each(TEXT), "checked": _each(COUNT)}, {"terms": _each(COUNT)})
+SPLINES = _parts({"wanted": _each(TEXT)}, {"terms": _each(COUNT), "needed": _each(COUNT), "checked": _each(COUNT)})
 
 KINDS: dict[str, Rule] = {
     "training": _parts(

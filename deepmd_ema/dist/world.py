@@ -62,6 +62,14 @@ class World(Launch):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or self.cpu_group)
         return int(largest)
 
+    def all_reduce_max_each(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest over the ranks of each of as many numbers."""
+        if self.size == 1 or not numbers:
+            return list(numbers)
+        largest = torch.tensor(numbers)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cpu_group)
+        return largest.tolist()
+
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returns on rank 0; other ranks do not call it.
 

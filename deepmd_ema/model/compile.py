@@ -19,6 +19,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import writing
+from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.energy import EnergyModel, run
 from deepmd_ema.model.filled import Round, at_least_two, fill, to_half_octave, to_prime
 
@@ -76,12 +77,16 @@ class Compiler:
         self._up: Round = at_least_two if self.options.dynamic else to_half_octave
 
     def serves(self, model: EnergyModel) -> bool:
-        """Whether a model is compiled in the mode in which it is."""
-        return self.in_training if model.training else self.in_validation
+        """Whether a model is compiled in the mode in which it is; tables are faster than compiled code."""
+        return self.in_training if model.training else self.in_validation and not model.has_tables
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         """Return what ``model`` predicts for ``batch``, with gradients by parameters in training mode."""
-        return self._evaluate(model, batch, self._up)
+        prediction = self._evaluate(model, batch, self._up)
+        # a graph has series of one length, on a CPU, and gives nan where a batch needs longer ones
+        if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
+            return run(model, batch)
+        return prediction
 
     def trace(self, model: EnergyModel, batch: Batch) -> None:
         """Make the graph of a model before it is used, on a batch all of whose sizes differ, and differ from widths.

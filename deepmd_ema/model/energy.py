@@ -40,6 +40,7 @@ class EnergyModel(nn.Module):
     Attributes:
         layout: how ``batch`` must hold the neighbors.
         min_nbor_dist: shortest distance in the training data, angstrom, or None when it is not known.
+        has_tables: whether embedding nets are read from tables, where no gradients by parameters are wanted.
         out_bias: (1, T, 1) float64 buffer, energy added for each atom of a type, eV.
         out_std: (1, T, 1) float64 buffer, spread of the residual of the bias; kept for DeePMD-kit, not used.
     """
@@ -61,6 +62,7 @@ class EnergyModel(nn.Module):
         self.layout = descriptor.layout(excluded_pairs)
         self.excluded_types = frozenset(excluded_types)
         self.min_nbor_dist: float | None = None
+        self.has_tables = False
         self.out_bias: Tensor
         self.out_std: Tensor
         self.register_buffer("out_bias", torch.zeros(1, len(type_map), 1, dtype=torch.float64))

@@ -99,7 +99,7 @@ def assemble(
         input_file=input_file,
         callback=callback or Callback(),
     )
-    for line in render(start_table(prepared, tasks, averages, num_steps, world, splines.in_words())):
+    for line in render(start_table(prepared, tasks, averages, num_steps, world, splines.describe())):
         logger.info("%s", line)
     for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)

@@ -1,99 +1,147 @@
-"""Chooses the series as which embedding nets are evaluated, and checks while training that they are long enough."""
+"""Chooses how the embedding nets are evaluated while training, and adapts the length of their series."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.dist.world import World
+from deepmd_ema.model.kernels.series import FIRST_TERMS, MAX_TERMS
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.model.splines import ROUNDS, choose, splines_of, terms_for, use, watched
+from deepmd_ema.model.splines import splines_of
 from deepmd_ema.tensors import prefix_of
 
-CHECK_EVERY = 100  # steps of a task
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL = 100  # steps
+NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" takes series (decision 0055)
 
 
 @dataclass
 class SplineControl:
-    """The splines of the models of a run.
+    """The series of the models of a run.
 
-    The number of terms follows from the weights and the frames alone, so that all ranks, and a restart, have the same.
+    Each evaluation extends a series that is too short for it, so that errors are bounded whatever is chosen here. The
+    length with which evaluations begin follows what those since the last check needed: only their time depends on it.
+    It is the same on all ranks, and after a restart that of the run without a break.
 
     Attributes:
         models: of the run.
         world: the processes of the run.
-        checked: step of the run at which each task was checked last.
+        interval: steps between two checks.
     """
 
     models: ModelSet
     world: World
-    checked: dict[str, int] = field(default_factory=dict)
+    interval: int = CHECK_INTERVAL
 
     def __post_init__(self) -> None:
-        self._by_task = {
-            task: {prefix_of(task) + name: spline for name, spline in splines_of(model).items()}
-            for task, model in self.models.by_task.items()
-        }
+        self._by_task = {task: splines_of(model) for task, model in self.models.by_task.items()}
+        named: dict[Spline, str] = {}  # one that tasks share has the name of the first
+        for task, splines in self._by_task.items():
+            for name, spline in splines.items():
+                named.setdefault(spline, prefix_of(task) + name)
+        self._splines = {name: spline for spline, name in named.items()}
 
     def begin(self, batches: Mapping[str, Batch], saved: Mapping[str, Any] | None) -> None:
-        """Choose the number of terms.
+        """Choose which nets are series, and their number of terms.
+
+        Must be called by every rank.
 
         Args:
             batches: one of each task, the same on all ranks, on the device of the models, which are not yet sharded.
             saved: what :meth:`state_dict` returned in the run that is continued.
         """
-        known = dict(saved.get("terms", {})) if saved else {}  # none in a file of a version with splines
-        wanted = dict(saved["wanted"]) if saved else {}
-        self.checked = dict(saved["checked"]) if saved else {}
-        done: set[Spline] = set()
+        chosen = [s for s in self._splines.values() if s.wanted != "direct" and self.world.device.type == "cpu"]
+        for spline in self._splines.values():
+            if spline.wanted == "spline" and spline not in chosen:
+                logger.warning(
+                    "embedding_eval = spline: networks are interpolated on CPUs only. On %s they are evaluated at each "
+                    "pair, as with embedding_eval = direct.", self.world.device.type,
+                )  # fmt: skip
+        for spline in chosen:
+            spline.use(FIRST_TERMS)
         for task, batch in batches.items():
-            for name, spline in self._by_task[task].items():
-                if spline not in done and spline.wanted != "direct":
-                    done.add(spline)
-                    if name in known and wanted.get(name) == spline.wanted:  # not if a restart has changed the option
-                        spline.use(known[name])
-                    elif spline.wanted == "spline" or batch.vector.device.type == "cpu":
-                        choose(name, spline, partial(self._evaluate, task, batch))
+            self._evaluate(task, batch)
+        # rank 0 decides: another kind of processor may round differently
+        begun = self.world.broadcast_from_rank0(lambda: {name: _first_terms(s) for name, s in self._splines.items()})
+        known, wanted = (saved.get("terms", {}), saved.get("wanted", {})) if saved else ({}, {})
+        for name, spline in self._splines.items():
+            spline.needed = 0
+            if name in known and wanted.get(name) == spline.wanted and spline in chosen:
+                spline.use(known[name])  # not if a restart has changed the option
+                spline.needed = saved.get("needed", {}).get(name, 0) if saved else 0
+            else:
+                self._use(name, spline, begun[name] if spline in chosen else 0)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return how the embedding nets are evaluated; empty if there is no choice."""
-        splines = self.state_dict()["terms"]
-        used = {name: terms for name, terms in splines.items() if terms}
+        used = {name: spline.terms for name, spline in self._splines.items() if spline.terms}
         if not used:
-            return "at each pair" if splines else ""
-        several = len(splines) > 1
+            return "at each pair" if self._splines else ""
+        several = len(self._splines) > 1
         return "; ".join(f"{f'{name}: ' if several else ''}{n} terms of a series" for name, n in used.items())
 
-    def is_due(self, task: str, step: int) -> bool:
-        """Whether the splines of a task are checked before ``step``."""
-        in_use = any(spline.terms for spline in self._by_task[task].values())
-        return in_use and step >= self.checked.get(task, 0) + CHECK_EVERY
-
-    def check(self, task: str, batch: Batch, step: int) -> None:
-        """Measure the error with the weights of now, and change the number of terms where it asks for it.
-
-        Every rank calls this, with its own batch.
-        """
-        self.checked[task] = step
-        for _ in range(ROUNDS):
-            used = {name: spline for name, spline in self._by_task[task].items() if spline.terms}
-            before = sum(spline.terms for spline in used.values())
-            seen = watched(used.values(), partial(self._evaluate, task, batch))
-            for name, spline in used.items():
-                watch = seen[spline]
-                use(name, spline, self.world.all_reduce_max(terms_for(watch, spline)), watch.error)
-            if sum(spline.terms for spline in used.values()) <= before:  # the same on all ranks
-                return
+    def before_step(self, task: str, batch: Batch, step: int) -> None:
+        """Adapt the number of terms every `interval` steps. Must be called by every rank, with its own batch."""
+        used = {name: spline for name, spline in self._splines.items() if spline.terms}
+        if step % self.interval or not used:
+            return
+        compiled = self.models.compiler is not None and self.models.compiler.in_training
+        if compiled:  # graphs record nothing
+            self._evaluate(task, batch)
+        needed = self.world.all_reduce_max_each([spline.needed for spline in used.values()])
+        for (name, spline), terms in zip(used.items(), needed, strict=True):
+            spline.needed = 0
+            # a graph is made for each number of terms
+            if terms > spline.terms or (terms and not compiled):
+                self._use(name, spline, terms)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs to go on with the same series."""
-        named = {name: spline.terms for splines in self._by_task.values() for name, spline in splines.items()}
-        wanted = {name: spline.wanted for splines in self._by_task.values() for name, spline in splines.items()}
-        return {"terms": named, "wanted": wanted, "checked": dict(self.checked)}
+        """Return what a restart needs to go on with the same series. Must be called by every rank."""
+        needed = self.world.all_reduce_max_each([spline.needed for spline in self._splines.values()])
+        return {
+            "terms": {name: spline.terms for name, spline in self._splines.items()},
+            "wanted": {name: spline.wanted for name, spline in self._splines.items()},
+            "needed": dict(zip(self._splines, needed, strict=True)),
+        }
+
+    def _use(self, name: str, spline: Spline, terms: int) -> None:
+        if terms > MAX_TERMS:
+            logger.warning(
+                "%s: more than %d terms would be needed for derivatives within %.0e of the largest: the network is not "
+                "smooth. From now on it is evaluated at each pair, as with embedding_eval = direct.",
+                name, MAX_TERMS, spline.max_error,
+            )  # fmt: skip
+        elif terms != spline.terms:
+            logger.debug("%s: %d terms, %d before", name, terms, spline.terms)
+        spline.use(terms if terms <= MAX_TERMS else 0)
 
     def _evaluate(self, task: str, batch: Batch) -> None:
-        self.models(task, batch, create_graph=False, need_virial=False)
+        """Evaluate a batch eagerly, and record what its series need."""
+        with _recorded(self._by_task[task].values()):
+            self.models(task, batch, create_graph=False, need_virial=False)
+
+
+@contextmanager
+def _recorded(splines: Any) -> Iterator[None]:
+    for spline in splines:
+        spline.recording = True
+    try:
+        yield
+    finally:
+        for spline in splines:
+            spline.recording = False
+
+
+def _first_terms(spline: Spline) -> int:
+    """Return the terms that the first batches need, 0 where ``auto`` finds a series not to be less work."""
+    unused = not spline.evaluated_sites  # attention sees each pair
+    if unused or (spline.wanted == "auto" and spline.direct_numbers < NUMBERS_PER_SITE * spline.evaluated_sites):
+        return 0
+    return spline.needed

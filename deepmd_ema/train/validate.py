@@ -19,6 +19,7 @@ from deepmd_ema.data.loader import num_batches, sequential_batches
 from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import ModelSet, nested, unnested
+from deepmd_ema.model.splines import tables_in
 from deepmd_ema.report.tables import ValidationLog
 from deepmd_ema.train.prepare import PreparedTask
 from deepmd_ema.weights import LIVE
@@ -102,7 +103,8 @@ class FullValidation:
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
             swap = nullcontext() if weights == LIVE or self.bank is None else self.bank.swapped_in(weights)
-            with swap:
+            # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
+            with swap, tables_in(self.models.by_task.values()):
                 entered(weights)
                 for row in rows:
                     batches = self._until(stopped, self.tasks[row.task])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.spline_table import SplitSum
@@ -54,7 +55,7 @@ class Moments:
 class SplineMoments:
     """The moments of one section of neighbors from a series or spline of its net, and their gradient."""
 
-    summed: SeriesSum | SplineSum | SplitSum
+    summed: SeriesSum | DirectSum | SplineSum | SplitSum
 
     @property
     def rows(self) -> Tensor:

@@ -7,7 +7,8 @@ Approximation Theory and Approximation Practice, 2019, chapters 2 to 4). With ``
     G(s) = sum_n c_n T_n(x),    G'(s) = sum_n d_n T_n(x),    c = S G(sites),    d = D c / half
 
 S is the discrete cosine transform and D the derivative of a series. The error falls geometrically with N, the more
-slowly the steeper the net. A sum over the neighbors of an atom is taken over the polynomials first, and contracted with
+slowly the steeper the net; it is estimated from the decay of the coefficients at every evaluation
+(:func:`estimated_errors`). A sum over the neighbors of an atom is taken over the polynomials first, and contracted with
 the coefficients once per atom::
 
     sum_k left[k] G(s_k) = (sum_k left[k] T(x_k)) c
@@ -21,8 +22,10 @@ the pairs of the others.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +38,33 @@ from deepmd_ema.model.kernels.twin import Kernel
 
 # of the range of s: at the ends of a series the rounding of its derivative grows with the third power of N
 STRETCH = 1.02
+MIN_TERMS, FIRST_TERMS = 16, 32
+MAX_TERMS = 384  # the rounding of derivatives, which grows with N^1.5, is then still below what float64 allows
+MULTIPLE = 8  # of which numbers of terms are multiples, and the number of parts whose decay is compared
+# an estimate that is not below it comes from coefficients that do not decay yet: it says nothing about N
+UNRESOLVED = 0.1
+RESOLVED = 1e-13  # an estimate below it is one of rounding
+MARGIN = 8  # the number of terms kept for later batches gives an error so many times smaller than what is accepted
+ROUNDING = 1e-14  # of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
+MAX_DECAY = 0.98  # of a part to the next: a slower decay is not resolved, or is that of rounding
+
+
+class Transform(NamedTuple):
+    """Constants of the series of N terms, float64 on the CPU.
+
+    Attributes:
+        sites: (N,) the zeros of the polynomial, in -1 to 1.
+        solve: (N, N) S, from values at the sites to coefficients, in the signs of the basis.
+        slope: (N, N) D S, from values at the sites to the coefficients of the derivative.
+        at_sites: (N, N) the basis at the sites.
+        steepest: (N,) bounds of the derivatives of the polynomials between the ends of s.
+    """
+
+    sites: Tensor
+    solve: Tensor
+    slope: Tensor
+    at_sites: Tensor
+    steepest: Tensor
 
 
 @dataclass(frozen=True)
@@ -63,29 +93,54 @@ class SeriesSum:
         return _series_rows_vjp(grad_value, self.coefficients, self.left, self.basis)
 
 
-def transform(terms: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the sites (N,), S and D S (N, N) that make coefficients, in the signs of the basis, of values there."""
-    angles = (np.arange(terms) + 0.5) * np.pi / terms
-    solve = 2 / terms * np.cos(np.outer(np.arange(terms), angles))
+@lru_cache(maxsize=64)
+def transform(terms: int) -> Transform:
+    """Return the constants of the series of N terms."""
+    n, m = np.arange(terms), np.arange(terms)[:, None]
+    angles = (n + 0.5) * np.pi / terms
+    sign = signs(terms)[:, None]
+    at_sites = np.cos(np.outer(angles, n)) * sign.T
+    solve = 2 / terms * np.cos(np.outer(n, angles))
     solve[0] /= 2
     # the derivative of T_n is 2 n times the sum of all T_m with m < n and n - m odd, T_0 half (Trefethen, exercise 3.2)
-    n, m = np.arange(terms), np.arange(terms)[:, None]
     slope = np.where((n > m) & ((n - m) % 2 == 1), 2.0 * n, 0.0)
     slope[0] /= 2
-    sign = signs(terms)[:, None]
-    return np.cos(angles), sign * solve, sign * (slope @ solve)
+    steepest = np.minimum(n**2, n / np.sqrt(1 - STRETCH**-2))
+    arrays = np.cos(angles), sign * solve, sign * (slope @ solve), at_sites, steepest
+    return Transform(*map(torch.from_numpy, arrays))
 
 
-def between(terms: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return places (N + 1,) between the sites and at the ends of s, where errors are largest, and the basis there."""
-    places = np.cos(np.arange(terms + 1) * np.pi / terms).clip(-1 / STRETCH, 1 / STRETCH)
-    return places, np.cos(np.outer(np.arccos(places), np.arange(terms))) * signs(terms)
+def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the errors of the derivative, over its largest value, by the terms left out and by rounding.
+
+    The terms that are left out are extrapolated: bounds of the derivatives of the last terms, in three parts of N / 8
+    each, decay at least by the slower one of the two ratios of their largest values, and the sum of a geometric series
+    follows. Coefficients that are interpolated hold the terms left out once more (Trefethen, theorem 4.2).
+
+    Args:
+        coefficients: (2 F N, M), those of the functions and of their derivatives.
+        constants: of N terms.
+        half: of the length of the range of the series.
+    """
+    terms = len(constants.sites)
+    part = terms // MULTIPLE
+    values, slopes = coefficients.unflatten(0, (2, -1, terms)).unbind(0)  # (F, N, M)
+    sizes = values.abs().amax((0, 2))
+    largest = (constants.at_sites @ slopes).abs().amax()
+    tiny = torch.finfo(sizes.dtype).tiny
+    last = sizes[-3 * part :] * constants.steepest[-3 * part :]
+    first, second, third = last.unflatten(0, (3, part)).amax(1).clamp(min=tiny).unbind(0)
+    decay = torch.maximum(second / first, third / second).clamp(max=MAX_DECAY)
+    noise = ROUNDING * sizes.amax() * constants.steepest[-1]  # of the last term
+    left_out = 2 * part * (third - 3 * noise).clamp(min=0) * decay / (1 - decay)
+    scale = (half * largest).clamp(min=tiny)
+    return left_out / scale, math.sqrt(terms) * noise / scale
 
 
-def largest_derivatives(terms: int) -> np.ndarray:
-    """Return bounds (N,) of the derivatives of the polynomials between the ends of s."""
-    n = np.arange(terms)
-    return np.minimum(n**2, n / np.sqrt(1 - STRETCH**-2))
+def terms_for(terms: int, error: float, accepted: float) -> int:
+    """Return how many terms have an error that is accepted, if ``terms`` have ``error``; it falls geometrically."""
+    growth = 2.0 if error >= UNRESOLVED else min(2.0, math.log(accepted) / math.log(max(error, RESOLVED)))
+    return max(MIN_TERMS, MULTIPLE * math.ceil(growth * terms / MULTIPLE))
 
 
 def signs(terms: int) -> np.ndarray:

@@ -22,7 +22,7 @@ the pairs of the others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels import series
+from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.embedding import embed
-from deepmd_ema.model.kernels.series import SeriesSum
+from deepmd_ema.model.kernels.series import SeriesSum, Transform
 from deepmd_ema.model.kernels.twin import Kernel, applied
 from deepmd_ema.model.nn.layers import Network
 
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
 DEGREE = 7
 MARGIN = 12  # intervals beyond both ends, over which the effect of the ends decays by 0.535 each
 LEAST_SPACING = 1 / 64  # of knots: nearer ones only amplify the rounding of derivatives
-LEAST_HALF = 0.5  # of the length of the range of a series, for the same reason
+MIN_HALF = 0.5  # of the length of the range of a series, for the same reason
+# of the derivative of a series, over the largest one of its net
+MAX_ERROR = {torch.float64: 1e-9, torch.float32: 1e-6}
 NUMBERS_WORTH_BANDS = 1 << 20  # of dense weights of all atoms, from which on bands are asked for on a CPU
 WORTH_TWO_BANDS = 0.8  # of the work in one
 NUMBERS_IN_CACHE = 1 << 19  # of the dense weights of a portion of atoms, for each thread of a CPU
@@ -90,31 +93,36 @@ class SplineSum:
 
 
 class Spline(nn.Module):
-    """Evaluates embedding nets of one number once per site, or is told that each pair is evaluated directly.
+    """Evaluates embedding nets of one number once per site, or leaves it to the caller to evaluate them at each pair.
 
-    While weights change a net is a series between the ends of each batch (:mod:`deepmd_ema.model.kernels.series`). A
-    model that is only evaluated reads splines from tables. It has no parameters, and no state that files hold.
+    While weights change a net is a series between the ends of each batch (:mod:`deepmd_ema.model.kernels.series`). The
+    error of every series is estimated, and one that is too short is not used: it is made again with more terms, or
+    the net is evaluated at each pair. A model that is only evaluated reads splines from tables. It has no parameters,
+    and no state that files hold.
 
     Args:
         wanted: ``spline``, ``direct``, or ``auto``, which leaves it to a training run.
-        precision: of the nets, for the accuracy that a training run asks for.
+        precision: of the nets, for the accuracy.
 
     Attributes:
-        terms: N of the series; 0: each pair is evaluated directly.
-        watch: measures the error while it is not None.
+        terms: N of the first series of an evaluation; 0: each pair is evaluated directly.
+        max_error: of the derivative of a series, over its largest value.
+        recording: whether evaluations without gradients are recorded as well.
+        needed: terms that are enough for all evaluations since it was set to 0, with a margin; more than `MAX_TERMS` if
+            a net was evaluated at each pair.
+        direct_numbers: that the layers would have for all pairs of these evaluations, if each was evaluated directly.
+        evaluated_sites: at which nets were evaluated instead.
         tables: of a model that is only evaluated; None: the range of s is that of each batch.
     """
-
-    sites: Tensor
-    solve: Tensor
-    slope: Tensor
 
     def __init__(self, wanted: str, precision: torch.dtype) -> None:
         super().__init__()
         self.wanted, self.precision, self.terms = wanted, precision, 0
-        self.watch: Watch | None = None
+        self.max_error = MAX_ERROR[precision]
+        self.recording = False
+        self.needed = self.direct_numbers = self.evaluated_sites = 0
         self.tables: SplineTables | None = None
-        for name in ("sites", "solve", "slope"):
+        for name in Transform._fields:  # buffers, because graphs take these as inputs
             self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
 
     def serves(self, batch: Batch) -> bool:
@@ -122,17 +130,17 @@ class Spline(nn.Module):
         return self.terms > 0 if self.tables is None else self.tables.serve(batch.neighbor)
 
     def use(self, terms: int) -> None:
-        """Evaluate nets as series of this length from now on; 0: directly."""
+        """Evaluate nets as series that have this length at first from now on; 0: directly."""
         if terms == self.terms:
             return
         self.terms = terms
         if terms:
-            for name, value in zip(("sites", "solve", "slope"), series.transform(terms)):
-                setattr(self, name, torch.from_numpy(value).to(self.sites.device))
+            for name, value in series.transform(terms)._asdict().items():
+                setattr(self, name, value)
 
     def forward(
         self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, which: int = 0
-    ) -> SeriesSum | SplineSum | SplitSum:
+    ) -> SeriesSum | DirectSum | SplineSum | SplitSum:
         """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
 
         Args:
@@ -148,70 +156,50 @@ class Spline(nn.Module):
 
     def series(
         self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, further: Tensor | None = None
-    ) -> tuple[SeriesSum, Tensor]:
+    ) -> tuple[SeriesSum | DirectSum, Tensor]:
         """Return the sums of :meth:`forward` from series, and the values (B, M) of the net at ``further`` (B,) numbers.
 
         These are evaluated with the sites: a call of the net with few rows takes as long as one with many.
         """
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
-        centre, half = 0.5 * (low + high), (0.5 * series.STRETCH * (high - low)).clamp(min=LEAST_HALF)
-        # in float64: derivatives amplify the rounding of coefficients by the square of their number
-        wide = half.double()
-        sites = centre.double() + wide * self.sites
-        inputs = inputs_at(sites if further is None else torch.cat([sites, further.double()]), beside)
-        values, beyond = embed(inputs, net).split([self.terms, inputs.shape[1] - self.terms], 1)
-        coefficients = torch.cat([self.solve, self.slope / wide]) @ values  # (N, 2 terms, M)
-        coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
-        if self.watch is not None:
-            self.watch.look(s.numel(), net, beside, coefficients, centre.double(), wide, self.terms)
-        found = series.series_sum(left, s, coefficients.to(s.dtype), centre, half, self.terms)
-        return found, beyond.flatten(0, 1).to(s.dtype)
+        centre, half = 0.5 * (low + high), (0.5 * series.STRETCH * (high - low)).clamp(min=MIN_HALF)
+        terms, constants = self.terms, Transform(*(getattr(self, name) for name in Transform._fields))
+        while True:
+            # in float64: derivatives amplify the rounding of coefficients by the square of their number
+            wide = half.double()
+            sites = centre.double() + wide * constants.sites
+            inputs = inputs_at(sites if further is None else torch.cat([sites, further.double()]), beside)
+            values, beyond = embed(inputs, net).split([terms, inputs.shape[1] - terms], 1)
+            coefficients = torch.cat([constants.solve, constants.slope / wide]) @ values  # (N, 2 terms, M)
+            coefficients = coefficients.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
+            with torch.no_grad():
+                left_out, rounding = series.estimated_errors(coefficients, constants, wide)
+            if torch.compiler.is_dynamo_compiling():
+                # a graph has one number of terms: whoever calls it evaluates a batch again that has no finite numbers
+                coefficients = torch.where(left_out + rounding > self.max_error, torch.nan, coefficients)
+                break
+            error = float(left_out)
+            if not error + float(rounding) > self.max_error:  # not so of nan, which the sums show
+                self._record(terms, error, s, net, beside)
+                break
+            if terms >= series.MAX_TERMS or 2 * float(rounding) > self.max_error:
+                self._record(series.MAX_TERMS + series.MULTIPLE, error, s, net, beside)
+                return DirectSum(left, s, net, beside), beyond.flatten(0, 1).to(s.dtype)
+            longer = max(terms + series.MULTIPLE, series.terms_for(terms, error, self.max_error))
+            terms = min(longer, series.MAX_TERMS)
+            constants = series.transform(terms)
+        found_sum = series.series_sum(left, s, coefficients.to(s.dtype), centre, half, terms)
+        return found_sum, beyond.flatten(0, 1).to(s.dtype)
 
-
-@dataclass
-class Watch:
-    """What is seen of the series of one evaluation.
-
-    Attributes:
-        numbers: that the layers have for all pairs, if each is evaluated directly.
-        sites: at which nets are evaluated instead.
-        error: the largest difference of a derivative between the sites, over its largest value.
-        tails: bounds of the error that leaving out each term and all after it would add, (N,) or nothing seen.
-    """
-
-    numbers: int = 0
-    sites: int = 0
-    error: float = 0.0
-    tails: list[float] = field(default_factory=list)
-
-    def look(
-        self,
-        num_pairs: int,
-        net: Network,
-        beside: Tensor | None,
-        coefficients: Tensor,
-        centre: Tensor,
-        half: Tensor,
-        terms: int,
-    ) -> None:
-        """Note one net, given its further inputs, its coefficients (2 F N, M) in float64 and the range of s."""
-        functions = 1 if beside is None else len(beside)
-        self.numbers += num_pairs * sum(layer.weight.shape[1] for layer in net.stack)
-        self.sites += functions * terms
-        places, basis = (torch.from_numpy(array).to(half.device) for array in series.between(terms))
-        with torch.no_grad():
-            values, slopes = coefficients.view(2, functions, terms, -1).unbind(0)
-            expected = net.value_and_derivative(inputs_at(centre + half * places, beside))[1]
-            largest = expected.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-            worst = (basis @ slopes - expected).abs().max() / largest
-            steepest = torch.from_numpy(series.largest_derivatives(terms)).to(half.device)
-            bounds = values.abs().amax((0, 2)) * steepest / half
-            tails = bounds.flip(0).cumsum(0).flip(0) / largest
-        error = float(worst)
-        self.error = error if math.isnan(error) else max(self.error, error)
-        # one by one: a tensor made inside torch.func has no list
-        self.tails = [max(pair) for pair in zip(self.tails or [0.0] * terms, map(float, tails), strict=True)]
+    def _record(self, terms: int, error: float, s: Tensor, net: Network, beside: Tensor | None) -> None:
+        # evaluations without gradients may be of averaged weights, whose number must not change the training
+        if torch.is_grad_enabled() or self.recording:
+            self.direct_numbers += s.numel() * sum(layer.weight.shape[1] for layer in net.stack)
+            self.evaluated_sites += terms if beside is None else terms * len(beside)
+            if terms <= series.MAX_TERMS and math.isfinite(error):
+                terms = min(series.terms_for(terms, error, self.max_error / series.MARGIN), series.MAX_TERMS)
+            self.needed = max(self.needed, terms)
 
 
 def inputs_at(s: Tensor, beside: Tensor | None) -> Tensor:
@@ -301,129 +289,102 @@ def _plain_vjp(
     return of_left, (through_s * left).sum(-1)
 
 
-def _sum_by_hand(
+def _sum_in_bands(
     left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int
 ) -> SplineSum:
     basis = _basis(s.detach(), low, spacing, pieces, size)
-    value, _ = _apply_sum(left, s, coefficients, basis.first, basis.values, size)
+    value = _apply_sum(left, s, coefficients, basis.first, basis.values, size)
     return SplineSum(left, basis, coefficients, value)
 
 
 class _SplineSum(torch.autograd.Function):
-    """The sum, with a gradient that is differentiable by the coefficients and by the gradient that it is given."""
+    """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor asks for."""
 
     @staticmethod
-    def forward(
-        left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor, size: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(left: Tensor, s: Tensor, coefficients: Tensor, first: Tensor, values: Tensor, size: int) -> Tensor:
         num_atoms, _, columns = left.shape
-        summed = _summed_weights([left], first, values[:, :, :1], size)
+        summed = _summed_weights(left, first, values[:, :, 0], size)
         summed = summed.view(num_atoms, columns * size // len(coefficients), len(coefficients))
         value = torch.mm(summed.flatten(0, 1), coefficients)
-        return value.view(*summed.shape[:2], coefficients.shape[1]), summed
+        return value.view(*summed.shape[:2], coefficients.shape[1])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         left, _, coefficients, first, values, ctx.size = inputs
-        ctx.save_for_backward(left, coefficients, first, values, output[1])
-        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(coefficients, left, first, values)
 
     @staticmethod
-    def backward(ctx: Any, grad_value: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        left, coefficients, first, values, summed = ctx.saved_tensors
-        of_left = of_s = of_coefficients = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            of_left, of_s = _SplineVjp.apply(grad_value, coefficients, left, first, values, ctx.size)
-        if ctx.needs_input_grad[2]:
-            of_coefficients = summed.flatten(0, 1).T @ grad_value.flatten(0, 1)
-        return of_left, of_s, of_coefficients, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor | None, ...]:
+        coefficients, left, first, values = ctx.saved_tensors
+        of_left, of_s = _vjp_in_portions(grad_value, coefficients, left, first, values, ctx.size)
+        return of_left, of_s, None, None, None, None
 
 
 _apply_sum = applied(_SplineSum)
 
 
-class _SplineVjp(torch.autograd.Function):
-    """Gradients with respect to ``left`` and s, differentiable by the given gradient and the coefficients."""
-
-    @staticmethod
-    def forward(
-        grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor, size: int
-    ) -> tuple[Tensor, Tensor]:
-        num_atoms, num_slots, columns = left.shape
-        along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
-        along = along.view(num_atoms, columns, size).transpose(1, 2).contiguous()
-        # rows of all P places from any one on: they overlap, and are only read
-        rows = along.as_strided((max(num_atoms * size - DEGREE, 0), (DEGREE + 1) * columns), (columns, 1))
-        start = first + size * torch.arange(num_atoms, device=first.device)[:, None]
-        of_left = left.new_empty(left.shape)
-        of_s = left.new_empty(left.shape[:2])
-        for part in _portions(first, num_slots * (DEGREE + 1) * columns):
-            picked = rows.index_select(0, start[part].flatten()).view(-1, DEGREE + 1, columns)
-            both = torch.bmm(values[part].reshape(-1, 2, DEGREE + 1), picked)
-            both = both.view(len(start[part]), num_slots, 2, columns)
-            of_left[part] = both[:, :, 0]
-            of_s[part] = (both[:, :, 1] * left[part]).sum(-1)
-        return of_left, of_s
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.size = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_left: Tensor, grad_s: Tensor) -> tuple[Tensor | None, ...]:
-        grad_value, coefficients, left, first, values = ctx.saved_tensors
-        summed = _summed_weights([grad_left, grad_s.unsqueeze(-1) * left], first, values, ctx.size)
-        flat = summed.view(-1, len(coefficients))
-        of_value = torch.mm(flat, coefficients).view(grad_value.shape)
-        of_coefficients = torch.mm(flat.T, grad_value.flatten(0, 1))
-        return of_value, of_coefficients, None, None, None, None
+def _vjp_in_portions(
+    grad_value: Tensor, coefficients: Tensor, left: Tensor, first: Tensor, values: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    num_atoms, num_slots, columns = left.shape
+    along = torch.mm(grad_value.flatten(0, 1), coefficients.T)
+    along = along.view(num_atoms, columns, size).transpose(1, 2).contiguous()
+    # rows of all P places from any one on: they overlap, and are only read
+    rows = along.as_strided((max(num_atoms * size - DEGREE, 0), (DEGREE + 1) * columns), (columns, 1))
+    start = first + size * torch.arange(num_atoms, device=first.device)[:, None]
+    of_left = left.new_empty(left.shape)
+    of_s = left.new_empty(left.shape[:2])
+    for part in _portions(first, num_slots * (DEGREE + 1) * columns):
+        picked = rows.index_select(0, start[part].flatten()).view(-1, DEGREE + 1, columns)
+        both = torch.bmm(values[part].reshape(-1, 2, DEGREE + 1), picked)
+        both = both.view(len(start[part]), num_slots, 2, columns)
+        of_left[part] = both[:, :, 0]
+        of_s[part] = (both[:, :, 1] * left[part]).sum(-1)
+    return of_left, of_s
 
 
-def _summed_weights(lefts: list[Tensor], first: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return ``sum_nk lefts[n][k] w_n(s_k)`` (A, C, B) over the neighbors of each atom.
+def _summed_weights(left: Tensor, first: Tensor, values: Tensor, size: int) -> Tensor:
+    """Return ``sum_k left[k] w(s_k)`` (A, C, B) over the neighbors of each atom.
 
     Args:
-        lefts: N of (A, K, C).
+        left: (A, K, C).
         first: (A, K) the first B-spline of each pair.
-        values: (A, K, N, P) of those that are not zero.
+        values: (A, K, P) of those that are not zero.
         size: B.
     """
-    num_atoms, _, columns = lefts[0].shape
-    bands = _bands(first, size, len(lefts))
-    most = len(lefts) * max((band.stop - band.start) * (last - start) for band, start, last in bands)
+    num_atoms, _, columns = left.shape
+    bands = _bands(first, size)
+    most = max((band.stop - band.start) * (last - start) for band, start, last in bands)
     portions = _portions(first, most)
     kept = values.new_empty(most * max((part.stop - part.start for part in portions), default=0))
     make = values.new_empty if len(bands) == 1 else values.new_zeros
     summed = make(num_atoms, columns, size)
     for part in portions:
         for band, start, last in bands:
-            left = lefts[0][part, band] if len(lefts) == 1 else torch.cat([one[part, band] for one in lefts], 1)
             weights = _dense_in(kept, first[part, band] - start, values[part, band], last - start)
             if len(bands) == 1:
-                torch.bmm(left.transpose(1, 2), weights, out=summed[part])
+                torch.bmm(left[part].transpose(1, 2), weights, out=summed[part])
             else:
-                summed[part, :, start:last] += torch.bmm(left.transpose(1, 2), weights)
+                summed[part, :, start:last] += torch.bmm(left[part, band].transpose(1, 2), weights)
     return summed
 
 
 def _dense_in(kept: Tensor, first: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return (A, N K, B) dense weights, the N parts of ``values`` (A, K, N, P) one after the other, in ``kept``."""
-    num_atoms, num_slots, parts, _ = values.shape
-    places = (first[..., None] + torch.arange(DEGREE + 1, device=first.device))[:, None].expand(-1, parts, -1, -1)
-    out = kept[: num_atoms * parts * num_slots * size].zero_().view(num_atoms, parts, num_slots, size)
-    return out.scatter_(-1, places, values.transpose(1, 2)).view(num_atoms, parts * num_slots, size)
+    """Return (A, K, B) dense weights of ``values`` (A, K, P) in ``kept``."""
+    places = first[..., None] + torch.arange(DEGREE + 1, device=first.device)
+    out = kept[: first.numel() * size].zero_().view(*first.shape, size)
+    return out.scatter_(-1, places, values)
 
 
-def _bands(first: Tensor, size: int, parts: int) -> list[tuple[slice, int, int]]:
+def _bands(first: Tensor, size: int) -> list[tuple[slice, int, int]]:
     """Return the slots in one or two bands, each with the first and the end of the B-splines that are not zero there.
 
     Slots come by distance, so that those of far neighbors need only some of the B-splines. To ask is to wait for a GPU.
     """
     num_slots = first.shape[1]
     whole = [(slice(0, num_slots), 0, size)]
-    if first.device.type != "cpu" or num_slots < 2 or first.numel() * size * parts < NUMBERS_WORTH_BANDS:
+    if first.device.type != "cpu" or num_slots < 2 or first.numel() * size < NUMBERS_WORTH_BANDS:
         return whole
     low, high = (ends.tolist() for ends in first.aminmax(dim=0))
     near = list(zip(accumulate(low, min), accumulate(high, max)))  # of all slots up to each
@@ -450,5 +411,5 @@ def _portions(first: Tensor, numbers: int) -> list[slice]:
     return [slice(start, min(start + step, num_atoms)) for start in range(0, num_atoms, step)]
 
 
-_spline_sum = Kernel("spline_sum", _sum_by_hand, _plain_sum)
-_spline_sum_vjp = Kernel("spline_sum_vjp", applied(_SplineVjp), _plain_vjp)
+_spline_sum = Kernel("spline_sum", _sum_in_bands, _plain_sum)
+_spline_sum_vjp = Kernel("spline_sum_vjp", _vjp_in_portions, _plain_vjp)

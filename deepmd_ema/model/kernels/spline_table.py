@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deepmd_ema.model.kernels import spline as splines
+from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.spline import DEGREE, SplineSum, inputs_at
 from deepmd_ema.model.nn.layers import Network
 
@@ -32,16 +33,12 @@ _SHORTER = 8  # ranges that are tried, each half as long as the one before
 _FEWEST = 2  # slots that a graph evaluates directly
 
 
-Weights: TypeAlias = list[tuple[Tensor, int, int]]
-"""Tensors with the place of their numbers in memory and with their version, which each change in place counts up."""
-
-
 @dataclass(frozen=True)
 class Table:
     """Spline of the functions of one net.
 
     Attributes:
-        weights: of the net, for which it holds.
+        weights: (P,) all parameters of the net for which it holds, in the order of `tensors_of`.
         beside: further inputs of the net, for which it holds, or None.
         low: least s.
         high: largest s.
@@ -52,7 +49,7 @@ class Table:
         error: of derivatives, over the largest one.
     """
 
-    weights: Weights
+    weights: Tensor
     beside: Tensor | None
     low: Tensor
     high: Tensor
@@ -71,6 +68,7 @@ class Table:
         """Return the same table of new tensors."""
         return replace(
             self,
+            weights=self.weights.clone(),
             beside=None if self.beside is None else self.beside.clone(),
             low=self.low.clone(),
             high=self.high.clone(),
@@ -82,7 +80,8 @@ class Table:
     def holds(self, net: Network, beside: Tensor | None) -> bool:
         """Whether the net has the weights, and the further inputs are those, for which this was made."""
         same = beside is self.beside or (beside is not None and torch.equal(beside, cast("Tensor", self.beside)))
-        return same and _same(tensors_of(net), self.weights)
+        # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
+        return same and torch.equal(_flat(tensors_of(net)), self.weights)
 
     def sum(self, left: Tensor, s: Tensor) -> SplineSum:
         """Return the sums over pairs that are inside the range."""
@@ -106,14 +105,14 @@ class SplineTables:
         margin = _MARGIN * (high - low)
         self.low, self.high, self.precision, self.fewest = low - margin, high + margin, precision, fewest
         self.sealed = False
-        self._kept: tuple[Weights, list[Tensor]] | None = None
+        self._kept: tuple[Tensor, list[Tensor]] | None = None
         self._tables: dict[tuple[Network, int], Table] = {}  # a copy of the model has a copy of its nets here
 
     def kept(self, tensors: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return what ``make`` makes of tensors, which is kept until one of them has changed."""
-        if self._kept is None or not (self.sealed or _same(tensors, self._kept[0])):
+        if self._kept is None or not (self.sealed or torch.equal(_flat(tensors), self._kept[0])):
             with torch.no_grad():
-                self._kept = _marked(tensors), make()
+                self._kept = _flat(tensors), make()
         return self._kept[1]
 
     @property
@@ -134,10 +133,12 @@ class SplineTables:
         """Whether the slots (A, K) of a batch are enough for tables to be less work."""
         return self.sealed or neighbor.numel() >= self.fewest
 
-    def sum(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int) -> SplineSum | SplitSum:
+    def sum(
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int
+    ) -> SplineSum | SplitSum | DirectSum:
         """Return ``sum_k left[k] net(s_k)`` for `Spline.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
-            return SplitSum(left, None, DirectSum(left, s, net, beside), None)
+            return DirectSum(left, s, net, beside)
         key = net, which
         table = self._tables.get(key)
         if not self.sealed and (table is None or not table.holds(net, beside)):
@@ -162,55 +163,29 @@ class SplitSum:
 
     Attributes:
         left: (A, K, C N).
-        far: of the pairs in the range of the table; None if there are none.
+        far: of the pairs in the range of the table.
         near: of the others, which are among the first D slots; 0 in ``left`` of the rest of these.
-        keep: (A, D, 1), 1 where a pair is in the range; None if none is.
+        keep: (A, D, 1), 1 where a pair is in the range.
     """
 
     left: Tensor
-    far: SplineSum | None
+    far: SplineSum
     near: DirectSum
-    keep: Tensor | None
+    keep: Tensor
 
     @property
     def value(self) -> Tensor:
         """The sums (A, C, M)."""
-        return self.near.value if self.far is None else self.far.value + self.near.value
+        return self.far.value + self.near.value
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` (A, K, C N) and s (A, K) from that of the value."""
         of_left, of_s = self.near.vjp(grad_value)
-        if self.far is None or self.keep is None:
-            return of_left, of_s
         far_left, far_s = self.far.vjp(grad_value)
         width = self.keep.shape[1]
         inside = _placed(self.keep, torch.ones_like(far_left[..., :1]), width)
         beyond = _placed(of_left * (1 - self.keep), torch.zeros_like(far_left), width)
         return far_left * inside + beyond, far_s + _placed(of_s, torch.zeros_like(far_s), width)
-
-
-class DirectSum:
-    """``sum_k left[k] G(s_k)`` by evaluating the net at each pair; arguments and results are those of `SplineSum`."""
-
-    def __init__(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None) -> None:
-        x = s[..., None, None]
-        if beside is not None:
-            further = beside.to(s.dtype).expand(*s.shape, *beside.shape)
-            x = torch.cat([x.expand(*further.shape[:-1], 1), further], -1)
-        functions = x.shape[2]
-        # all (A, D N, M), and the columns of `left` (A, D N, C)
-        self._value, self._slope = net.value_and_derivative(x.flatten(1, 2))
-        self._shape = left.shape[2] // functions, functions
-        self._left = left.unflatten(2, self._shape).transpose(2, 3).flatten(1, 2)
-        self.value = torch.bmm(self._left.transpose(1, 2), self._value)
-
-    def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``left`` and s from that of the value."""
-        functions = self._shape[1]
-        back = grad_value.transpose(1, 2)
-        of_left = torch.bmm(self._value, back).unflatten(1, (-1, functions)).transpose(2, 3).flatten(2)
-        of_s = (torch.bmm(self._slope, back) * self._left).unflatten(1, (-1, functions)).sum((2, 3))
-        return of_left, of_s
 
 
 def make_table(
@@ -272,7 +247,7 @@ def _with_intervals(
     ends = torch.tensor([low, high, spacing], dtype=like.dtype, device=device).unbind(0)
     given = None if beside is None else beside.detach().clone()
     made = coefficients.to(like.dtype), pieces.to(like.dtype)
-    return Table(_marked(tensors_of(net)), given, ends[0], ends[1], ends[2], *made, size=len(solve), error=error)
+    return Table(_flat(tensors_of(net)), given, ends[0], ends[1], ends[2], *made, size=len(solve), error=error)
 
 
 def _error(
@@ -302,16 +277,9 @@ def tensors_of(net: Network) -> list[Tensor]:
     return [p for layer in net.stack for p in (layer.weight, layer.bias, layer.idt) if p is not None]
 
 
-def _marked(tensors: list[Tensor]) -> Weights:
-    return [(t, t.data_ptr(), t._version) for t in tensors]
-
-
-def _same(tensors: list[Tensor], before: Weights) -> bool:
-    """Whether these are the tensors with the numbers of before."""
-    return all(
-        now is then and place == now.data_ptr() and version == now._version
-        for now, (then, place, version) in zip(tensors, before, strict=True)
-    )
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """Return a copy of the numbers of tensors, one after the other."""
+    return torch.cat([t.detach().flatten() for t in tensors])
 
 
 def _last_outside(inside: Tensor) -> Tensor:
