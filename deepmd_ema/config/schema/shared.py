@@ -158,7 +158,7 @@ def precision_option() -> Any:
 def embedding_eval_option(
     doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: "
     "interpolated, by a polynomial while training and by the knots of a spline in evaluation, so that derivatives "
-    "differ by less than 1e-9 of the largest (1e-6 in float32), which is checked while training. `auto`: `spline` on "
+    "differ by less than 1e-9 of the largest (1e-6 in float32), which is ensured in every evaluation. `auto`: `spline` on "
     "a CPU where there are many pairs. The trained networks are ordinary ones.",
 ) -> Any:
     """Declare an option ``embedding_eval``."""
