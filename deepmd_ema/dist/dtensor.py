@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,8 +27,10 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the shard of ``tensor`` on this rank, sharing memory and detached; a plain tensor is returned itself."""
-    # not to_local(): with gradients on, that one records an operation and returns another object each time
-    return tensor._local_tensor if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # with gradients on, it records an operation and returns another object each time
+        return tensor.to_local()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if tensor.placements != (Shard(0),):  # what an operation on shards returned, as a norm
         return tensor.full_tensor().clone()  # where it is the same on all ranks, it is the local one
     # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model are small
-    return all_gather_rows(tensor._local_tensor.detach(), tensor.shape[0], mesh.size(), mesh.get_group())
+    return all_gather_rows(local_shard(tensor).detach(), tensor.shape[0], mesh.size(), mesh.get_group())
 
 
 def all_gather_rows(part: Tensor, rows: int, size: int, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -128,22 +128,31 @@ class Compiler:
         return sum(graph.seconds for graph in self.graphs)
 
 
-def _count() -> int:
-    from torch._dynamo.utils import counters
+# what torch counts is private to it, and is used for log lines only: without it there are none
 
-    return int(counters["stats"]["unique_graphs"])
+
+def _counted(kind: str, name: str) -> int:
+    try:
+        from torch._dynamo.utils import counters
+    except ImportError:
+        return 0
+    return int(counters[kind][name])
+
+
+def _count() -> int:
+    return _counted("stats", "unique_graphs")
 
 
 def _cache_hits() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
+    return _counted("aot_autograd", "autograd_cache_hit") + _counted("inductor", "fxgraph_cache_hit")
 
 
 def _reason() -> str:
     """Return why torch has compiled once more, as far as it tells."""
-    from torch._dynamo.utils import get_compilation_metrics
-
+    try:
+        from torch._dynamo.utils import get_compilation_metrics
+    except ImportError:
+        return ""
     found = get_compilation_metrics()
     text = getattr(found[-1], "recompile_reason", None) if found else None
     return " ".join(str(text or "").split("  # ")[0].split())[:200]

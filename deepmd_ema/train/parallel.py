@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,12 +36,12 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
         return models
     # buckets that are laid out anew after the first step would add up in another order after a restart:
     # with unused parameters allowed, they stay
-    with warnings.catch_warnings():
-        # `broadcast_buffers` got another name in torch 2.13, which older ones do not know
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
-            models, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True
-        )
+    known = inspect.signature(DistributedDataParallel).parameters
+    # the name of the option from torch 2.13 on, and before
+    buffers: dict[str, Any] = {next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known): False}
+    return DistributedDataParallel(
+        models, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True, **buffers
+    )
 
 
 def saved_state(

@@ -158,8 +158,8 @@ def precision_option() -> Any:
 def embedding_eval_option(
     doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: "
     "interpolated, by a polynomial while training and by the knots of a spline in evaluation, so that derivatives "
-    "differ by less than 1e-9 of the largest (1e-6 in float32), which is ensured in every evaluation. `auto`: `spline` on "
-    "a CPU where there are many pairs. The trained networks are ordinary ones.",
+    "differ by less than 1e-9 of the largest (1e-6 in float32), which is ensured in every evaluation; on a CPU only. "
+    "`auto`: `spline` where there are many pairs. The trained networks are ordinary ones.",
 ) -> Any:
     """Declare an option ``embedding_eval``."""
     return option("auto", choices=("auto", "spline", "direct"), doc=doc)

@@ -9,13 +9,26 @@ from torch import Tensor
 
 LEAST_WORK = 1 << 20  # N K M, below which the call of the other library costs more than it saves
 
+
 # torch has MKL multiply float32, which uses half of the width of the vector units of processors of other makers.
 # oneDNN, which torch has beside it for inference, uses all: 400 instead of 190 GFLOP/s on two cores of an AMD Zen 5
-_HAS_BOTH = (
-    torch.backends.mkl.is_available()
-    and torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-)
+def _has_onednn() -> bool:
+    """Whether the operation is there and multiplies as expected: it is private to torch, and may change."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+    try:
+        return torch.equal(_by_onednn(a, b), a @ b)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    return found
+
+
+_HAS_BOTH = _has_onednn()
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -23,7 +36,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     single = a.dtype == torch.float32 and a.device.type == "cpu"
     if not (_HAS_BOTH and single and a.numel() * b.shape[1] >= LEAST_WORK):
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    found = _by_onednn(a, b)
     return found if out is None else out.copy_(found)
 
 

@@ -1,0 +1,93 @@
+"""What this package uses of torch beside its documented interface: each is there, with the arguments it is given.
+
+With another torch the test of a line that is gone fails, and says which file needs a look.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+FOREACH = ["add_", "copy_", "div", "lerp", "lerp_", "mul", "mul_", "norm", "sqrt", "sub_", "addcmul_"]
+
+
+def gone(what, where):
+    return f"torch {torch.__version__}: {what} is not what {where} expects"
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_lists_of_tensors_are_changed_by_one_call(name):
+    assert hasattr(torch, f"_foreach_{name}"), gone(f"torch._foreach_{name}", "optim/ and averaging/storage.py")
+
+
+def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_one_outside():
+    from deepmd_ema.model.kernels.twin import backward_pass
+
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda _: seen.append(backward_pass()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/kernels/twin.py")
+    assert backward_pass() == -1
+
+
+def test_products_in_float32_are_found_by_a_probe():
+    from deepmd_ema.model.kernels import product
+
+    a, b = torch.randn(64, 300), torch.randn(300, 70)
+    torch.testing.assert_close(product.product(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    if product._HAS_BOTH:
+        torch.testing.assert_close(product._by_onednn(a, b), a @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_an_operation_of_onednn_with_other_arguments_is_not_used(monkeypatch):
+    from deepmd_ema.model.kernels import product
+
+    def changed(a, b):
+        raise TypeError("_linear_pointwise() takes 7 arguments")
+
+    monkeypatch.setattr(product, "_by_onednn", changed)
+    assert not product._has_onednn()
+
+
+def test_data_parallel_training_knows_one_name_of_the_option_of_buffers():
+    from torch.nn.parallel import DistributedDataParallel
+
+    names = {"forward_sync_buffers", "broadcast_buffers"} & set(inspect.signature(DistributedDataParallel).parameters)
+    assert names, gone("DistributedDataParallel(forward_sync_buffers=...)", "train/parallel.py")
+
+
+def test_options_of_the_compiler_have_the_names_that_are_set():
+    import torch._dynamo
+    import torch.fx.experimental._config as shapes
+
+    for name in ("recompile_limit", "optimize_ddp"):
+        assert hasattr(torch._dynamo.config, name), gone(f"torch._dynamo.config.{name}", "model/compile.py")
+    assert hasattr(shapes, "use_duck_shape"), gone("torch.fx.experimental._config.use_duck_shape", "model/compile.py")
+
+
+def test_the_compiler_counts_graphs_for_log_lines():
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    assert counters["stats"]["unique_graphs"] >= 0, gone("torch._dynamo.utils.counters", "model/compile.py")
+    assert callable(get_compilation_metrics)
+
+
+def test_rows_of_sharded_checkpoints_are_planned_by_a_helper_of_torch():
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list as create
+
+    found = list(inspect.signature(create).parameters)
+    assert found[:3] == ["fqn", "checkpoint_md", "local_chunks"], gone(
+        "create_read_items_for_chunk_list", "checkpoint/shards.py"
+    )
+
+
+def test_a_shard_is_the_same_object_each_time_it_is_read_without_gradients():
+    from torch.distributed.tensor import DTensor
+
+    source = inspect.getsource(DTensor.to_local)
+    assert "is_grad_enabled" in source, gone("DTensor.to_local", "dist/dtensor.py")
