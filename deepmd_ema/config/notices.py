@@ -320,4 +320,4 @@ def _validation_words(config: RunConfig) -> str:
     *others, last = validated
     weights = f"{', '.join(others)} and {last}" if others else last
     which = f"{weights} weights, best by {v.validation_metric}"
-    return f"{shown}; all data {every_steps(v.validation_freq)} ({which})"
+    return f"{shown}; all data {every_steps(v.validation_freq)} and after the last ({which})"

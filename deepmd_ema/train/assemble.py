@@ -200,11 +200,12 @@ def _build_validator(
     """Return the full validation of ``rows``, whose best files ``saver`` has written."""
     validating = prepared.config.validating
     tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
-    # below 1 a fraction of the run, never at 1, a step above it
+    # below 1 a fraction of the run, never at 1, a step above it; the last step is validated in any case but never
     start = validating.full_val_start
     first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
     metric, every, begin = validating.validation_metric, validating.validation_freq, saver.writer.begin
-    return FullValidation(prepared.models, bank, rows, tasks, begin, saver.keep_best, metric, first, every, world)
+    keep = saver.keep_best
+    return FullValidation(prepared.models, bank, rows, tasks, begin, keep, metric, first, every, num_steps, world)
 
 
 def _build_saver(

@@ -315,7 +315,12 @@ class ValidatingConfig:
     shorthand: ClassVar[type] = EmaValidationShorthand
 
     full_validation: bool = option(False, doc="Whether the live weights are validated on all validation data.")
-    validation_freq: int = option(5000, check=positive_int, unit="steps", doc="Steps between two full validations.")
+    validation_freq: int = option(
+        5000,
+        check=positive_int,
+        unit="steps",
+        doc="Steps between two full validations; the last step of a run is validated in any case.",
+    )
     save_best: bool = option(True, doc="Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
     save_best_dir: str | None = option(None, doc="Folder of the best weights; null: the folder of `save_ckpt`.")
     max_best_ckpt: int = option(1, check=positive_int, doc="Best weights kept.")
