@@ -1,11 +1,14 @@
 """Full validation in a run: when it happens, and what a run says of its last weights."""
 
 import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same, trains_in, write_system
 
+from deepmd_ema.checkpoint.archive import read_archive, write_archive
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.train.trainer import Callback
 
@@ -93,3 +96,52 @@ def test_the_end_says_that_errors_are_those_before_the_bias_was_fitted_again(sta
     with caplog.at_level("INFO"):
         start("run", 4, {"training__change_bias_after_training": True})
     assert "live, step 4 before the bias was fitted again, MAE / RMSE" in caplog.text
+
+
+def rows_of(folder):
+    return np.genfromtxt(folder / "lcurve.out", names=True)
+
+
+@pytest.fixture
+def start_without_forces(tmp_path, monkeypatch):
+    """Return a function that trains on one system with forces and one without, each a batch."""
+    data = [write_system(tmp_path / name, frames=4, seed=k, force=force)
+            for k, (name, force) in enumerate([("with", True), ("without", False)])]  # fmt: skip
+    options = {f"training__{part}__batch_size": 4 for part in ("training_data", "validation_data")}
+    return trains_in(tmp_path, monkeypatch, (data, data), options), data
+
+
+def test_a_batch_without_a_label_does_not_count_in_the_displayed_mean_of_its_error(start_without_forces):
+    start, (with_forces, _) = start_without_forces
+    every_step = {"training__disp_freq": 1}
+    both = rows_of(start("both", 4, {**every_step, "training__validation_data__numb_btch": 2}))
+    one = rows_of(start("one", 4, {**every_step, "training__validation_data__systems": [str(with_forces)]}))
+    assert np.isnan(both["rmse_f_trn"]).sum() == 2  # such a batch alone has none
+    assert np.isfinite(both["rmse_f_val"]).all()
+    assert both["rmse_f_val"] == pytest.approx(one["rmse_f_val"])
+
+
+def test_an_average_over_steps_is_over_those_that_have_the_label_and_continues_at_a_restart(start_without_forces):
+    start, _ = start_without_forces
+    steps = rows_of(start("steps", 8, {"training__disp_freq": 1}))
+    options = {"training__disp_freq": 4, "training__disp_avg": True}
+    whole = start("whole", 8, options)
+    with pytest.raises(Interrupted):
+        start("parts", 8, options, callback=StopIn(6))
+    parts = start("parts", 8, options, restart="model.ckpt.pt")
+    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
+    for name in ("rmse_e_trn", "rmse_f_trn", "rmse_trn"):
+        means = [np.nanmean(steps[name][begin:end]) for begin, end in ((1, 4), (4, 8))]
+        assert rows_of(whole)[name][1:] == pytest.approx(means, rel=0.01), name
+
+
+def test_averaged_rows_of_an_older_checkpoint_continue(start):
+    options = {"training__disp_freq": 4, "training__disp_avg": True, "training__save_freq": 6}
+    whole = start("whole", 8, options)
+    start("parts", 8, options)
+    state = read_archive(Path("model.ckpt-6.pt"))
+    assert set(state["display"].pop("counts")) == set(state["display"]["sums"])
+    state["display"]["count"] = 2  # steps 5 and 6
+    write_archive(Path("model.ckpt-6.pt"), state)
+    parts = start("parts", 8, options, restart="model.ckpt-6.pt")
+    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
