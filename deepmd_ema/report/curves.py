@@ -101,8 +101,8 @@ def read_curve(path: str | Path) -> Curve:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        kind = NoRowsError if isinstance(error, FileNotFoundError) else UserError
-        raise kind(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
+        raised = NoRowsError if isinstance(error, FileNotFoundError) else UserError
+        raise raised(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
     header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
     if header is None:
         raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
