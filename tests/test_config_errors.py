@@ -285,6 +285,11 @@ BROKEN_RULES = {
         "every weight is 0",
     ),
     "one_length_of_run": ({"training.numb_epoch": 2}, "training.numb_epoch = 2", "numb_steps = 2000 is given too"),
+    "validation_frames_have_one_origin": (
+        {"training.validation_fraction": 0.1},
+        "training.validation_fraction = 0.1",
+        "validation_data is given too",
+    ),
     "reading_statistics_needs_a_file": (
         {"training.stat_file_mode": "read"},
         "training.stat_file_mode",

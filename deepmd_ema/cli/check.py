@@ -28,10 +28,17 @@ def run(args: argparse.Namespace) -> None:
     if args.config_only:
         return
     with loading():
-        from deepmd_ema.data.run import check_task, length_lines, open_run
+        from deepmd_ema.data.run import check_task, choose_validation, length_lines, open_run, split_off
     from deepmd_ema.errors import DataError
 
     data = open_run(config)
+    seed = config.training.seed
+    splits = choose_validation(config, data, seed or 0)
+    for name, split in splits.items():
+        lines = [*split.lines, *(f"warning: {line}" for line in split.warnings)]
+        drawn = ["  training.seed is not given: a run draws one, and chooses other frames"] * (seed is None)
+        print("\n".join(f"task {name}: {line}" if name else line for line in [*lines, *drawn]), flush=True)
+    data = split_off(config, data, splits)
     reports = {name: check_task(task, data[name]) for name, task in config.tasks.items()}
     lengths = length_lines(config, data, reports)
     for name, report in reports.items():

@@ -279,6 +279,14 @@ def reading_statistics_needs_a_file(task: TaskConfig) -> Violations:
         yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
 
 
+@rule("task")
+def validation_frames_have_one_origin(task: TaskConfig) -> Violations:
+    """``validation_fraction`` and ``validation_data`` exclude each other."""
+    fraction = task.data.validation_fraction
+    if fraction is not None and task.validation_data is not None:
+        yield "validation_fraction", f" = {fraction:g}: validation_data is given too. Remove one of the two."
+
+
 @rule("run")
 def mixed_precision_is_the_precision(run: RunConfig) -> Violations:
     """``mixed_precision`` says no more than ``precision`` of descriptors and fitting networks."""
@@ -303,7 +311,9 @@ def full_validation_needs_data(run: RunConfig) -> Violations:
         yield "validating.full_validation", NEEDS_DATA
 
 
-NEEDS_DATA = " = true: needs training.validation_data. Add it, or set this to false."
+NEEDS_DATA = (
+    " = true: needs training.validation_data or training.validation_fraction. Add one of them, or set this to false."
+)
 
 
 @rule("run")

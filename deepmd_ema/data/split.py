@@ -6,12 +6,13 @@ cost is one pass over the positions, about F log F comparisons for F frames, and
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -88,6 +89,23 @@ class Split:
     chosen: Array
     lines: list[str]
     warnings: list[str]
+
+    @property
+    def digest(self) -> str:
+        """What tells this choice from others."""
+        return hashlib.sha256(str(len(self.chosen)).encode() + np.packbits(self.chosen).tobytes()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        chosen = np.flatnonzero(self.chosen).tolist()
+        return {"frames": len(self.chosen), "chosen": chosen, "lines": self.lines, "warnings": self.warnings}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Split:
+        """Return the split of ``to_dict``."""
+        chosen = np.zeros(stored["frames"], bool)
+        chosen[stored["chosen"]] = True
+        return cls(chosen, list(stored["lines"]), list(stored["warnings"]))
 
 
 def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:

@@ -113,7 +113,7 @@ def _build_tasks(prepared: PreparedRun, world: World) -> TaskMixture:
     config, tasks = prepared.config, []
     for name, task in prepared.tasks.items():
         make = partial(_build_loader, task, prepared.seed, world)
-        valid = task.config.validation_data if config.training.disp_training else None
+        valid = task.config.displayed_data if config.training.disp_training else None
         tasks.append(
             Task(
                 name,
@@ -122,6 +122,7 @@ def _build_tasks(prepared: PreparedRun, world: World) -> TaskMixture:
                 train_loader=make(task.train, task.config.training_data, "frames"),
                 display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
                 display_batches=valid.numb_btch if valid is not None else 1,
+                split=task.split,
             )
         )
     return TaskMixture(tasks, prepared.shares, prepared.seed)

@@ -114,6 +114,12 @@ class TaskDataConfig:
 
     training_data: TrainingDataConfig = option(doc="Data to train on.")
     validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
+    validation_fraction: float | None = option(
+        None,
+        check=Check(lambda v: 0 < v < 0.5, "a number > 0 and < 0.5"),
+        doc="Fraction of the frames of `training_data` that is split off to validate on, instead of `validation_data`: "
+        "of every kind of calculation, near copies together, by `training.seed`. Only in dp-ema.",
+    )
     stat_file: str | None = option(
         None, check=file_name, doc="Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder."
     )
