@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_input
+from deepmd_ema.dist.launch import find_launch
 
 SUMMARY = "check an input and the data it names, without training"
 
@@ -18,10 +19,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print what the input asks for and what its data hold."""
-    from deepmd_ema.config import config_summary, config_warnings, ignored_options, load_config
+    from deepmd_ema.config import as_launched, config_summary, config_warnings, ignored_options, load_config
     from deepmd_ema.report.table import facts, render
 
-    config = load_config(args.input)
+    config = as_launched(load_config(args.input), find_launch().launched)
     table = facts(f"{args.input}: the options are good", config_summary(config))
     warnings = [f"  warning: {line}" for line in [*ignored_options(config), *config_warnings(config)]]
     print("\n".join([*render(table, "  "), *(f"  {line}" for line in config.notes), *warnings]), flush=True)
