@@ -313,9 +313,7 @@ def full_validation_needs_data(run: RunConfig) -> Violations:
         yield "validating.full_validation", NEEDS_DATA
 
 
-NEEDS_DATA = (
-    " = true: needs training.validation_data or training.validation_fraction. Add one of them, or set this to false."
-)
+NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
 
 @rule("run")
