@@ -165,7 +165,7 @@ def test_a_wrong_average_is_told_with_its_entry_and_line(desk, bank, above, phra
         (
             {**AVERAGE, "full_validation": True},
             {"training__validation_data": None},
-            "training.averaging[0].full_validation = true: needs training.validation_data. Add it, or set this to",
+            "training.averaging[0].full_validation = true: needs training.validation_data (or validation_fraction)",
         ),
         (
             {**AVERAGE, "full_validation": True, "lcurve": True},

@@ -317,7 +317,7 @@ BROKEN_RULES = {
             (SLOW, {**POWER, "full_validation": True}),
             {"training__validation_data": REMOVE},
             "[1].full_validation = true",
-            "needs training.validation_data. Add it, or set this to false.",
+            "needs training.validation_data (or validation_fraction). Add it, or set this to false.",
         ),
     ],
     "displayed_average_needs_display": [

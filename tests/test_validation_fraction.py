@@ -277,3 +277,10 @@ def test_the_input_of_a_split_run_names_no_systems_to_test_on(tmp_path, monkeypa
     Path("input.json").write_text(json.dumps(tiny_input(write_extxyz(), training__validation_fraction=0.2)))
     assert cli.main(["test", "-m", "none.pt", "--valid-data", "input.json"]) == 2
     assert "training.validation_fraction splits validation frames off while training" in capsys.readouterr().err
+
+
+def test_a_run_without_a_seed_is_restarted_with_the_same_frames(start):
+    before, after = Parts(), Parts()
+    start("run", 2, {"training__seed": None}, callback=before)
+    start("run", 4, {"training__seed": None}, restart="model.ckpt.pt", callback=after)
+    assert before.valid == after.valid
