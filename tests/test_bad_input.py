@@ -67,11 +67,6 @@ def test_tabs_in_yaml_are_told_with_their_line(desk):
         ({"learning_rate__start_lr": "1e-3"}, "start_lr", ["a number > 0. Write the number without quotes."]),
         ({"training__ema_decay": 1.5}, "ema_decay", ["training.ema_decay = 1.5: expected a number >= 0 and < 1"]),
         ({"training__zero_stage": 4}, "zero_stage", ["training.zero_stage = 4: expected 0, 1, 2 or 3"]),
-        (
-            {"training__zero_stage": 1},
-            "zero_stage",
-            ["training.zero_stage = 1: needs several ranks, and this process is alone", "torchrun --nproc_per_node=2"],
-        ),
         ({"training__numb_epoch": 2}, "numb_epoch", ["numb_epoch = 2: numb_steps = 2 is given too. Remove one."]),
         (
             {"model__descriptor__type": "se_e3_z"},
@@ -170,7 +165,7 @@ def test_a_wrong_average_is_told_with_its_entry_and_line(desk, bank, above, phra
         (
             {**AVERAGE, "full_validation": True},
             {"training__validation_data": None},
-            "training.averaging[0].full_validation = true: needs training.validation_data. Add it, or set this to",
+            "training.averaging[0].full_validation = true: needs training.validation_data (or validation_fraction)",
         ),
         (
             {**AVERAGE, "full_validation": True, "lcurve": True},

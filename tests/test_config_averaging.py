@@ -317,7 +317,7 @@ BROKEN_RULES = {
             (SLOW, {**POWER, "full_validation": True}),
             {"training__validation_data": REMOVE},
             "[1].full_validation = true",
-            "needs training.validation_data. Add it, or set this to false.",
+            "needs training.validation_data (or validation_fraction). Add it, or set this to false.",
         ),
     ],
     "displayed_average_needs_display": [
@@ -587,7 +587,7 @@ def test_the_summary_gives_lengths_in_steps_once_the_data_are_known():
 def test_the_summary_names_the_averages_that_are_validated():
     values = bank({**SLOW, "full_validation": True}, validating__full_validation=True)
     line = dict(config_summary(config_from_dict(values)))["validation"]
-    assert line.endswith("all data every 5,000 steps (live and slow weights, best by E:MAE)")
+    assert line.endswith("all data every 5,000 steps and after the last (live and slow weights, best by E:MAE)")
 
 
 def test_the_manual_tells_of_averages_and_their_options():

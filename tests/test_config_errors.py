@@ -9,7 +9,14 @@ from typing import ClassVar
 import pytest
 from config_inputs import GOOD, REMOVE, spoiled, write
 
-from deepmd_ema.config import config_from_dict, ignored_options, launch_problems, load_config, model_config_from_dict
+from deepmd_ema.config import (
+    as_launched,
+    config_from_dict,
+    ignored_options,
+    launch_problems,
+    load_config,
+    model_config_from_dict,
+)
 from deepmd_ema.config.rules import RULES
 from deepmd_ema.config.schema.model import FITTINGS, EnerFittingConfig
 from deepmd_ema.errors import ConfigError
@@ -285,6 +292,11 @@ BROKEN_RULES = {
         "every weight is 0",
     ),
     "one_length_of_run": ({"training.numb_epoch": 2}, "training.numb_epoch = 2", "numb_steps = 2000 is given too"),
+    "validation_frames_have_one_origin": (
+        {"training.validation_fraction": 0.1},
+        "training.validation_fraction = 0.1",
+        "validation_data is given too",
+    ),
     "reading_statistics_needs_a_file": (
         {"training.stat_file_mode": "read"},
         "training.stat_file_mode",
@@ -424,27 +436,31 @@ def test_errors_that_the_kalman_filter_does_not_know_are_refused(name, value, sh
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharing_out_in_a_process_that_no_launcher_started_is_refused_at_the_start(tmp_path, stage):
-    """`dp-ema check` refused such an input, and hid the mistakes of the data behind it."""
-    path = write(tmp_path, spoiled({"training.zero_stage": stage}))
-    (found,) = launch_problems(load_config(path), world_size=1, launched=False)
-    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "zero_stage" in text)
-    assert found.startswith(f"{path}:{line}: training.zero_stage = {stage}: needs several ranks, and this process is")
-    assert f"torchrun --nproc_per_node=2 -m deepmd_ema train {path}" in found
+def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_note(stage):
+    """`dp-ema check` called such an input good, and `dp-ema train` refused it."""
+    config = config_from_dict(spoiled({"training.zero_stage": stage}))
+    alone = as_launched(config, launched=False)
+    assert alone.training.zero_stage == 0
+    (note,) = alone.notes
+    assert note == (
+        f"training.zero_stage = {stage}: no launcher has started this process: nothing is shared out, as with 0. "
+        "Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train <dict>"
+    )
+    assert as_launched(config, launched=True) == config
 
 
 def test_the_kalman_filter_on_several_processes_is_refused_at_the_start():
     config = config_from_dict(spoiled({"optimizer": {"type": "LKF"}}))
-    (found,) = launch_problems(config, world_size=2, launched=True)
+    (found,) = launch_problems(config, world_size=2)
     assert found.startswith('<dict>: optimizer.type = "LKF": trains in one process only, and 2 were launched.')
-    assert launch_problems(config, world_size=1, launched=True) == []
+    assert launch_problems(config, world_size=1) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_processes_started_by_torchrun_may_train_at_every_stage(stage, size):
     config = config_from_dict(spoiled({"training.zero_stage": stage}))
-    assert launch_problems(config, size, launched=True) == []
+    assert launch_problems(config, size) == []
 
 
 # text of a file -> what its one message holds

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import open_data
+from helpers import open_data, toy_frame, toy_labels
 from test_data_extxyz import LABELS, text, toy_atoms, write_toy
 
 from deepmd_ema.cli import main
@@ -190,31 +190,42 @@ def test_frames_without_labels_are_counted():
     assert source.frame(1).labels["force"].tolist() == [[4, 5, 6], [1, 2, 3]]
 
 
-def test_validation_is_whole_files_where_that_fits():
-    for k in range(5):
-        write_toy(f"{k}.extxyz", 4, seed=k)
-    lines = convert_data([f"{k}.extxyz" for k in range(5)], "out", validation=0.2)
-    [words] = [line for line in lines if line.startswith("validation: ")]
-    assert words.startswith("validation: 4 of 20 frames, all of 1 of 5 files (2.extxyz), so that no trajectory")
-    from ase.io import read
+def write_kinds(path):
+    """Write 20 frames of bulk, 10 of a surface and one of a third kind."""
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
 
-    assert_holds("out/validation", read("2.extxyz", ":"))
-    assert len(read_all("out/train")) == 16
-
-
-def test_a_large_share_does_not_take_the_only_file():
-    Path("a.xyz").write_text("".join(text(energy=k) for k in range(10)))
-    convert_data(["a.xyz"], "out", validation=0.7)
-    assert [len(read_all(f"out/{part}")) for part in ("train", "validation")] == [3, 7]
+    rng, frames = np.random.default_rng(1), []
+    for kind in ["bulk"] * 20 + ["surface"] * 10 + ["only"]:
+        coord, types, box = toy_frame(rng)
+        energy, force, *_ = toy_labels(coord, types, box)
+        atoms = Atoms([TYPES[k] for k in types], coord, cell=box, pbc=True, info={"config_type": kind})
+        atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=force)
+        frames.append(atoms)
+    write(path, frames)
 
 
-def test_validation_is_one_block_of_each_composition_else():
-    frames = [text(energy=k) for k in range(10)] + [text("O 0 0 0 1 2 3\n", 1, energy=100 + k) for k in range(10)]
-    Path("a.xyz").write_text("".join(frames))
-    lines = convert_data(["a.xyz"], "out", validation=0.2)
-    assert any(line.startswith("validation: 4 of 20 frames, of 2 compositions the last ones as one") for line in lines)
-    assert sorted(float(found[2]["energy"]) for found in read_all("out/validation")) == [8, 9, 108, 109]
-    assert len(read_all("out/train")) == 16
+def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed():
+    write_kinds("a.extxyz")
+    lines = convert_data(["a.extxyz"], "out", validation=0.2)
+    start = lines.index("validation: 6 of 31 frames (fraction 0.2, seed 1)")
+    assert lines[start + 1] == "  by config_type or group: bulk 4 of 20, surface 2 of 10"
+    assert lines[start + 2] == "  in training alone: only (1 frame)"
+    assert lines[start + 3].startswith("  force RMS (eV/angstrom): ")
+    convert_data(["a.extxyz"], "again", validation=0.2)
+    convert_data(["a.extxyz"], "other", validation=0.2, seed=2)
+    chosen = [
+        {float(found[2]["energy"]) for found in read_all(f"{name}/validation")} for name in ("out", "again", "other")
+    ]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert len(read_all("out/train")) == 25
+
+
+def test_a_large_share_leaves_frames_for_training():
+    write_toy("a.extxyz", 20)
+    convert_data(["a.extxyz"], "out", validation=0.7)
+    assert len(read_all("out/train")) > 3
 
 
 @pytest.mark.parametrize(
@@ -222,7 +233,11 @@ def test_validation_is_one_block_of_each_composition_else():
     [
         (["no.xyz"], {}, "no.xyz: no such file."),
         (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
-        (["a.xyz"], {"validation": 0.01}, "--validation 0.01: 2 frames leave none for one of the parts"),
+        (
+            ["a.xyz"],
+            {"validation": 0.01},
+            "--validation 0.01: 2 frames of 1 different structure leave none for one of the parts",
+        ),
         (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
         (["a.xyz#energy=other"], {}, "#energy=other: no frame has it."),
         (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),

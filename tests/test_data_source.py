@@ -28,6 +28,7 @@ class MemorySource:
     """Frames of different sizes, some of them open, some without a virial, from no file at all."""
 
     unread = notes = ()
+    kinds = None
     is_slow = False
 
     def __init__(self, name="memory:toy", sizes=SIZES, seed=0, open_frames=(4,)):

@@ -313,3 +313,10 @@ def test_a_run_in_which_no_frame_has_an_energy_keeps_the_bias(trained, desk, cap
     assert "no training frame has an energy to fit the output bias to" in capsys.readouterr().err
     old, new = (checkpoint.load(file)["model"]["out_bias"] for file in (trained / "model.ckpt.pt", "model.ckpt-1.pt"))
     assert torch.equal(new, old.flip(1))
+
+
+def test_a_file_is_read_once_for_a_start(trained, desk, monkeypatch):
+    files, read = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **how: files.append(path) or read(path, **how))
+    assert train(input_of(["H", "O", "Na"], steps=1), "--finetune", str(trained / "model.ckpt.pt")) == 0
+    assert len(files) == 1

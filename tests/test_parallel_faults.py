@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from parallel_runs import free_port, launcher_environment
 from rank_faults import AT_STEP, HELD_UP_S, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
 
+from deepmd_ema.cli import main
 from deepmd_ema.dist import rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
@@ -310,11 +312,14 @@ def test_a_port_in_use_is_named(tmp_path):
     assert line.startswith(f"dp-ema (rank 0): MASTER_PORT = {port}: in use on 127.0.0.1.")
 
 
-def test_sharing_out_without_a_launcher_is_refused(tmp_path):
-    folder = make_run(tmp_path / "run", stage=2)
-    assert wait_for([start_rank(folder, {})], LIMIT_S) == [2]
-    (line,) = last_words(folder)
-    assert "training.zero_stage = 2: needs several ranks, and this process is alone" in line
+def test_sharing_out_without_a_launcher_shares_nothing_out_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_run(tmp_path / "run", stage=2))
+    assert main(["train", "input.json"]) == 0
+    said = "training.zero_stage = 2: no launcher has started this process: nothing is shared out"
+    assert said in capsys.readouterr().err
+    assert main(["check", "input.json"]) == 0
+    assert said in capsys.readouterr().out
+    assert json.loads(Path("out.json").read_text())["training"]["zero_stage"] == 0
 
 
 def test_ctrl_c_at_the_terminal_stops_all_ranks_after_the_same_step(tmp_path):

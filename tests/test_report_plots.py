@@ -172,6 +172,31 @@ def test_curves_become_a_picture(run, names, log_steps):
     assert path.read_bytes()[:4] == PNG
 
 
+def test_before_the_first_full_validation_the_learning_curve_is_drawn_and_what_is_missing_is_said(
+    run, tmp_path, caplog
+):
+    config = tiny_input(["a"], ["b"], training__enable_ema=True)
+    validated = {"full_validation": True, "ema_full_validation": True}
+    (run / "out.json").write_text(json.dumps(config | {"validating": validated}))
+    (run / "val.log").write_text(VAL_TEXT.partition("  50 ")[0], encoding="utf-8")
+    (run / "val_ema.log").unlink()
+    for number, files in enumerate(([run], [run / name for name in ("lcurve.out", "val.log", "val_ema.log")])):
+        assert plot_curves(files, tmp_path / f"{number}.png").read_bytes()[:4] == PNG
+        assert f"not drawn: {run / 'val.log'}: has a header but no rows yet" in caplog.text
+        assert f"not drawn: {run / 'val_ema.log'}: cannot be read: No such file" in caplog.text
+        caplog.clear()
+    (run / "val.log").write_text("other")
+    with pytest.raises(UserError, match=r"val.log: has no header line"):
+        plot_curves([run], tmp_path / "x.png")
+
+
+def test_curves_without_any_row_are_refused_with_all_files(tmp_path):
+    for name in ("lcurve.out", "val.log"):
+        (tmp_path / name).write_text("# step rmse_trn lr\n")
+    with pytest.raises(UserError, match=r"lcurve.out: has a header but no rows yet.*\n.*val.log: has a header"):
+        plot_curves([tmp_path], tmp_path / "x.png")
+
+
 def test_curves_of_two_runs_and_of_tasks_become_one_picture(run, tmp_path):
     other = tmp_path / "other"
     other.mkdir()

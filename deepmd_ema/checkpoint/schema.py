@@ -197,10 +197,14 @@ _RECORD = _all(
 _RECORDS = _parts({"metric": _METRIC, "records": _list(_RECORD)})
 BEST = _each(_of_one_or_each_task(lambda v: isinstance(v, Mapping) and "records" in v, _RECORDS))
 
-STREAMS = _each(_parts({"frames": COUNT}, {"num_frames": COUNT, "frames_per_step": NUMBER, "display_frames": COUNT}))
+STREAMS = _each(
+    _parts({"frames": COUNT}, {"num_frames": COUNT, "frames_per_step": NUMBER, "display_frames": COUNT, "split": TEXT})
+)
+_BY_NAME = _each(_of_one_or_each_task(_is_tensor, TENSOR))
 DISPLAY = _parts(
-    {"sums": _each(_of_one_or_each_task(_is_tensor, TENSOR)), "count": _of_one_or_each_task(_is_int, COUNT)},
-    {"last": _each(TENSORS)},
+    {"sums": _BY_NAME},
+    # an older checkpoint has one count for all errors
+    {"counts": _BY_NAME, "count": _of_one_or_each_task(_is_int, COUNT), "last": _each(TENSORS)},
 )
 AVERAGES = _parts({"steps": COUNT, "tasks": TEXTS, "frozen": TEXTS, "profiles": _each(HELD)})
 _FITTED_TO: dict[str, Rule] = {"source": TEXT, "frames": COUNT}

@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_input
+from deepmd_ema.dist.launch import find_launch
 
 SUMMARY = "check an input and the data it names, without training"
 
@@ -18,20 +19,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print what the input asks for and what its data hold."""
-    from deepmd_ema.config import config_summary, config_warnings, ignored_options, load_config
+    from deepmd_ema.config import as_launched, config_summary, config_warnings, ignored_options, load_config
     from deepmd_ema.report.table import facts, render
 
-    config = load_config(args.input)
+    config = as_launched(load_config(args.input), find_launch().launched)
     table = facts(f"{args.input}: the options are good", config_summary(config))
     warnings = [f"  warning: {line}" for line in [*ignored_options(config), *config_warnings(config)]]
     print("\n".join([*render(table, "  "), *(f"  {line}" for line in config.notes), *warnings]), flush=True)
     if args.config_only:
         return
     with loading():
-        from deepmd_ema.data.run import check_task, length_lines, open_run
+        from deepmd_ema.data.run import check_task, choose_validation, length_lines, open_run, split_off
     from deepmd_ema.errors import DataError
 
     data = open_run(config)
+    seed = config.training.seed
+    splits = choose_validation(config, data, seed or 0)
+    for name, split in splits.items():
+        lines = [*split.lines, *(f"warning: {line}" for line in split.warnings)]
+        drawn = ["  training.seed is not given: a run draws one, and chooses other frames"] * (seed is None)
+        print("\n".join(f"task {name}: {line}" if name else line for line in [*lines, *drawn]), flush=True)
+    data = split_off(config, data, splits)
     reports = {name: check_task(task, data[name]) for name, task in config.tasks.items()}
     lengths = length_lines(config, data, reports)
     for name, report in reports.items():

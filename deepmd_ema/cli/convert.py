@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_weights, path
+from deepmd_ema.cli.options import add_weights, num_frames, path
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
 _OF_MODELS = {"head": "--head", "use_ema": "--use-ema", "average": "--average"}
-_OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format"}
+_OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format", "seed": "--seed"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_weights(models)
     data = parser.add_argument_group("data")
     data.add_argument("--validation", metavar="SHARE", type=_share,
-                      help="keep this share of the frames apart, such as 0.1: whole files, else blocks")  # fmt: skip
+                      help="keep this share of the frames of each kind apart, near copies together")  # fmt: skip
+    data.add_argument("--seed", metavar="N", type=num_frames, help="of the random choice of these frames (1)")
     data.add_argument(
         "--mixed",
         action="store_true",
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.format is not None or any(is_data(name) for name in args.input):
         _refuse(args, _OF_MODELS, "models, and these are data")
-        lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format)
+        seed = 1 if args.seed is None else args.seed
+        lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed)
         print("\n".join(lines))
     else:
         _refuse(args, _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")

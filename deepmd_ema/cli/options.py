@@ -107,6 +107,12 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
 
         task = load_config(args.valid_data).task(given.get("head"))
         data = task.validation_data
+        if data is None and task.is_validated:
+            raise ConfigError(
+                f"{args.valid_data}: {task.place('training')}.validation_fraction splits validation frames off while "
+                "training; their errors are in val*.log. Give systems with -s; `dp-ema convert --validation` writes "
+                "such frames as folders."
+            )
         if data is None:
             place = f"{task.place('training')}.validation_data"
             raise ConfigError(f"{args.valid_data}: {place} is not there. Give the systems with -s.")

@@ -309,7 +309,7 @@ def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
 
 def _validation_words(config: RunConfig) -> str:
     t, v = config.training, config.validating
-    numbers = [task.validation_data.numb_btch for task in config.tasks.values() if task.validation_data is not None]
+    numbers = [data.numb_btch for task in config.tasks.values() if (data := task.displayed_data) is not None]
     if not numbers:
         return "none (training.validation_data is missing)"
     validated = config.fully_validated
@@ -320,4 +320,4 @@ def _validation_words(config: RunConfig) -> str:
     *others, last = validated
     weights = f"{', '.join(others)} and {last}" if others else last
     which = f"{weights} weights, best by {v.validation_metric}"
-    return f"{shown}; all data {every_steps(v.validation_freq)} ({which})"
+    return f"{shown}; all data {every_steps(v.validation_freq)} and after the last ({which})"

@@ -149,7 +149,7 @@ class Outputs:
         for name in (LIVE, *(a.name for a in training.averaging)):
             yield Output("training.save_ckpt", f"the newest weights of {name}", self.checkpoint_link(name))
         for name in self._config.fully_validated:
-            for task in self._config.tasks:
+            for task in (name for name, task in self._config.tasks.items() if task.is_validated):
                 content = f"validation of {name}" + f" in task {task}" * bool(task)
                 log = self.validation_log(name, task)
                 yield Output("validating.full_val_file", content, log, has_rows=True)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import InvalidOptionError
@@ -79,7 +79,7 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     return _violations("model", "model", model, Source())
 
 
-def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str]:
+def launch_problems(run: RunConfig, world_size: int) -> list[str]:
     """Return the messages of what cannot be trained by the processes that were started.
 
     This is about a start, not about an input, so loading an input does not ask.
@@ -87,24 +87,26 @@ def launch_problems(run: RunConfig, world_size: int, launched: bool) -> list[str
     Args:
         run: the run.
         world_size: number of processes.
-        launched: whether a launcher, such as torchrun, has started this process.
     """
-    stage = run.training.zero_stage
-    if isinstance(run.optimizer, LKFConfig) and world_size > 1:
-        option = "optimizer.type"
-        text = (
-            f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
-            "or choose Adam, AdamW, AdaMuon or HybridMuon."
-        )
-    elif stage > 0 and not launched:
-        option = "training.zero_stage"
-        text = (
-            f" = {stage}: needs several ranks, and this process is alone. Set it to 0, or launch with: "
-            "torchrun --nproc_per_node=2 -m deepmd_ema train " + run.source.name
-        )
-    else:
+    if not isinstance(run.optimizer, LKFConfig) or world_size == 1:
         return []
-    return render([Problem(run.source.path(option), text)], run.source)
+    text = (
+        f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
+        "or choose Adam, AdamW, AdaMuon or HybridMuon."
+    )
+    return render([Problem(run.source.path("optimizer.type"), text)], run.source)
+
+
+def as_launched(run: RunConfig, launched: bool) -> RunConfig:
+    """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has started it."""
+    stage = run.training.zero_stage
+    if launched or not stage:
+        return run
+    note = (
+        f"training.zero_stage = {stage}: no launcher has started this process: nothing is shared out, as with 0. "
+        f"Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train {run.source.name}"
+    )
+    return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 
 
 def _violations(about: str, path: str, subject: Any, source: Source) -> list[Problem]:
@@ -279,6 +281,14 @@ def reading_statistics_needs_a_file(task: TaskConfig) -> Violations:
         yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
 
 
+@rule("task")
+def validation_frames_have_one_origin(task: TaskConfig) -> Violations:
+    """``validation_fraction`` and ``validation_data`` exclude each other."""
+    fraction = task.data.validation_fraction
+    if fraction is not None and task.validation_data is not None:
+        yield "validation_fraction", f" = {fraction:g}: validation_data is given too. Remove one of the two."
+
+
 @rule("run")
 def mixed_precision_is_the_precision(run: RunConfig) -> Violations:
     """``mixed_precision`` says no more than ``precision`` of descriptors and fitting networks."""
@@ -303,7 +313,7 @@ def full_validation_needs_data(run: RunConfig) -> Violations:
         yield "validating.full_validation", NEEDS_DATA
 
 
-NEEDS_DATA = " = true: needs training.validation_data. Add it, or set this to false."
+NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
 
 @rule("run")

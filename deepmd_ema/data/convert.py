@@ -6,8 +6,10 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,16 +18,16 @@ import numpy as np
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
 from deepmd_ema.data.formats.foreign import in_words, stored_frames
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, labels_of, parse_choice
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of, parse_choice
 from deepmd_ema.data.formats.system import TYPES
-from deepmd_ema.data.source import BOX, COORD, of_atoms
-from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
+from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
+from deepmd_ema.data.split import FrameTable, Split, split_frames
+from deepmd_ema.errors import DataError, UserError, collect_problems, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 _MOST_FORMULA = 100  # letters of a folder's name
-_NEAR = 0.5  # whole files are taken for validation if their share is as near to what was asked for
 
 Key: TypeAlias = tuple[str, bool]  # name of a group of frames, and whether they are periodic
 
@@ -38,9 +40,10 @@ def is_data(path: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Labelled:
-    """A frame with the arrays that are written: its file's number, elements (N,), arrays by name."""
+    """A frame with the arrays that are written: its file's number, its kind, elements (N,), arrays by name."""
 
     file: int
+    kind: str
     symbols: tuple[str, ...]
     arrays: Mapping[str, Array]
 
@@ -64,6 +67,7 @@ def convert_data(
     validation: float = 0.0,
     mixed: bool = False,
     file_format: str | None = None,
+    seed: int = 1,
 ) -> list[str]:
     """Write the frames of files as ``deepmd/npy`` folders and return what was read, left out and written, in lines.
 
@@ -72,9 +76,10 @@ def convert_data(
     Args:
         inputs: files; after ``#`` the names to read, such as ``train.xyz#energy=REF_energy``.
         output: folder to make; with a validation share it gets the parts ``train`` and ``validation``.
-        validation: share of the frames that are kept apart, 0 to 1: whole files, else one block of each composition.
+        validation: share of the frames that are kept apart, 0 to 1, see ``split_frames``.
         mixed: whether frames of all compositions with the same number of atoms make one system.
         file_format: of ASE or dpdata, see ``stored_frames``.
+        seed: of the choice of validation frames.
 
     Raises:
         UserError: if the output exists or the share is none.
@@ -96,10 +101,10 @@ def convert_data(
         lines.append(f"left out: {counted(reading.empty, 'frame')} without energy and forces")
     parts = {"": frames}
     if validation:
-        chosen, words = _choose(frames, inputs, validation, group_of)
-        parts = {"train": [f for f, c in zip(frames, chosen) if not c]}
-        parts["validation"] = [f for f, c in zip(frames, chosen) if c]
-        lines.append(words)
+        split = _split(frames, inputs, validation, seed)
+        parts = {"train": [f for f, c in zip(frames, split.chosen) if not c]}
+        parts["validation"] = [f for f, c in zip(frames, split.chosen) if c]
+        lines += [*split.lines, *(f"warning: {text}" for text in split.warnings)]
     if not mixed and any(list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames):
         lines.append(f"the atoms of a frame are sorted by element: {' '.join(type_map)}")
     with writing(folder):
@@ -139,7 +144,7 @@ def _add(reading: _Reading, number: int, frame: StoredFrame, inventory: Inventor
     arrays[COORD] = frame.coord
     if frame.box is not None:
         arrays[BOX] = frame.box
-    reading.frames.append(_Labelled(number, tuple(frame.symbols), arrays))
+    reading.frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
 
 
 def _by_composition(frame: _Labelled) -> Key:
@@ -151,50 +156,27 @@ def _by_size(frame: _Labelled) -> Key:
     return str(len(frame.symbols)), frame.periodic
 
 
-def _choose(
-    frames: Sequence[_Labelled], inputs: Sequence[str], share: float, group_of: Callable[[_Labelled], Key]
-) -> tuple[list[bool], str]:
-    """Return which frames are for validation, and the choice in words.
-
-    Shares are met over all groups together: a group too small for its own share of frames gives one now and then.
-    """
-    per_file = Counter(frame.file for frame in frames)
-    files = _whole_files(per_file, share)
-    taken = sum(per_file[file] for file in files)
-    if taken < len(frames) and abs(taken / len(frames) - share) <= _NEAR * share:
-        names = first_few([inputs[file] for file in sorted(files)])
-        return [frame.file in files for frame in frames], (
-            f"validation: {taken:,} of {counted(len(frames), 'frame')}, all of {len(files)} of {len(per_file)} files "
-            f"({names}), so that no trajectory is in both parts"
-        )
-    members: dict[Key, list[int]] = {}
-    for number, frame in enumerate(frames):
-        members.setdefault(group_of(frame), []).append(number)
-    chosen, seen = set[int](), 0
-    for numbers in members.values():
-        seen += len(numbers)
-        wanted = min(max(round(share * seen) - len(chosen), 0), len(numbers))
-        chosen.update(numbers[len(numbers) - wanted :])
-    if not 0 < len(chosen) < len(frames):
-        raise UserError(
-            f"--validation {share:g}: {counted(len(frames), 'frame')} leave none for one of the parts. Expected a "
-            "share of at least one frame and less than all."
-        )
-    groups = counted(len(members), "composition" if group_of is _by_composition else "size")
-    return [number in chosen for number in range(len(frames))], (
-        f"validation: {len(chosen):,} of {counted(len(frames), 'frame')}, of {groups} the last ones as one block each, "
-        "not every so many: neighbors in a trajectory are nearly equal. A trajectory of its own is better."
-    )
+def _split(frames: Sequence[_Labelled], inputs: Sequence[str], share: float, seed: int) -> Split:
+    table = FrameTable()
+    type_of = {symbol: k for k, symbol in enumerate(dict.fromkeys(s for frame in frames for s in frame.symbols))}
+    for number, of_file in groupby(frames, key=attrgetter("file")):
+        members = list(of_file)
+        table.add(inputs[number], _chunks(members, type_of), len(type_of), [frame.kind for frame in members])
+    try:
+        return split_frames(table, share, seed)
+    except DataError as error:
+        raise UserError(f"--validation {share:g}: {error}") from error
 
 
-def _whole_files(per_file: Mapping[int, int], share: float) -> set[int]:
-    files, seen, taken = set[int](), 0, 0
-    for file, number in per_file.items():
-        seen += number
-        if taken + number / 2 <= share * seen:
-            files.add(file)
-            taken += number
-    return files
+def _chunks(frames: Sequence[_Labelled], type_of: Mapping[str, int]) -> Iterator[Chunk]:
+    """Yield frames of one size and with the same arrays that follow each other."""
+    first = 0
+    for _, group in groupby(frames, key=lambda frame: (len(frame.symbols), BOX in frame.arrays, FORCE in frame.arrays)):
+        members = list(group)
+        types = np.array([[type_of[symbol] for symbol in frame.symbols] for frame in members])
+        arrays = {n: np.stack([f.arrays[n] for f in members]) for n in (COORD, BOX, FORCE) if n in members[0].arrays}
+        yield Chunk(first, types, arrays)
+        first += len(members)
 
 
 def _write_part(

@@ -70,7 +70,7 @@ class Loader:
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return where the frames of batch ``n`` come from: (system, frame number)."""
         system, frames = self.sampler.batch(n)
-        return tuple((self.systems[system].name, k) for k in frames)
+        return tuple(self.systems[system].frame(k).source for k in frames)
 
     def batch(self, n: int) -> Batch:
         """Return batch ``n``, whatever comes next."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
@@ -15,9 +18,12 @@ from deepmd_ema.data.check.result import CheckResult
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.sampler import Sampler, plan_batches
-from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, UserError, WriteError, collect_problems, counted
+from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
+from deepmd_ema.data.split import FrameTable, Split, split_frames
+from deepmd_ema.data.subset import FrameSubset
+from deepmd_ema.errors import DataError, UserError, WriteError, collect_problems, counted, first_few
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
@@ -63,6 +69,90 @@ def open_run(config: RunConfig, memories: Mapping[str, Memory] | None = None) ->
     if problems:
         raise DataError(problems)
     return data
+
+
+def choose_validation(
+    config: RunConfig, data: Mapping[str, TaskData], seed: int, memories: Mapping[str, Memory] | None = None
+) -> dict[str, Split]:
+    """Return which training frames the tasks with a ``validation_fraction`` validate on, by task.
+
+    Args:
+        config: of the run.
+        data: as opened.
+        seed: of the run.
+        memories: by task, of what was found in data that have not changed.
+
+    Raises:
+        DataError: if frames are too few to be split.
+    """
+    splits, problems = dict[str, Split](), list[str]()
+    for name, task in config.tasks.items():
+        fraction = task.data.validation_fraction
+        if fraction is None:
+            continue
+        of_task = seed_for(f"split of {name}", seed) if name else seed
+        memory = memories[name] if memories is not None else None
+        with collect_problems(problems, f"{task.place('training')}.validation_fraction: "):
+            splits[name] = _choice(task, data[name].train, fraction, of_task, memory)
+    if problems:
+        raise DataError(problems)
+    return splits
+
+
+def _choice(task: TaskConfig, train: Sequence[FrameSource], fraction: float, seed: int, memory: Memory | None) -> Split:
+    about = {"task": task.name, "systems": [[s.name, s.num_frames] for s in train], "validation": [fraction, seed]}
+    key = memory.key(_files_of(train), about) if memory is not None else None
+    known = memory.recall(key) if memory is not None else None
+    if known is not None:
+        with suppress(KeyError, TypeError, ValueError, IndexError):  # something else has written it
+            return Split.from_dict(known)
+    table = FrameTable()
+    for source in train:
+        table.add(source.name, source.chunks((COORD, BOX, FORCE)), len(task.model.type_map), source.kinds)
+    split = split_frames(table, fraction, seed)
+    if memory is not None and key is not None:
+        with suppress(WriteError):  # which the check of the data, remembered in the same place, tells
+            memory.remember(key, split.to_dict())
+    return split
+
+
+def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]) -> dict[str, TaskData]:
+    """Return the data of every task, with the chosen frames as validation frames and without them in training.
+
+    Raises:
+        DataError: if nothing of a system is left to train on, and an option has a number for each system.
+    """
+    return dict(data) | {name: _parts(config.tasks[name], data[name].train, split) for name, split in splits.items()}
+
+
+def _parts(task: TaskConfig, sources: Sequence[FrameSource], split: Split) -> TaskData:
+    parts = TaskData([], [])
+    ends = np.cumsum([source.num_frames for source in sources])
+    for source, chosen in zip(sources, np.split(split.chosen, ends[:-1])):
+        for part, frames in zip(parts, (np.flatnonzero(~chosen), np.flatnonzero(chosen))):
+            if len(frames):
+                part.append(FrameSubset(source, frames))
+    given = task.training_data
+    if len(parts.train) < len(sources) and (
+        isinstance(given.batch_size, list) or given.sys_probs is not None or given.auto_prob.blocks
+    ):
+        lost = {source.name for source in sources} - {part.name for part in parts.train}
+        raise DataError(
+            f"{task.place('training')}.validation_fraction: all frames of {first_few(sorted(lost))} are for "
+            "validation, and batch_size, sys_probs or auto_prob counts systems. Use another seed, or none of these."
+        )
+    return parts
+
+
+def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
+    """Return the files of sources, each once: many systems may be in one; None if they cannot be told."""
+    files: dict[Path, None] = {}
+    for source in sources:
+        own = source.files()
+        if own is None:
+            return None
+        files |= dict.fromkeys(own)
+    return files
 
 
 def _spec_of(task: TaskConfig) -> ReadSpec:
@@ -120,16 +210,12 @@ def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> 
 def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | None:
     """Return what identifies the files of the data and the options that change what a check finds."""
     descriptor, sources = task.model.descriptor, [*data.train, *data.valid]
-    files: dict[Path, None] = {}  # each once: many systems may be in one file
-    for source in sources:
-        own = source.files()
-        if own is None:
-            return None
-        files |= dict.fromkeys(own)
+    files = _files_of(sources)
     spec = _spec_of(task)
     about = {
         "task": task.name,
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
+        "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
         "validation": len(data.valid),
         "read": [list(spec.type_map), list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam],
         "labels": list(task.loss.labels),

@@ -140,6 +140,10 @@ class FrameSource(Protocol):
     def notes(self) -> Sequence[str]:
         """What a user should know of how the frames are read: units, signs, and what is left out."""
 
+    @property
+    def kinds(self) -> Sequence[str] | None:
+        """Kind of calculation of each frame, empty where it has no name; None if the format knows none."""
+
     def files(self) -> Sequence[Path] | None:
         """Return every file that the frames are read from; None if that cannot be told."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ import torch
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
-from deepmd_ema.config import ModelConfig, choose_head, model_configs, saved_models, to_dict
+from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
@@ -151,26 +151,14 @@ def load_model(
 
 
 def load_models(
-    path: str | Path, use_average: bool = False, average: str | None = None, heads: Collection[str] | None = None
+    path: str | Path, use_average: bool = False, average: str | None = None, choose: Choose = lambda names: names
 ) -> ModelFile:
-    """Return the models of some ``heads``, or all, in ``path``, see :func:`load_model`."""
-    return _load(Path(path), use_average, average, lambda names: names if heads is None else heads)
+    """Return the models in ``path``, see :func:`load_model`.
 
-
-def heads_in(path: str | Path) -> Mapping[str, Sequence[str]]:
-    """Return the names of the models in a file, with their aliases; one without a name is called ``""``.
-
-    Raises:
-        CheckpointError: if the file is missing or damaged.
+    ``choose`` gets the names of the models, with their aliases, and returns those that are wanted. One without a name
+    is called ``""``.
     """
-    path = Path(path)
-    if path.suffix.lower() in FROZEN_SUFFIXES:
-        return {"": ()}
-    try:
-        models = model_configs(checkpoint.load(path)["config"], str(path))
-        return {name: model.model_branch_alias for name, model in models.items()}
-    except checkpoint.DeepmdCheckpointError as error:
-        return interchange.heads_of(error.content, path) or {"": ()}
+    return _load(Path(path), use_average, average, choose)
 
 
 def average_in_words(average: Mapping[str, Any]) -> str:

@@ -23,6 +23,10 @@ LCURVE, VALIDATION = "lcurve", "validation"
 LARGEST_STEP = 10**18
 
 
+class NoRowsError(UserError):
+    """A file of rows does not exist, or has no rows: perhaps nothing was due yet."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """One file of a run: what was measured at which steps.
@@ -63,6 +67,8 @@ class Curve:
 def curve_files(path: str | Path) -> list[Path]:
     """Return the files of rows in the folder of a run, those of the live weights first; a file is itself one.
 
+    Those that its input names are returned whether they exist or not, if one of them does.
+
     Raises:
         UserError: if the folder has none.
     """
@@ -71,7 +77,8 @@ def curve_files(path: str | Path) -> list[Path]:
         return [folder]
     with suppress(UserError):  # no normalized input there, or one of another program
         outputs = Outputs(load_config(folder / "out.json"))
-        if found := [file for o in outputs if o.has_rows and (file := folder / o.path).is_file()]:
+        found = [folder / output.path for output in outputs if output.has_rows]
+        if any(file.is_file() for file in found):
             return found
     patterns = ("lcurve.out", "lcurve_*.out", "val.log", "val_*.log")
     found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
@@ -86,14 +93,16 @@ def read_curve(path: str | Path) -> Curve:
     A header that stands again after a restart is skipped, and of a step that was done twice the last row counts.
 
     Raises:
-        UserError: if the file is missing, empty, or neither of the two.
+        NoRowsError: if the file is missing or has no rows.
+        UserError: if it is neither of the two.
     """
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise UserError(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
+        raised = NoRowsError if isinstance(error, FileNotFoundError) else UserError
+        raise raised(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
     header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
     if header is None:
         raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
@@ -108,7 +117,7 @@ def read_curve(path: str | Path) -> Curve:
             last = step_now
             rows[last] = values[1:]
     if not rows:
-        raise UserError(f"{path}: has a header but no rows yet.")
+        raise NoRowsError(f"{path}: has a header but no rows yet.")
     table = np.array(list(rows.values()), np.float64)
     kind = VALIDATION if any("(" in name for name in header) else LCURVE
     task, weights = _task_and_weights(path, lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
+from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, NoRowsError, curve_files, read_curve
 from deepmd_ema.weights import LIVE
+
+logger = logging.getLogger(__name__)
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
 LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"
@@ -103,7 +106,8 @@ LOSS = Panel("Loss", "weighted RMSE", "rmse", "")
 def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool = False) -> Path:
     """Draw the learning curves in ``files`` together and return the path of the figure.
 
-    Live and averaged weights have their own colors; with files of several runs, or tasks, each of these has one.
+    Live and averaged weights have their own colors; with files of several runs, or tasks, each of these has one. A
+    file without rows is left out with a warning.
 
     Args:
         files: lcurve.out, val.log, val_ema.log of one or several runs, also DeePMD-kit's; or folders of runs.
@@ -111,10 +115,10 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         log_steps: a logarithmic axis of steps.
 
     Raises:
-        UserError: if a file is not one of these, or the picture cannot be written.
+        UserError: if a file is not one of these, none has rows, or the picture cannot be written.
     """
     output = picture_file(output)
-    curves = [of_task for path in files for file in curve_files(path) for of_task in read_curve(file).of_tasks()]
+    curves = _read(files)
     styles = _styles(curves)
     panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
     rates = list({c.path: c for c in curves if "lr" in c.columns}.values())
@@ -139,6 +143,25 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
         _legend(figure, axes, keys=_keys(curves, styles) if several else {})
     return output
+
+
+def _read(files: Sequence[str | Path]) -> list[Curve]:
+    curves, without_rows = list[Curve](), list[str]()
+
+    def read(file: Path) -> None:
+        try:
+            curves.extend(read_curve(file).of_tasks())
+        except NoRowsError as error:
+            without_rows.extend(error.problems)
+
+    for path in files:
+        for file in curve_files(path):
+            read(file)
+    if not curves:
+        raise NoRowsError(without_rows)
+    for problem in without_rows:
+        logger.warning("not drawn: %s", problem)
+    return curves
 
 
 def _readable(curves: Sequence[Curve], panel: Panel) -> list[Curve]:

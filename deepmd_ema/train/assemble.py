@@ -113,7 +113,7 @@ def _build_tasks(prepared: PreparedRun, world: World) -> TaskMixture:
     config, tasks = prepared.config, []
     for name, task in prepared.tasks.items():
         make = partial(_build_loader, task, prepared.seed, world)
-        valid = task.config.validation_data if config.training.disp_training else None
+        valid = task.config.displayed_data if config.training.disp_training else None
         tasks.append(
             Task(
                 name,
@@ -122,6 +122,7 @@ def _build_tasks(prepared: PreparedRun, world: World) -> TaskMixture:
                 train_loader=make(task.train, task.config.training_data, "frames"),
                 display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
                 display_batches=valid.numb_btch if valid is not None else 1,
+                split=task.split,
             )
         )
     return TaskMixture(tasks, prepared.shares, prepared.seed)
@@ -200,11 +201,12 @@ def _build_validator(
     """Return the full validation of ``rows``, whose best files ``saver`` has written."""
     validating = prepared.config.validating
     tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
-    # below 1 a fraction of the run, never at 1, a step above it
+    # below 1 a fraction of the run, never at 1, a step above it; the last step is validated in any case but never
     start = validating.full_val_start
     first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
     metric, every, begin = validating.validation_metric, validating.validation_freq, saver.writer.begin
-    return FullValidation(prepared.models, bank, rows, tasks, begin, saver.keep_best, metric, first, every, world)
+    keep = saver.keep_best
+    return FullValidation(prepared.models, bank, rows, tasks, begin, keep, metric, first, every, num_steps, world)
 
 
 def _build_saver(

@@ -110,10 +110,9 @@ class Reporter:
     _shown_at: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        # by task: values of its last step; sums over its steps in the current interval, and their number
+        # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
-        self._sums: dict[str, dict[str, Tensor]] = {task.name: {} for task in self.tasks}
-        self._count: dict[str, int] = {task.name: 0 for task in self.tasks}
+        self._means = {task.name: _Mean() for task in self.tasks}
         # for the end of the run: the last full validation
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
@@ -127,10 +126,7 @@ class Reporter:
         self.progress.advance(step)
         self._last[task.name] = outcome.values
         if self.average:
-            sums = self._sums[task.name]
-            for name, value in outcome.values.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-            self._count[task.name] += 1
+            self._means[task.name].add(outcome.values)
         if self.board is not None and (step == 1 or step % self.board_every == 0):
             prefix = f"{task.name or 'Default'}/"
             self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
@@ -163,8 +159,7 @@ class Reporter:
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
         self.progress.show(step, rate, train, valid, seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
-        self._sums = {name: {} for name in self._sums}
-        self._count = dict.fromkeys(self._count, 0)
+        self._means = {name: _Mean() for name in self._means}
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
@@ -181,22 +176,27 @@ class Reporter:
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return what a row shows of the training batches of a task; nothing if it has had no step."""
-        values: Mapping[str, Tensor] = self._last.get(task, {})
         if self.average:
-            values = {name: total / self._count[task] for name, total in self._sums[task].items()}
-        return {name: float(value) for name, value in values.items()}
+            return self._means[task].values()
+        return {name: float(value) for name, value in self._last.get(task, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""
-        state: dict[str, Any] = {"sums": unnested(self._sums), "count": unnested(self._count)}
-        return state if len(self._sums) == 1 else {**state, "last": dict(self._last)}
+        state: dict[str, Any] = {
+            "sums": unnested({name: dict(mean.sums) for name, mean in self._means.items()}),
+            "counts": unnested({name: dict(mean.counts) for name, mean in self._means.items()}),
+        }
+        return state if len(self._means) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Continue the current interval after ``step``; later rows are cut from the learning curve."""
-        device, tasks = self.world.device, tuple(self._sums)
+        device, tasks = self.world.device, tuple(self._means)
+        counts = nested(state.get("counts", state.get("count")), tasks)
         for name, sums in nested(state["sums"], tasks).items():
-            self._sums[name] = {key: value.to(device) for key, value in sums.items()}
-        self._count |= nested(state["count"], tasks)
+            of_task = counts[name]
+            if not isinstance(of_task, Mapping):  # of an older checkpoint: one number of steps for all errors
+                of_task = {key: torch.full_like(value, of_task) for key, value in sums.items()}
+            self._means[name] = _Mean(*({k: v.to(device) for k, v in part.items()} for part in (sums, of_task)))
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
         self._shown_step = step
@@ -216,18 +216,42 @@ class Reporter:
         """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""
         means: dict[str, dict[str, float]] = {}
         for task in self.tasks:
-            sums: dict[str, Tensor] = {}
-            atoms = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            mean = _Mean()
             was_training = task.models.training
             task.models.eval()
             for batch in (b.to(self.world.device) for b in batches.get(task.name, ())):
                 prediction = task.models(task.name, batch, **task.loss.needs(batch))
                 _, values = task.loss(prediction, batch, rate)
-                own = torch.full_like(atoms, 0 if batch.padding else batch.atom_type.shape[0])
-                number = self.world.all_reduce_sum(own)
-                for name, value in values.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + number * value
-                atoms = atoms + number
+                atoms = 0 if batch.padding else batch.atom_type.shape[0]
+                own = torch.tensor(atoms, dtype=torch.float64, device=self.world.device)
+                mean.add(values, self.world.all_reduce_sum(own))
             task.models.train(was_training)
-            means[task.name] = {name: float(total / atoms) for name, total in sums.items()}
+            means[task.name] = mean.values()
         return means
+
+
+@dataclass
+class _Mean:
+    """Mean of displayed values over batches: a batch without a label does not count for the error of that label.
+
+    Attributes:
+        sums: by name, the sum of the values times their weights.
+        counts: by name, the sum of the weights of batches that have the label.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
+        """Add the values of a batch; nothing waits for the device."""
+        numbers = torch.stack(list(values.values()))
+        # nan beside a loss that is not nan: no frame has the label; an error that is nan itself makes the loss nan
+        lacking = numbers.isnan() & ~values["rmse"].isnan()
+        counts = (weight * (~lacking).to(numbers.dtype)).unbind()
+        for name, value, count in zip(values, (weight * numbers.masked_fill(lacking, 0.0)).unbind(), counts):
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
+
+    def values(self) -> dict[str, float]:
+        """Return the mean of each value; nan where no batch has the label, nothing without any batch."""
+        return {name: float(total / self.counts[name]) for name, total in self.sums.items()}

@@ -28,8 +28,10 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     heads = [name for name in config.tasks if name]
     pairs = [("heads", ", ".join(heads)), *(("averaged", f"{link} ({name})") for name, link in averages.items())]
     pairs += [("best", line) for line in _best_lines(trainer)]
+    refitted = " before the bias was fitted again" * config.training.change_bias_after_training
+    when = f"step {trainer.reporter.validated_step:,}{refitted}"
     pairs += [
-        ("errors", f"{name}, step {trainer.reporter.validated_step:,}, MAE / RMSE: {errors_in_words(errors)}")
+        ("errors", f"{name}, {when}, MAE / RMSE: {errors_in_words(errors)}")
         for name, errors in trainer.reporter.validated.items()
     ]
     compiler = trainer.validator.models.compiler

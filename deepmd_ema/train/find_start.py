@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import choose_head
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, heads_in, load_models
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.train.fine_tuning import FineTune, Pretrained
 from deepmd_ema.train.start import FromWeights, Restart, Start
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 RANDOM = "RANDOM"  # as a head: a fresh fitting network
 ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
 _CHOOSES = "--model-branch or finetune_head"
+_Chosen: TypeAlias = tuple[str, bool, bool]
+"""For a task: which model of a file, whether its fitting network is fresh, whether it goes on as it is."""
 
 
 def find_start(
@@ -63,9 +65,19 @@ def find_start(
 
 
 def _fine_tune(file: str, heads: Mapping[str, str | None]) -> FineTune:
-    known = heads_in(file)
+    chosen: dict[str, _Chosen] = {}
+
+    def choose(known: Mapping[str, Sequence[str]]) -> set[str]:
+        chosen.update(_choose(known, heads, file))
+        return {name for name, *_ in chosen.values()}
+
+    loaded = load_models(file, choose=choose).models
+    return FineTune({task: Pretrained(loaded[name], *how) for task, (name, *how) in chosen.items()})
+
+
+def _choose(known: Mapping[str, Sequence[str]], heads: Mapping[str, str | None], file: str) -> dict[str, _Chosen]:
     first = next(iter(known))  # whose descriptor goes with a fresh fitting network
-    chosen: dict[str, tuple[str, bool, bool]] = {}  # by task: which model, fresh fitting network, goes on as it is
+    chosen: dict[str, _Chosen] = {}
     for task, head in heads.items():
         if head is not None and head.upper() == RANDOM:
             chosen[task] = first, True, False
@@ -76,8 +88,7 @@ def _fine_tune(file: str, heads: Mapping[str, str | None]) -> FineTune:
         else:
             chosen[task] = first, True, False
             _tell_fresh(file, task, known)
-    loaded = load_models(file, heads={name for name, *_ in chosen.values()}).models
-    return FineTune({task: Pretrained(loaded[name], *how) for task, (name, *how) in chosen.items()})
+    return chosen
 
 
 def _named(known: Mapping[str, Sequence[str]], head: str, file: str) -> str:
@@ -102,8 +113,9 @@ def _payload_of(file: str, head: str | None) -> tuple[Path, Mapping[str, Any]]:
         path = checkpoint.resolve(file)
         with suppress(checkpoint.DeepmdCheckpointError):  # read below
             return path, checkpoint.load(path)
-    names = None if head is None else [_named(heads_in(file), head, file)]
-    return _as_payload(load_models(file, heads=names), alone=head is not None)
+    if head is None:
+        return _as_payload(load_models(file), alone=False)
+    return _as_payload(load_models(file, choose=lambda known: [_named(known, head, file)]), alone=True)
 
 
 def _is_frozen(path: str) -> bool:

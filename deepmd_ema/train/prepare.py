@@ -18,9 +18,10 @@ from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check.result import CheckResult
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.remembered import Memory
-from deepmd_ema.data.run import TaskData, check_unless_unchanged, open_run, task_shares
+from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
+from deepmd_ema.data.split import Split
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.files import writing
@@ -47,6 +48,7 @@ class PreparedTask:
         valid: validation systems, empty without validation data.
         cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
+        split: tells which frames were split off for validation; empty without.
     """
 
     config: TaskConfig
@@ -54,6 +56,7 @@ class PreparedTask:
     valid: Sequence[FrameSource]
     cache: PairCache
     model: EnergyModel
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,10 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, memories)
+    # of rank 0: all ranks have the same frames in each part
+    splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, memories))
+    with world.all_ranks_ok():
+        systems = split_off(config, systems, splits)
     config, nearest = world.broadcast_from_rank0(
         partial(_check_data, config, systems, memories, start, skip_neighbor_stat)
     )
@@ -112,7 +119,9 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
-        tasks[name] = PreparedTask(config.tasks[name], *systems[name], cache, model)
+        tasks[name] = PreparedTask(
+            config.tasks[name], *systems[name], cache, model, splits[name].digest if name in splits else ""
+        )
     run = PreparedRun(config, tasks, models, task_shares(config, systems, world.size), seed)
     if not start.loads_after_sharding(config):
         state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
@@ -120,6 +129,18 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
             run.models.load_state_dict(state)
     logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
     return run
+
+
+def _choose_validation(
+    config: RunConfig, systems: Mapping[str, TaskData], seed: int, memories: Mapping[str, Memory]
+) -> dict[str, Split]:
+    splits = choose_validation(config, systems, seed, memories)
+    for name, split in splits.items():
+        for line in split.lines:
+            logger.info("%s%s", f"task {name}: " * bool(name), line)
+        for line in split.warnings:
+            logger.warning("%s%s", f"task {name}: " * bool(name), line)
+    return splits
 
 
 def _check_data(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from deepmd_ema.config import RunConfig, ignored_options, launch_problems, load_config
+from deepmd_ema.config import RunConfig, as_launched, ignored_options, launch_problems, load_config
 from deepmd_ema.config.load import heads_of_input
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
@@ -70,8 +70,9 @@ def run_training(
             heads = _heads(model_branch, input_file, (restart, init_model, finetune))
             start = find_start(restart, init_model, finetune, heads, (world.rank, world.size))
             config = load_config(input_file, start.model_section if use_pretrain_script else None)
-            if problems := launch_problems(config, world.size, launch.launched):
+            if problems := launch_problems(config, world.size):
                 raise ConfigError(problems)
+            config = as_launched(config, launch.launched)
             config = start.adopt_from_checkpoint(config)
             start.check_resumable(config, allow_config_change)
         seed = world.broadcast_from_rank0(

@@ -41,6 +41,7 @@ CONTINUITY = (
     "optimizer",
     "loss",
     "training.training_data",
+    "training.validation_fraction",
     "training.model_prob",
     "training.num_epoch_dict",
     "training.seed",

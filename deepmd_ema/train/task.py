@@ -31,6 +31,7 @@ class Task:
         train_loader: training batches in their seeded order.
         display_loader: validation batches for the learning curve, or None.
         display_batches: how many of them one row of the learning curve uses.
+        split: tells which frames were split off for validation; empty without.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Task:
     train_loader: Loader
     display_loader: Loader | None = None
     display_batches: int = 1
+    split: str = ""
 
     def next_display_batches(self) -> list[Batch]:
         """Return the next validation batches of a row, in host memory; none without validation data."""
@@ -46,20 +48,29 @@ class Task:
             return []
         return [next(self.display_loader) for _ in range(self.display_batches)]
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
         sampler = self.train_loader.sampler
-        consumed: dict[str, float] = {
+        consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
             "num_frames": sum(sampler.num_frames),
             "frames_per_step": sampler.frames_per_step,
         }
         if self.display_loader is not None:
             consumed["display_frames"] = self.display_loader.position
+        if self.split:
+            consumed["split"] = self.split
         return consumed
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batches that ``state`` says were consumed."""
+        if self.split and state.get("split", self.split) != self.split:
+            logger.warning(
+                "%svalidation_fraction splits off other frames than when the checkpoint was written, because the data "
+                "have changed: the run may have been trained on frames that it is validated on now. Put the data back, "
+                "or start a new run",
+                f"task {self.name}: " * bool(self.name),
+            )
         now = sum(self.train_loader.sampler.num_frames)
         before = state.get("num_frames", now)
         if before != now:

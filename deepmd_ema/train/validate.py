@@ -67,6 +67,7 @@ class FullValidation:
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
         every: steps between two validations.
+        last: step of the run that is validated whatever ``start`` and ``every`` are.
         world: the processes that share the batches.
     """
 
@@ -79,13 +80,14 @@ class FullValidation:
     metric: Metric
     start: int | None
     every: int
+    last: int
     world: World
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
         if not self.rows or self.start is None:
             return False
-        return step >= self.start and (step - self.start) % self.every == 0
+        return step == self.last or (step >= self.start and (step - self.start) % self.every == 0)
 
     def run(
         self, step: int, stopped: Callable[[], bool] = lambda: False, entered: Callable[[str], None] = lambda _: None

@@ -50,6 +50,20 @@ class TaskConfig:
         """Frames it is validated on, or None."""
         return self.data.validation_data
 
+    @property
+    def is_validated(self) -> bool:
+        """Whether it has validation frames, of their own or split off."""
+        return self.validation_data is not None or self.data.validation_fraction is not None
+
+    @property
+    def displayed_data(self) -> ValidationDataConfig | None:
+        """How validation frames are drawn for the learning curve; those that are split off as training frames are."""
+        if self.data.validation_fraction is None:
+            return self.validation_data
+        size = self.training_data.batch_size
+        auto = ValidationDataConfig(systems=self.training_data.systems)
+        return auto if isinstance(size, list) else replace(auto, batch_size=size)
+
     def place(self, section: str) -> str:
         """Return the dotted path of its ``model``, its ``loss`` or, for ``training``, its data."""
         if not self.name:
@@ -168,8 +182,8 @@ class RunConfig(_Learning):
 
     @property
     def has_validation_data(self) -> bool:
-        """Whether any task has validation data."""
-        return any(task.validation_data is not None for task in self.tasks.values())
+        """Whether any task has validation frames."""
+        return any(task.is_validated for task in self.tasks.values())
 
     @property
     def compiles(self) -> bool:

@@ -114,6 +114,12 @@ class TaskDataConfig:
 
     training_data: TrainingDataConfig = option(doc="Data to train on.")
     validation_data: ValidationDataConfig | None = option(None, doc="Data to validate on.")
+    validation_fraction: float | None = option(
+        None,
+        check=Check(lambda v: 0 < v < 0.5, "a number > 0 and < 0.5"),
+        doc="Fraction of the frames of `training_data` that is split off to validate on, instead of `validation_data`: "
+        "of every kind of calculation, near copies together, by `training.seed`. Only in dp-ema.",
+    )
     stat_file: str | None = option(
         None, check=file_name, doc="Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder."
     )
@@ -245,7 +251,7 @@ class TrainingOptions:
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
         doc="What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
-        "parameters. It changes memory, not results. Above 0 the run must be launched by torchrun or srun.",
+        "parameters. It changes memory, not results. A process that no launcher has started shares nothing out.",
     )
 
     @property
@@ -315,7 +321,12 @@ class ValidatingConfig:
     shorthand: ClassVar[type] = EmaValidationShorthand
 
     full_validation: bool = option(False, doc="Whether the live weights are validated on all validation data.")
-    validation_freq: int = option(5000, check=positive_int, unit="steps", doc="Steps between two full validations.")
+    validation_freq: int = option(
+        5000,
+        check=positive_int,
+        unit="steps",
+        doc="Steps between two full validations; the last step of a run is validated in any case.",
+    )
     save_best: bool = option(True, doc="Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
     save_best_dir: str | None = option(None, doc="Folder of the best weights; null: the folder of `save_ckpt`.")
     max_best_ckpt: int = option(1, check=positive_int, doc="Best weights kept.")

@@ -72,7 +72,8 @@ class DataReport:
     def notes(self) -> list[str]:
         """Return how sources of other formats are read, one line per file and remark."""
         every = self.training + self.validation
-        return [f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes]
+        # a source whose frames are in both parts is there twice
+        return list(dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes))
 
     def lines(self) -> list[str]:
         """Return the summary as lines of text, without problems and warnings."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import is_there
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, make_frame, numbers, parse_choice
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, make_frame, numbers, parse_choice
 from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
@@ -41,6 +41,7 @@ class ExtxyzFile:
         starts: (num_frames + 1,) first byte of each frame, and the end of the last.
         frame_sizes: (num_frames,) atoms of each frame.
         inventory: the names in the file.
+        kinds: kind of calculation of each frame.
         unread: parameters that the file has and the model does not take.
     """
 
@@ -50,6 +51,7 @@ class ExtxyzFile:
     starts: Array = field(repr=False)
     frame_sizes: Array = field(repr=False)
     inventory: Inventory = field(repr=False)
+    kinds: Sequence[str] = field(repr=False)
     unread: Sequence[str] = ()
     is_slow: ClassVar[bool] = True
 
@@ -114,7 +116,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
         DataError: with the first problems of the file, each with its frame.
     """
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
-    inventory, starts, sizes, problems = Inventory(given), list[int](), list[int](), list[str]()
+    inventory, starts, sizes, kinds, problems = Inventory(given), list[int](), list[int](), list[str](), list[str]()
     unread, taken = dict[str, None](), {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
@@ -123,6 +125,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
             read = inventory.sources(stored)
             make_frame(stored, read, spec, (name, len(starts)))
             sizes.append(len(stored.symbols))
+            kinds.append(kind_of(stored))
             unread |= {p: None for p, number in taken.items() if not number and p in read}
         if len(problems) >= _MOST_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
@@ -133,7 +136,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     if problems:
         raise DataError(problems)
     ends = np.array([*starts, path.stat().st_size], np.int64)
-    return ExtxyzFile(name, path, spec, ends, np.array(sizes, np.int64), inventory, tuple(unread))
+    return ExtxyzFile(name, path, spec, ends, np.array(sizes, np.int64), inventory, kinds, tuple(unread))
 
 
 def blocks(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import re
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deepmd_ema.data.formats.cp2k import cp2k_frames, is_cp2k_trajectory
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame
+from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, counted
 from deepmd_ema.labels import HESSIAN
 
@@ -19,6 +24,11 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 _MOST_PROBLEMS = 5
+_MOST_REASON = 1000  # letters of what another program says
+# in the first bytes of files that ASE does not read: the program, and the format of dpdata
+_SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
+_HEAD_BYTES = 20_000
+_KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # of atoms of one element that a program tells apart: Fe1, O_surface
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")  # among the results of a calculator of ASE
 _OPEN_IN_PART = (
     "is periodic in some directions only, which models do not know. Set pbc to True in all directions, with a vacuum "
@@ -32,7 +42,7 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
     Args:
         path: the file; extended XYZ is read here, anything else by ASE.
         file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it, of dpdata
-            (``cp2k/output``, ...); found from the name and the content when not given.
+            (``cp2k/output``, ...); found from the name and the content when not given; dpdata reads what ASE cannot.
         inventory: counts what the frames have.
 
     Raises:
@@ -63,22 +73,56 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
 
 
 def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
+    if file_format is None and path.suffix == ".ener":
+        raise DataError(
+            f"{path}: has energies of CP2K only. Name NAME-pos-1.xyz, with the forces in NAME-frc-1.xyz beside."
+        )
+    if file_format is None and path.is_file() and is_cp2k_trajectory(path):
+        return cp2k_frames(path, inventory)
     if file_format is None and is_extxyz(path):
         return map(read_block, (block for _, block in blocks(path)))
     if file_format is not None and "/" in file_format:
-        return _dpdata_frames(path, file_format)
-    _look_at_vasp(path, inventory)
-    return (_of_atoms(atoms, inventory) for atoms in _ase_frames(path, file_format))
+        return _dpdata_frames(path, file_format, inventory)
+    if file_format is None and (found := _signature(path)) is not None:
+        return _of_program(path, *found, inventory)
+    is_vasp = _look_at_vasp(path, inventory)
+    try:
+        return (_of_atoms(atoms, inventory) for atoms in _ase_frames(path, file_format, inventory))
+    except DataError as error:
+        if file_format is not None or is_vasp:
+            raise
+        with suppress(ModuleNotFoundError, DataError):
+            return _dpdata_frames(path, "auto", inventory)
+        raise error from None
 
 
-def _ase_frames(path: Path, file_format: str | None) -> list[Atoms]:
+def _signature(path: Path) -> tuple[str, str] | None:
+    """Return program and format of dpdata of an output that ASE does not know, or takes for one of another program."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return next(((program, name) for mark, program, name in _SIGNATURES if mark in head), None)
+
+
+def _of_program(path: Path, program: str, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
+    try:
+        return _dpdata_frames(path, file_format, inventory)
+    except ModuleNotFoundError:
+        text = (
+            f"{path}: is an output of {program}, which dpdata reads, and dpdata is not installed: pip install dpdata."
+        )
+        raise DataError(text) from None
+
+
+def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[Atoms]:
     from ase.db import connect
     from ase.io import iread
     from ase.io.formats import ioformats
 
     if file_format is not None and file_format not in ioformats:
         raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
-    with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}"):
+    with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         if file_format == "db" or (file_format is None and path.suffix == ".db"):
             # what a user has added to a row, often labels, is not in what iread gives
             return [row.toatoms(add_additional_information=True) for row in connect(str(path)).select()]
@@ -86,13 +130,16 @@ def _ase_frames(path: Path, file_format: str | None) -> list[Atoms]:
         return list(iread(str(path), ":", file_format, do_not_split_by_at_sign=True))
 
 
-def _look_at_vasp(path: Path, inventory: Inventory) -> None:
-    """Note what ASE passes over in files of VASP: a last frame that is cut off, and energies that did not converge."""
+def _look_at_vasp(path: Path, inventory: Inventory) -> bool:
+    """Return whether a file is of VASP, and note what ASE passes over in it.
+
+    That is a last frame that is cut off, and energies that did not converge.
+    """
     with path.open("rb") as file:
         head = file.read(2000)
         is_xml, is_outcar = b"<modeling" in head, head.lstrip().startswith(b"vasp.")
         if not (is_xml or is_outcar):
-            return
+            return False
         ended, steps, reached = False, 0, 0
         file.seek(0)
         for line in file:
@@ -103,6 +150,7 @@ def _look_at_vasp(path: Path, inventory: Inventory) -> None:
         inventory.other["the end of the file is missing: a frame that was not finished is left out"] = 0
     if steps > reached:
         inventory.other["EDIFF was not reached: these are read, and may be wrong"] = steps - reached
+    return True
 
 
 def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
@@ -129,12 +177,19 @@ def _flat(info: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value for part in (*inner, outer) for name, value in part.items()}
 
 
-def _dpdata_frames(path: Path, file_format: str) -> Iterator[StoredFrame]:
+def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
     import dpdata
 
-    with _readable(path, f"dpdata as {file_format}"):
+    with _readable(path, f"dpdata as {file_format}", inventory):
         data = dpdata.LabeledSystem(str(path), fmt=file_format).data
-    symbols = [data["atom_names"][number] for number in data["atom_types"]]
+    return _of_dpdata(data, inventory)
+
+
+def _of_dpdata(data: Mapping[str, Any], inventory: Inventory) -> Iterator[StoredFrame]:
+    elements = [_element(name) for name in data["atom_names"]]
+    if kinds := [f"{name} as {element}" for name, element in zip(data["atom_names"], elements) if name != element]:
+        inventory.other[f"kinds of atoms are read as elements: {', '.join(kinds)}"] = 0
+    symbols = [elements[number] for number in data["atom_types"]]
     stored = {"energy": "energies", "virial": "virials", HESSIAN: "hessian"}
     known = {*stored.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
     more = {name: value for name, value in data.items() if name not in known}
@@ -147,19 +202,36 @@ def _dpdata_frames(path: Path, file_format: str) -> Iterator[StoredFrame]:
         yield StoredFrame(symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom)
 
 
+def _element(name: str) -> str:
+    """Return the element of a kind of atoms; the name itself if it is of none."""
+    found = _KIND.fullmatch(name)
+    return found[1] if found and found[1] in SYMBOLS else name
+
+
 @contextmanager
-def _readable(path: Path, reader: str) -> Iterator[None]:
-    """Turn whatever the readers of some hundred formats raise into a message."""
+def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
+    """Turn whatever the readers of some hundred formats raise into a message, and what they print into remarks."""
+    printed = io.StringIO()
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(printed):
+            warnings.simplefilter("always")
+            yield
+        said = [str(w.message) for w in caught if not issubclass(w.category, (DeprecationWarning, FutureWarning))]
+        for text in dict.fromkeys(" ".join(line.split()) for line in (*said, *printed.getvalue().splitlines())):
+            if text:
+                inventory.other[f"{reader} says: {_shortened(text)}"] = 0
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = _shortened(" ".join(str(error).split())) or type(error).__name__
         raise DataError(
             f"{path}: cannot be read by {reader} ({reason}). Is it complete? Name its format with --format, such as "
             "vasp-out, vasp-xml, db (of ASE) or cp2k/output (of dpdata)."
         ) from error
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]} ..."
 
 
 def in_words(path: str, inventory: Inventory, num_atoms: int) -> list[str]:

@@ -93,6 +93,7 @@ class LmdbFile:
     left: Mapping[str, int] = field(repr=False)
     unread: Sequence[str] = ()
     is_slow: ClassVar[bool] = True
+    kinds: ClassVar[None] = None
 
     @property
     def num_frames(self) -> int:

@@ -28,6 +28,7 @@ _NAMES = {
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
 }
+KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
 _MOST_NAMES = 12
@@ -136,6 +137,12 @@ class Inventory:
 
     def _in_frames(self, number: int) -> str:
         return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
+
+
+def kind_of(frame: StoredFrame) -> str:
+    """Return the kind of calculation that a frame names; empty if it names none."""
+    by_name = {name.lower(): value for name, value in frame.per_frame.items()}
+    return next((str(by_name[name]) for name in KIND_NAMES if name in by_name), "")
 
 
 def parse_choice(text: str) -> dict[str, str]:

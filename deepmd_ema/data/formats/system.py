@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -105,6 +105,7 @@ class DeepmdSystem:
         text_files: those of its files that hold no arrays.
         unread: parameters that the files have and the model does not take.
         notes: none: the names of the files say what they hold.
+        kinds: none.
     """
 
     name: str
@@ -117,6 +118,7 @@ class DeepmdSystem:
     text_files: Sequence[Path] = field(repr=False)
     unread: Sequence[str] = ()
     notes: Sequence[str] = ()
+    kinds: ClassVar[None] = None
 
     def files(self) -> list[Path] | None:
         """Return the files of the system."""

@@ -1,0 +1,364 @@
+"""Validation frames split off from training frames: every kind of calculation in both parts, near copies in one.
+
+Frames are known by some twenty numbers each that do not depend on the order of atoms, translation and rotation. The
+cost is one pass over the positions, about F log F comparisons for F frames, and some hundred bytes for each frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from deepmd_ema.arrays import Array
+from deepmd_ema.data.formats.properties import KIND_NAMES
+from deepmd_ema.data.sampler import permutation
+from deepmd_ema.data.source import BOX, COORD, Chunk
+from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.labels import FORCE
+from deepmd_ema.seeds import seed_for
+
+_COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
+_NEAR = 0.05  # of the distance of two frames drawn at random: nearer ones are near copies, wherever they are
+_NEXT = 0.5  # the same for frames that follow each other, of which far fewer are so near by chance
+_PAIRS = 256  # drawn to find that distance
+_WINDOW, _COLUMNS = 4, 3  # frames that follow in the order of a number are compared, for so many numbers
+_MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
+_MAX_RMS_RATIO = 2.0  # of the forces of the two parts
+_MOST_KINDS = 16  # in one line
+# half of the vectors of whole numbers from -1 to 1: those of the other half have the same structure factors
+_WAVES = np.array([h for h in product((-1, 0, 1), repeat=3) if h > (0, 0, 0)])
+_EDGES = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
+_NUMBERS = len(_WAVES) + len(_EDGES)
+
+Stratum: TypeAlias = tuple[str, str, str]
+"""What is split on its own: a named kind of calculation, or a file or system and a composition in it."""
+
+
+@dataclass
+class FrameTable:
+    """What a split needs of frames, in their order.
+
+    Attributes:
+        kinds: name of the kind of calculation of each frame; empty where the data name none.
+        places: number of the file or system of each frame, by ``names``.
+        names: of files or systems.
+        compositions: atoms of each type of each frame, as bytes, and whether it is periodic.
+        points: (frames, 19) float32 arrays, angstrom: near for near copies.
+        forces: (frames, 2) arrays: sum of squares of force components, and their number.
+    """
+
+    kinds: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    compositions: list[tuple[bytes, bool]] = field(default_factory=list)
+    points: list[Array] = field(default_factory=list)
+    forces: list[Array] = field(default_factory=list)
+
+    def add(self, name: str, chunks: Iterable[Chunk], num_types: int, kinds: Sequence[str] | None = None) -> None:
+        """Add the frames of a file or system, with arrays ``coord``, ``box`` and ``force``."""
+        for chunk in chunks:
+            self.points.append(describe_frames(chunk))
+            self.forces.append(_squares(chunk))
+            periodic = BOX in chunk.arrays
+            for types in chunk.types:
+                counts = np.bincount(types[types >= 0], minlength=num_types)
+                self.compositions.append((counts.astype(np.int32).tobytes(), periodic))
+        new = len(self.compositions) - len(self.kinds)
+        self.kinds += [""] * new if kinds is None else kinds
+        self.places += [len(self.names)] * new
+        self.names.append(name)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which frames are for validation.
+
+    Attributes:
+        chosen: (frames,) whether each is.
+        lines: what went where, for the user.
+        warnings: what the user should look at.
+    """
+
+    chosen: Array
+    lines: list[str]
+    warnings: list[str]
+
+    @property
+    def digest(self) -> str:
+        """What tells this choice from others."""
+        return hashlib.sha256(str(len(self.chosen)).encode() + np.packbits(self.chosen).tobytes()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        chosen = np.flatnonzero(self.chosen).tolist()
+        return {"frames": len(self.chosen), "chosen": chosen, "lines": self.lines, "warnings": self.warnings}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Split:
+        """Return the split of ``to_dict``."""
+        chosen = np.zeros(stored["frames"], bool)
+        chosen[stored["chosen"]] = True
+        return cls(chosen, list(stored["lines"]), list(stored["warnings"]))
+
+
+def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
+    """Return a choice of about ``fraction`` of the frames for validation; a function of the arguments alone.
+
+    Each kind of calculation is split on its own; where the data name none, each composition in each file or system.
+    Near copies come to one part; a trajectory that is nearly all of its kind is cut once, and its end is for
+    validation. A kind with one structure is for training, and so are single structures of a composition, unless there
+    are many, and frames with an element that no other frame has.
+
+    Raises:
+        DataError: if one of the parts is empty.
+    """
+    frames = len(table.kinds)
+    points = np.concatenate(table.points) if table.points else np.zeros((0, _NUMBERS), np.float32)
+    strata = _strata(table)
+    clusters, copies = _clusters(table, points, strata)
+    chosen = np.zeros(frames, bool)
+    seen = 0
+    for name, members in sorted(_stratified(table, clusters, strata, copies, fraction).items()):
+        own = sum(map(len, members))
+        seen += own
+        wanted = min(
+            max(round(fraction * seen) - int(chosen.sum()), math.floor(fraction * own)), math.ceil(fraction * own)
+        )
+        order = permutation(len(members), seed_for(f"validation of {'/'.join(name)}", seed))
+        chosen[_taken([members[k] for k in order], copies, wanted, fraction)] = True
+    _keep_elements(table, clusters, chosen)
+    if not 0 < chosen.sum() < frames:
+        raise DataError(
+            f"{counted(frames, 'frame')} of {counted(len(clusters), 'different structure')} leave none for one of the "
+            f"parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
+        )
+    return Split(chosen, *_words(table, chosen, fraction, seed))
+
+
+def describe_frames(chunk: Chunk) -> Array:
+    """Return (C, 19) float32 numbers in angstrom that are near for near copies.
+
+    Of periodic frames the sizes of 13 structure factors, each times the distance of its planes, and lengths of the
+    cell; of open ones the moments of the distances from four reference points (ultrafast shape recognition).
+    """
+    exists = chunk.types >= 0
+    # atoms of different types have different weights, so that exchanged atoms make another frame
+    weight = exists * (1.0 + chunk.types / (1 + chunk.types.max(initial=0)))
+    coord = np.where(exists[..., None], chunk.arrays[COORD], 0.0)
+    out = np.zeros((len(coord), _NUMBERS), np.float32)
+    if BOX not in chunk.arrays:
+        found = _moments(coord, weight)
+        out[:, : found.shape[1]] = found
+        return out
+    box = chunk.arrays[BOX].reshape(-1, 3, 3)
+    box = np.where(np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3))  # such a frame is refused later
+    inverse = np.linalg.inv(box)
+    phases = np.exp(2j * np.pi * (coord @ inverse))
+    phases = np.stack([phases.conj(), np.ones_like(phases), phases])  # of -1, 0 and 1
+    root = np.sqrt(np.maximum(1, exists.sum(axis=1)))
+    for column, wave in enumerate(_WAVES):
+        waves = np.prod([phases[h + 1, :, :, axis] for axis, h in enumerate(wave)], axis=0)
+        spacing = 1 / np.linalg.norm(inverse @ wave, axis=1)
+        out[:, column] = np.abs((weight * waves).sum(axis=1)) / root * spacing / (2 * np.pi)
+    out[:, len(_WAVES) :] = np.linalg.norm(_EDGES @ box, axis=2) / math.sqrt(12)
+    return out
+
+
+def _moments(coord: Array, weight: Array) -> Array:
+    """Return (C, 12) moments, angstrom, of the distances of atoms from four points of each open frame."""
+    rows, total = np.arange(len(coord)), weight.sum(axis=1, keepdims=True)
+    total = np.where(total > 0, total, 1.0)
+    point = (weight[..., None] * coord).sum(axis=1) / total
+    found = []
+    for reference in range(4):
+        distance = np.linalg.norm(coord - point[:, None], axis=2)
+        mean = (weight * distance).sum(axis=1) / total[:, 0]
+        away = distance - mean[:, None]
+        variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
+        found += [mean, np.sqrt(variance), np.cbrt(third)]
+        # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
+        masked = np.where(weight > 0, distance, np.inf if reference == 0 else -np.inf)
+        nearest = masked.argmin(axis=1) if reference == 0 else masked.argmax(axis=1)
+        if reference == 0:
+            first = nearest
+            farthest = np.where(weight > 0, distance, -np.inf).argmax(axis=1)
+        point = coord[rows, (first, farthest, nearest, nearest)[reference]]
+    return np.stack(found, axis=1)
+
+
+def _squares(chunk: Chunk) -> Array:
+    if FORCE not in chunk.arrays:
+        return np.zeros((chunk.num_frames, 2))
+    exists = chunk.types >= 0
+    squares = np.where(exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0).sum(axis=1)
+    return np.stack([squares, 3.0 * exists.sum(axis=1)], axis=1)
+
+
+def _strata(table: FrameTable) -> list[Stratum]:
+    return [
+        (kind, "", "") if kind else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
+        for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
+    ]
+
+
+def _clusters(table: FrameTable, points: Array, strata: Sequence[Stratum]) -> tuple[list[list[int]], Array]:
+    """Return the frames of each set of near copies, in order, and for each frame the first that it is a copy of."""
+    near, copy = _Union(len(points)), _Union(len(points))
+    for members in _groups(table.compositions).values():
+        for a, b, distance in _neighbors(points, members):
+            for k in np.flatnonzero(distance < _COPY):
+                copy.join(a[k], b[k])
+                near.join(a[k], b[k])
+    for members in _groups(list(zip(strata, table.compositions))).values():
+        scale = _scale(points, members)
+        for a, b, distance in _neighbors(points, members):
+            for k in np.flatnonzero(distance < _NEAR * scale):
+                near.join(a[k], b[k])
+        distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
+        for k in np.flatnonzero(distance < _NEXT * scale):
+            if table.places[members[k]] == table.places[members[k + 1]]:
+                near.join(members[k], members[k + 1])
+    return list(_groups(near.roots()).values()), np.array(copy.roots(), np.int64)
+
+
+def _groups(keys: Sequence[object]) -> dict[object, list[int]]:
+    groups: dict[object, list[int]] = {}
+    for number, key in enumerate(keys):
+        groups.setdefault(key, []).append(number)
+    return groups
+
+
+def _scale(points: Array, members: Sequence[int]) -> float:
+    """Return the median distance of two frames drawn at random, angstrom."""
+    if len(members) < 2:
+        return 0.0
+    order = [permutation(len(members), 0, k) for k in range(2)]
+    a, b = (np.resize(np.array(members)[o], _PAIRS) for o in order)
+    distance = np.linalg.norm(points[a] - points[b], axis=1)[a != b]
+    return float(np.median(distance)) if len(distance) else 0.0
+
+
+def _neighbors(points: Array, members: Sequence[int]) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield pairs of frames that are near in the order of a number, and their distances."""
+    own = np.array(members)
+    columns = np.argsort(-points[own].var(axis=0), kind="stable")[:_COLUMNS]
+    for column in columns:
+        order = own[np.argsort(points[own, column], kind="stable")]
+        for step in range(1, min(_WINDOW, len(own) - 1) + 1):
+            a, b = order[:-step], order[step:]
+            yield a, b, np.linalg.norm(points[a] - points[b], axis=1)
+
+
+class _Union:
+    """Sets of numbers that are joined; each is known by its smallest."""
+
+    def __init__(self, size: int) -> None:
+        self._of = list(range(size))
+
+    def root(self, k: int) -> int:
+        while self._of[k] != k:
+            self._of[k] = self._of[self._of[k]]
+            k = self._of[k]
+        return k
+
+    def join(self, a: int, b: int) -> None:
+        low, high = sorted((self.root(int(a)), self.root(int(b))))
+        self._of[high] = low
+
+    def roots(self) -> list[int]:
+        return [self.root(k) for k in range(len(self._of))]
+
+
+def _stratified(
+    table: FrameTable, clusters: Sequence[list[int]], strata: Sequence[Stratum], copies: Array, fraction: float
+) -> dict[Stratum, list[list[int]]]:
+    """Return the clusters of each stratum, without those that are for training in any case.
+
+    Where the data name no kind, the only clusters of their files are together by composition. Structures of a
+    composition that nothing else has are together as well; too few of them are for training.
+    """
+    of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
+    of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
+    found: dict[Stratum, list[list[int]]] = {}
+    for cluster in clusters:
+        kind, place, composition = strata[cluster[0]]
+        lone = of_composition[table.compositions[cluster[0]]] == 1 and len(_groups(copies[cluster].tolist())) < _MIN_CUT
+        if lone:
+            place, composition = "", "lone"
+        elif of_stratum[kind, place, composition] == 1:
+            place = ""
+        found.setdefault((kind, place, composition), []).append(cluster)
+    return {name: own for name, own in found.items() if name[2] != "lone" or len(own) * fraction >= 1}
+
+
+def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float) -> list[int]:
+    """Return about ``wanted`` frames of one stratum: whole clusters in their order, and the ends of large ones."""
+    taken: list[int] = []
+    whole = []
+    for cluster in clusters:
+        if len(cluster) > wanted or len(clusters) == 1:
+            taken += _end_of(cluster, copies, round(fraction * len(cluster)))
+        else:
+            whole.append(cluster)
+    rest = len(whole) - (len(whole) == len(clusters))  # one stays in training
+    for cluster in whole[:rest]:
+        if len(taken) + len(cluster) <= wanted:
+            taken += cluster
+    return taken
+
+
+def _end_of(cluster: Sequence[int], copies: Array, wanted: int) -> list[int]:
+    """Return about ``wanted`` frames at the end of a trajectory; copies of one frame stay together."""
+    units = _groups(copies[cluster].tolist())
+    if len(units) < _MIN_CUT:
+        return []
+    taken: list[int] = []
+    for unit in reversed(list(units.values())):
+        if len(taken) + len(unit) > wanted:
+            break
+        taken += [cluster[k] for k in unit]
+    return taken
+
+
+def _keep_elements(table: FrameTable, clusters: Sequence[Sequence[int]], chosen: Array) -> None:
+    """Take back frames for validation that have an element which no training frame has."""
+    present = np.array([np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions])
+    trained = present[~chosen].any(axis=0)
+    for cluster in clusters:
+        if chosen[cluster].any() and (present[cluster[0]] & ~trained).any():
+            chosen[list(cluster)] = False
+            trained |= present[cluster[0]]
+
+
+def _words(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tuple[list[str], list[str]]:
+    """Return what went where, and warnings."""
+    lines = [f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"]
+    named = Counter(kind or "without a name" for kind in table.kinds)
+    if set(table.kinds) != {""}:
+        taken = Counter(kind or "without a name" for kind, own in zip(table.kinds, chosen) if own)
+        split = [f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]]
+        whole = [f"{kind} ({counted(n, 'frame')})" for kind, n in named.items() if not taken[kind]]
+        lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MOST_KINDS)}")
+        lines += [f"  in training alone: {first_few(whole, _MOST_KINDS)}"] * bool(whole)
+    else:
+        lines.append("  at random in each composition of each file or system, near copies in one part")
+    squares = np.concatenate(table.forces)
+    sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])
+    if not sums[:, 1].all():
+        return lines, []
+    training, validation = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
+    lines.append(f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation")
+    if max(training, validation) < _MAX_RMS_RATIO * min(training, validation):
+        return lines, []
+    return lines, [
+        f"force RMS is {training:.3g} eV/angstrom in training and {validation:.3g} in validation: their errors are of "
+        "different kinds of frames. Try another seed or a larger fraction, or name the kinds of frames "
+        f"({KIND_NAMES[0]} in extended XYZ)."
+    ]

@@ -1,0 +1,147 @@
+"""Full validation in a run: when it happens, and what a run says of its last weights."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same, trains_in, write_system
+
+from deepmd_ema.checkpoint.archive import read_archive, write_archive
+from deepmd_ema.errors import Interrupted
+from deepmd_ema.train.trainer import Callback
+
+pytestmark = pytest.mark.timeout(120)
+
+VALIDATED = {
+    "training__enable_ema": True,
+    "training__ema_decay": 0.9,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__validation_freq": 4,
+    "validating__full_val_start": 0,
+}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, water_like, water_like_valid):
+    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), VALIDATED)
+
+
+class StopIn(Callback):
+    """Asks the run to stop, as SIGTERM does, within the step of this number."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_update(self, trainer):
+        if trainer.step == self.step:
+            trainer.stop.request(signal.SIGTERM)
+
+
+def validated_steps(file):
+    return [int(row.split()[0]) for row in file.read_text().splitlines() if not row.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"validating__validation_freq": 5000}, [10]),
+        ({"validating__validation_freq": 4}, [4, 8, 10]),
+        ({"validating__validation_freq": 5}, [5, 10]),
+        ({"validating__full_val_start": 7}, [7, 10]),
+        ({"validating__full_val_start": 5000}, [10]),
+    ],
+)
+def test_the_last_step_is_validated_once_whatever_the_pace(start, options, steps, caplog):
+    with caplog.at_level("INFO"):
+        folder = start("run", 10, {"training__disp_freq": 100, **options})
+    for log, best in (("val.log", "best.ckpt-*"), ("val_ema.log", "best_ema.ckpt-*")):
+        assert validated_steps(folder / log) == steps
+        assert len(list(folder.glob(best))) == 1
+    end = caplog.text[caplog.text.index("trained model:") :]
+    assert "live, step 10, MAE / RMSE" in end
+    assert "ema, step 10, MAE / RMSE" in end
+
+
+def test_full_val_start_1_validates_no_step(start):
+    folder = start("run", 4, {"validating__full_val_start": 1})
+    assert not (folder / "val.log").exists()
+
+
+def test_a_stop_in_the_last_step_is_validated_by_the_restart(start):
+    options = {"validating__validation_freq": 5000}
+    whole = start("whole", 10, options)
+    with pytest.raises(Interrupted, match="after step 10 of 10"):
+        start("parts", 10, options, callback=StopIn(10))
+    parts = start("parts", 10, options, restart="model.ckpt.pt")
+    assert_same(torch.load(whole / "model.ckpt.pt"), torch.load(parts / "model.ckpt.pt"))
+    assert (whole / "val_ema.log").read_bytes() == (parts / "val_ema.log").read_bytes()
+
+
+def test_a_run_that_is_extended_has_the_weights_of_one_without_a_break_and_one_more_row(start):
+    constant = {"learning_rate__stop_lr": 1e-3}  # any other depends on the number of steps
+    whole = start("whole", 14, constant)
+    start("parts", 10, constant)
+    parts = start("parts", 14, constant, restart="model.ckpt.pt")
+    one, two = (torch.load(folder / "model.ckpt.pt") for folder in (whole, parts))
+    for part in ("model", "averages", "optimizer", "streams"):
+        assert_same(one[part], two[part], part)
+    assert validated_steps(whole / "val.log") == [4, 8, 12, 14]
+    assert validated_steps(parts / "val.log") == [4, 8, 10, 12, 14]
+
+
+def test_the_end_says_that_errors_are_those_before_the_bias_was_fitted_again(start, caplog):
+    with caplog.at_level("INFO"):
+        start("run", 4, {"training__change_bias_after_training": True})
+    assert "live, step 4 before the bias was fitted again, MAE / RMSE" in caplog.text
+
+
+def rows_of(folder):
+    return np.genfromtxt(folder / "lcurve.out", names=True)
+
+
+@pytest.fixture
+def start_without_forces(tmp_path, monkeypatch):
+    """Return a function that trains on one system with forces and one without, each a batch."""
+    data = [write_system(tmp_path / name, frames=4, seed=k, force=force)
+            for k, (name, force) in enumerate([("with", True), ("without", False)])]  # fmt: skip
+    options = {f"training__{part}__batch_size": 4 for part in ("training_data", "validation_data")}
+    return trains_in(tmp_path, monkeypatch, (data, data), options), data
+
+
+def test_a_batch_without_a_label_does_not_count_in_the_displayed_mean_of_its_error(start_without_forces):
+    start, (with_forces, _) = start_without_forces
+    every_step = {"training__disp_freq": 1}
+    both = rows_of(start("both", 4, {**every_step, "training__validation_data__numb_btch": 2}))
+    one = rows_of(start("one", 4, {**every_step, "training__validation_data__systems": [str(with_forces)]}))
+    assert np.isnan(both["rmse_f_trn"]).sum() == 2  # such a batch alone has none
+    assert np.isfinite(both["rmse_f_val"]).all()
+    assert both["rmse_f_val"] == pytest.approx(one["rmse_f_val"])
+
+
+def test_an_average_over_steps_is_over_those_that_have_the_label_and_continues_at_a_restart(start_without_forces):
+    start, _ = start_without_forces
+    steps = rows_of(start("steps", 8, {"training__disp_freq": 1}))
+    options = {"training__disp_freq": 4, "training__disp_avg": True}
+    whole = start("whole", 8, options)
+    with pytest.raises(Interrupted):
+        start("parts", 8, options, callback=StopIn(6))
+    parts = start("parts", 8, options, restart="model.ckpt.pt")
+    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
+    for name in ("rmse_e_trn", "rmse_f_trn", "rmse_trn"):
+        means = [np.nanmean(steps[name][begin:end]) for begin, end in ((1, 4), (4, 8))]
+        assert rows_of(whole)[name][1:] == pytest.approx(means, rel=0.01), name
+
+
+def test_averaged_rows_of_an_older_checkpoint_continue(start):
+    options = {"training__disp_freq": 4, "training__disp_avg": True, "training__save_freq": 6}
+    whole = start("whole", 8, options)
+    start("parts", 8, options)
+    state = read_archive(Path("model.ckpt-6.pt"))
+    assert set(state["display"].pop("counts")) == set(state["display"]["sums"])
+    state["display"]["count"] = 2  # steps 5 and 6
+    write_archive(Path("model.ckpt-6.pt"), state)
+    parts = start("parts", 8, options, restart="model.ckpt-6.pt")
+    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()

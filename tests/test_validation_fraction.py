@@ -1,0 +1,286 @@
+"""Training with `training.validation_fraction`: which frames are in which part, in every format, run and restart."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same, tiny_input, trains_in, write_system
+from parallel_runs import train
+from test_data_convert import write_kinds
+from test_data_lmdb import toy_records, write_lmdb
+
+from deepmd_ema import cli
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.data import remembered
+from deepmd_ema.data.formats.extxyz import ExtxyzFile
+from deepmd_ema.data.remembered import Memory
+from deepmd_ema.data.run import choose_validation, open_run, split_off
+from deepmd_ema.errors import ConfigError, DataError, Interrupted
+from deepmd_ema.train.trainer import Callback
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def write_npy():
+    return [write_system("a", frames=12, natoms=6, sets=3), write_system("b", frames=9, natoms=8, seed=1, pbc=False)]
+
+
+def write_mixed():
+    return [write_system("m", frames=20, natoms=10, seed=4, mixed=True, virtual=2, sets=2)]
+
+
+def write_hdf5():
+    import h5py
+
+    with h5py.File("data.h5", "w") as root:
+        for file in (p for p in write_npy()[0].rglob("*") if p.is_file()):
+            if file.suffix == ".npy":
+                root[f"w/{file.relative_to('a').with_suffix('.npy')}"] = np.load(file)
+            else:
+                values = np.loadtxt(file, dtype=int) if file.name == "type.raw" else file.read_text().split()
+                root[f"w/{file.name}"] = values
+    return ["data.h5#/w"]
+
+
+def write_extxyz():
+    write_kinds("a.extxyz")
+    return ["a.extxyz"]
+
+
+def write_data_base():
+    pytest.importorskip("lmdb")
+    write_lmdb("data.lmdb", toy_records(40), type_map=["O", "H"])
+    return ["data.lmdb"]
+
+
+FORMATS = {"npy": write_npy, "mixed": write_mixed, "hdf5": write_hdf5, "extxyz": write_extxyz, "lmdb": write_data_base}
+
+
+def parts(config, seed=3, memories=None):
+    data = open_run(config, memories)
+    return data, split_off(config, data, choose_validation(config, data, seed, memories))
+
+
+def energies_of(sources):
+    return [float(source.frame(k).labels["energy"]) for source in sources for k in range(source.num_frames)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    config = config_from_dict(tiny_input(FORMATS[name](), training__validation_fraction=0.2))
+    (whole, _), (train_part, valid_part) = (of_run[""] for of_run in parts(config))
+    every = energies_of(whole)
+    assert sorted(energies_of(train_part) + energies_of(valid_part)) == sorted(every)
+    assert len(set(every)) == len(every)
+    assert 0.1 * len(every) < len(energies_of(valid_part)) < 0.3 * len(every)
+    for source in (*train_part, *valid_part):
+        assert len(source.frame_sizes) == source.num_frames
+        for chunk in source.chunks():
+            for row in range(chunk.num_frames):
+                frame = source.frame(chunk.first + row)
+                exists = chunk.types[row] >= 0
+                assert chunk.types[row][exists].tolist() == frame.atom_type.tolist()
+                assert np.array_equal(chunk.arrays["coord"][row][exists], frame.coord)
+                assert chunk.arrays["energy"][row].item() == frame.labels["energy"]
+                where, own = source.where(chunk.first + row), source.whole
+                assert where == own.where(frame.source[1])  # messages name the frame of the file
+
+
+VALIDATED = {
+    "training__validation_fraction": 0.2,
+    "validating__full_validation": True,
+    "validating__full_val_start": 0,
+    "validating__validation_freq": 4,
+    "training__disp_freq": 1,
+}
+
+
+class Parts(Callback):
+    """Notes which frames are trained on, and which are there to validate on; ends the run at a step."""
+
+    def __init__(self, stop=0):
+        self.trained, self.stop = set(), stop
+
+    def on_start(self, trainer):
+        [task] = trainer.tasks
+        self.valid = {s.frame(k).source for s in trainer.validator.tasks[""].valid for k in range(s.num_frames)}
+        self.displayed = {s.frame(k).source for s in task.display_loader.systems for k in range(s.num_frames)}
+        self.loader, self.first = task.train_loader, task.train_loader.position
+
+    def after_step(self, trainer):
+        self.trained.update(self.loader.frames_at(self.loader.position - 1))
+        if trainer.step == self.stop:
+            trainer.stop.request(signal.SIGTERM)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_kinds("a.extxyz")
+    return trains_in(tmp_path, monkeypatch, ([tmp_path / "a.extxyz"],), VALIDATED)
+
+
+def test_validation_frames_are_not_trained_on_and_a_restart_has_the_same(start):
+    seen, before, after = Parts(), Parts(stop=6), Parts()
+    whole = start("whole", 16, callback=seen)
+    assert len(seen.valid) == 6
+    assert seen.displayed == seen.valid
+    assert len(seen.trained) == 25  # all others: an epoch has 13 batches
+    assert not seen.trained & seen.valid
+    with pytest.raises(Interrupted):
+        start("parts", 16, callback=before)
+    folder = start("parts", 16, restart="model.ckpt.pt", callback=after)
+    assert before.valid == after.valid == seen.valid
+    assert_same(torch.load(whole / "model.ckpt.pt"), torch.load(folder / "model.ckpt.pt"))
+    for name in ("lcurve.out", "val.log"):
+        assert (whole / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_log_says_what_went_where(start, caplog):
+    with caplog.at_level("INFO"):
+        start("run", 1)
+    assert "validation: 6 of 31 frames (fraction 0.2, seed 10)" in caplog.text
+    assert "in training alone: only (1 frame)" in caplog.text
+    assert "validation frames are also training frames" not in caplog.text
+    assert caplog.text.count("reads energy") == 1
+
+
+def test_statistics_are_of_training_frames_only(start, tmp_path):
+    path = tmp_path / "a.extxyz"
+    config = config_from_dict(tiny_input([path], **VALIDATED))
+    chosen = choose_validation(config, open_run(config), 10)[""].chosen
+    blocks = path.read_text().splitlines(keepends=True)
+    frames = ["".join(blocks[k : k + 14]) for k in range(0, len(blocks), 14)]
+    (tmp_path / "t.extxyz").write_text("".join(f for f, c in zip(frames, chosen) if not c))
+    options = {"training__training_data__batch_size": 25, "model__data_stat_nbatch": 100}
+    split = start("split", 1, options)
+    alone = {"training__training_data__systems": [str(tmp_path / "t.extxyz")], "training__validation_fraction": None}
+    alone |= {"validating__full_validation": False}
+    other = start("alone", 1, {**options, **alone})
+    one, two = (torch.load(folder / "model.ckpt.pt")["model"] for folder in (split, other))
+    for name in ("out_bias", "descriptor.mean", "descriptor.stddev"):
+        assert torch.allclose(one[name], two[name], rtol=1e-12, atol=0), name
+
+
+def test_data_that_have_changed_are_named_at_a_restart(start, tmp_path, caplog):
+    start("run", 2)
+    path = tmp_path / "a.extxyz"
+    path.write_text(
+        path.read_text() + "".join(path.read_text().splitlines(keepends=True)[: 3 * 14]).replace(" 0", " 1")
+    )
+    start("run", 4, restart="model.ckpt.pt")
+    assert "validation_fraction splits off other frames than when the checkpoint was written" in caplog.text
+
+
+def test_another_fraction_is_refused_at_a_restart(start):
+    start("run", 2)
+    with pytest.raises(ConfigError, match=r"training.validation_fraction: 0.2 in the checkpoint, 0.3 in the input"):
+        start("run", 4, {"training__validation_fraction": 0.3}, restart="model.ckpt.pt")
+
+
+def test_two_ranks_split_as_one(tmp_path):
+    path = write_system(tmp_path / "data", frames=20, natoms=8, seed=2)
+    for name, ranks in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        config = tiny_input([path], num_steps=4, **VALIDATED, training__training_data__batch_size=2 // ranks)
+        config["validating"]["validation_metric"] = "F:RMSE"
+        train(tmp_path / name, ranks, config)
+    logs = [np.loadtxt(tmp_path / name / "val.log") for name in ("one", "two")]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
+
+
+def test_each_task_is_split_by_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate("ab"):
+        write_system(name, frames=20, natoms=6, seed=seed)
+    model = tiny_input(["a"])["model"]
+    data = {n: {"training_data": {"systems": [n]}, "validation_fraction": 0.1 * (k + 1)} for k, n in enumerate("ab")}
+    del model["type_map"]
+    models = {name: {"type_map": ["O", "H"], **model} for name in "ab"}
+    config = {**tiny_input(["a"]), "model": {"model_dict": models}, "loss_dict": {}}
+    del config["loss"], config["training"]["training_data"]
+    config["training"]["data_dict"] = data
+    Path("input.json").write_text(json.dumps(config))
+    assert cli.main(["check", "input.json"]) == 0
+    told = capsys.readouterr().out
+    assert "task a: validation: 2 of 20 frames (fraction 0.1" in told
+    assert "task b: validation: 4 of 20 frames (fraction 0.2" in told
+    assert told.count("Validation data: 1 system") == 2
+
+
+def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = tiny_input(write_extxyz(), training__validation_fraction=0.2, training__seed=None)
+    Path("input.json").write_text(json.dumps(config))
+    assert cli.main(["check", "input.json"]) == 0
+    assert "training.seed is not given: a run draws one, and chooses other frames" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"training__validation_fraction": 0.5}, "training.validation_fraction = 0.5: expected a number > 0 and < 0.5"),
+        ({"training__validation_fraction": 0}, "training.validation_fraction = 0: expected a number > 0 and < 0.5"),
+        ({"training__validation_data": {"systems": ["b"]}},
+         "training.validation_fraction = 0.2: validation_data is given too. Remove one of the two."),
+    ],
+)  # fmt: skip
+def test_wrong_fractions_are_refused(options, message):
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(tiny_input(["a"], **{"training__validation_fraction": 0.2, **options}))
+    assert message in "\n".join(caught.value.problems)
+
+
+def test_frames_that_cannot_be_split_are_refused_with_the_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_system("a", frames=2, natoms=6)
+    config = config_from_dict(tiny_input(["a"], training__validation_fraction=0.1))
+    with pytest.raises(DataError, match=r"training.validation_fraction: 2 frames of 2 different structures leave none"):
+        parts(config)
+
+
+def test_options_that_count_systems_are_refused_if_a_system_is_lost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    systems = [write_system(f"s{k:02d}", frames=1, natoms=6, seed=k) for k in range(20)]
+    options = {"training__validation_fraction": 0.2, "training__training_data__batch_size": [1] * 20}
+    with pytest.raises(
+        DataError, match=r"validation_fraction: all frames of s.*batch_size, sys_probs or auto_prob counts"
+    ):
+        parts(config_from_dict(tiny_input(systems, **options)))
+    options["training__training_data__batch_size"] = 1
+    _, data = parts(config_from_dict(tiny_input(systems, **options)))
+    assert (len(data[""].train), len(data[""].valid)) == (16, 4)
+
+
+def test_a_split_is_remembered_as_the_check_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remembered, "_UNSURE_S", 0.0)
+    config = config_from_dict(tiny_input(write_extxyz(), training__validation_fraction=0.2))
+    time.sleep(0.01)
+    data, memories = open_run(config), {"": Memory(Path("kept"), time.time())}
+    first = choose_validation(config, data, 3, memories)[""]
+    monkeypatch.setattr(ExtxyzFile, "chunks", lambda *_: pytest.fail("frames are read"))
+    second = choose_validation(config, data, 3, memories)[""]
+    assert np.array_equal(first.chosen, second.chosen)
+    assert (first.lines, first.warnings, first.digest) == (second.lines, second.warnings, second.digest)
+
+
+def test_the_input_of_a_split_run_names_no_systems_to_test_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("input.json").write_text(json.dumps(tiny_input(write_extxyz(), training__validation_fraction=0.2)))
+    assert cli.main(["test", "-m", "none.pt", "--valid-data", "input.json"]) == 2
+    assert "training.validation_fraction splits validation frames off while training" in capsys.readouterr().err
+
+
+def test_a_run_without_a_seed_is_restarted_with_the_same_frames(start):
+    before, after = Parts(), Parts()
+    start("run", 2, {"training__seed": None}, callback=before)
+    start("run", 4, {"training__seed": None}, restart="model.ckpt.pt", callback=after)
+    assert before.valid == after.valid
