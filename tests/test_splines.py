@@ -17,7 +17,7 @@ from toy_models import batch_of, toy_atoms, toy_model
 from deepmd_ema.dist.world import World
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS
+from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS, estimated_errors, transform
 from deepmd_ema.model.kernels.spline import MAX_ERROR, Spline
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
@@ -189,6 +189,18 @@ def test_no_derivative_of_a_series_is_off_by_more_than_the_bound(seed, precision
         grad = torch.eye(neuron[-1], dtype=torch.float64)
         slopes = torch.stack([found.vjp(row.expand(len(s), 1, -1))[1][:, 0] for row in grad], 1)
         assert (slopes - expected).abs().max() <= MAX_ERROR[precision] * expected.abs().max()
+
+
+def test_a_slow_decay_behind_a_fast_one_is_not_taken_for_fast():
+    """Of a smooth net with a faint, steep feature: the last terms show how fast the terms left out decay."""
+    constants, n = transform(48), torch.arange(400, dtype=torch.float64)
+    sizes = 10 ** (-n / 3) + 1e-9 * 0.9**n
+    slopes = constants.slope @ constants.at_sites @ sizes[:48]
+    coefficients = torch.cat([sizes[:48], slopes])[:, None]
+    left_out, _ = estimated_errors(coefficients, constants, torch.ones(()))
+    largest = (constants.at_sites @ slopes).abs().max()
+    steepest = transform(400).steepest
+    assert left_out > (steepest * sizes)[48:].sum() / largest
 
 
 def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():
