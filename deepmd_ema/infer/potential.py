@@ -25,6 +25,7 @@ from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.infer.moving import MovingFrame, Placed
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.splines import tabulate
 
@@ -66,6 +67,8 @@ class Potential:
         self.info, self.config = loaded.info, loaded.config
         self._model, self._device = loaded.on(device)
         self._layout = self._model.layout
+        # a neighbor that has changed its slot then has another energy
+        self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
         if isinstance(self._model, EnergyModel):
             tabulate(self._model)
         self._warned: set[str] = set()
@@ -135,7 +138,7 @@ class Potential:
     def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
         """Return a frame with its neighbors in slots, by pairs that are kept."""
         where = frame.coord, frame.box, self.rcut
-        if MovingFrame.serves(self._layout):
+        if self._keeps_slots:
             pairs = kept.reaching(*where)
             moving = self._moving.get(kept)
             if moving is None or not moving.holds(frame, pairs):
