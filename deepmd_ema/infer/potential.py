@@ -24,6 +24,7 @@ from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.infer.moving import MovingFrame, Placed
+from deepmd_ema.infer.short_pairs import describe_short_pair
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
@@ -66,6 +67,7 @@ class Potential:
         loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
         self.info, self.config = loaded.info, loaded.config
         self._model, self._device = loaded.on(device)
+        self._loaded = loaded.model
         self._layout = self._model.layout
         # a neighbor that has changed its slot then has another energy
         self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
@@ -116,7 +118,8 @@ class Potential:
             kept: neighbor pairs that are kept from frame to frame and from call to call; None: each frame is searched.
 
         Raises:
-            UserError: if an array has another shape, a number is not finite, or a type is unknown.
+            UserError: if an array has another shape, a number is not finite, a type is unknown, or the model has no
+                energy for a frame, as for two atoms in one place.
         """
         frames = self._frames(coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
@@ -130,10 +133,24 @@ class Potential:
             parts = [self._predict(self._model, _together(group, self._layout))
                      for group in iter(lambda: list(islice(paired, size)), [])]  # fmt: skip
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
-        return Prediction(
+        found = Prediction(
             *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
               for name, shape in shapes.items())
         )  # fmt: skip
+        if not all(np.isfinite(value).all() for value in vars(found).values()):
+            self._refuse(frames)
+        return found
+
+    def _refuse(self, frames: Sequence[Frame]) -> None:
+        """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
+        for k, frame in enumerate(frames):
+            short = describe_short_pair(frame, self._loaded, self.type_map, self.rcut)
+            if short is not None:
+                raise UserError(f"frame {k} (from 0): {short}")
+        raise UserError(
+            f"{self.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
+            "far from what it was trained on?"
+        )
 
     def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
         """Return a frame with its neighbors in slots, by pairs that are kept."""
