@@ -12,7 +12,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
 from deepmd_ema.model.kernels.gather import sum_over_reverse
-from deepmd_ema.model.kernels.twin import plain_kernels
+from deepmd_ema.model.kernels.twin import kernels_by_hand, plain_kernels
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block, Descriptor, Fitting
@@ -26,8 +26,8 @@ class EnergyModel(nn.Module):
     """Energies that add up over atoms, with forces and virials that are their exact derivatives.
 
     The gradient is part of the forward pass: descriptor and fitting return it as an ordinary function of the
-    parameters, so a loss of forces needs one backward pass. Derivatives of the outputs with respect to positions do
-    not exist, but for the second ones of the energy, which are asked for.
+    parameters, so a loss of forces needs one backward pass. Where ``batch.vector`` requires a gradient, the outputs can
+    be differentiated with respect to it as well, which takes longer.
 
     Args:
         descriptor: features of each atom and their vector-Jacobian product.
@@ -76,17 +76,20 @@ class EnergyModel(nn.Module):
 
         Args:
             batch: frames with neighbors in ``layout``, on the device of the model.
-            create_graph: whether the outputs can be differentiated with respect to the parameters; by default in
-                training mode only.
+            create_graph: whether the outputs can be differentiated with respect to the parameters, and to the vectors
+                if they require a gradient; by default in training mode only.
             need_virial: whether virials are computed.
             need_hessian: whether the Hessians are computed as well, those of the frames one after the other, each
                 ((3 N)^2,) with the atoms as in the files; by a backward pass per coordinate of the largest frame.
         """
         graph = self.training if create_graph is None else create_graph
+        if graph and batch.vector.requires_grad and kernels_by_hand():
+            with plain_kernels():  # those by hand are differentiable by the parameters alone
+                return self.forward(batch, create_graph, need_virial, need_hessian)
         if not need_hessian:
             with torch.set_grad_enabled(graph):
                 return _outputs(*self.energy_and_gradient(batch), batch, need_virial)
-        with torch.enable_grad(), plain_kernels():  # those by hand are differentiable by the parameters alone
+        with torch.enable_grad(), plain_kernels():
             moved = replace(batch, vector=batch.vector.detach().requires_grad_())
             atom_energy, pair = self.energy_and_gradient(moved)
             out = _outputs(atom_energy, pair, moved, need_virial)
