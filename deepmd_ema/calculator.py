@@ -41,7 +41,8 @@ class DP(Calculator):
     The process keeps up to 512 MB that are freed for the next step: see ``memory.keep_freed_memory``.
 
     Args:
-        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
+        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A
+            ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an atom has moved more
             than half of it or the cell has changed. Results depend on it by rounding; 0 searches at every step.

@@ -61,7 +61,8 @@ class Potential:
     It can be copied and pickled. Several threads may use it, each with ``kept`` pairs of its own.
 
     Args:
-        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a model already loaded.
+        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a model already
+            loaded. A ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         head: which model of a file that holds several.
     """
