@@ -140,7 +140,7 @@ class Potential:
               for name, shape in shapes.items())
         )  # fmt: skip
         if not all(np.isfinite(value).all() for value in vars(found).values()):
-            self._refuse(frames)
+            _refuse_without_energy(frames, self)
         return found
 
     def _parts(self, frames: Sequence[Frame], natoms: int, kept: KeptPairs | None) -> list[dict[str, Any]]:
@@ -153,17 +153,6 @@ class Potential:
         paired = (pair_frame(frame, self._layout) for frame in frames)
         groups = iter(lambda: list(islice(paired, size)), [])
         return [self._predict(self._model, _together(group, self._layout)) for group in groups]
-
-    def _refuse(self, frames: Sequence[Frame]) -> None:
-        """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
-        for k, frame in enumerate(frames):
-            short = describe_short_pair(frame, self._loaded.model, self.type_map, self.rcut)
-            if short is not None:
-                raise UserError(f"frame {k} (from 0): {short}")
-        raise UserError(
-            f"{self.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
-            "far from what it was trained on?"
-        )
 
     def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
         """Return a frame with its neighbors in slots, by pairs that are kept."""
@@ -259,6 +248,18 @@ class Potential:
             why = " Leave virtual atoms out." if bad == -1 else ""
             raise UserError(f"types: {bad} is no place in type_map {list(self.type_map)} (from 0).{why}")
         return found.astype(np.int64)
+
+
+def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:
+    """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
+    for k, frame in enumerate(frames):
+        short = describe_short_pair(frame, potential._loaded.model, potential.type_map, potential.rcut)
+        if short is not None:
+            raise UserError(f"frame {k} (from 0): {short}")
+    raise UserError(
+        f"{potential.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
+        "far from what it was trained on?"
+    )
 
 
 def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
+
+MAX_MEMBERSHIP = 1 << 18  # numbers of a matrix of frames and atoms, which is the fastest way for few of both
+VALUES_PER_ATOM = 10  # that are summed, of a virial and an index
 
 
 class EnergyModel(nn.Module):
@@ -141,19 +145,29 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
 
 def _outputs(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
     """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
-    frames_FA = _membership(batch)  # noqa: N806
+    sum_of_frames = _sum_of_frames(batch)
     out = {
-        ENERGY: frames_FA @ atom_energy,
+        ENERGY: sum_of_frames(atom_energy),
         ATOM_ENERGY: atom_energy,
         FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
     }
     if need_virial:
         per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
-        out[VIRIAL] = -(frames_FA @ per_atom)
+        out[VIRIAL] = -sum_of_frames(per_atom)
     return out
 
 
-def _membership(batch: Batch) -> Tensor:
-    """Return (F, A) float64, 1 where an atom is of a frame: a sum over it is the same in every run, on any device."""
-    frames = torch.arange(batch.num_frames, device=batch.atom_frame.device)
-    return (frames[:, None] == batch.atom_frame).double()
+def _sum_of_frames(batch: Batch) -> Callable[[Tensor], Tensor]:
+    """Return a function that sums (A, ...) over the atoms of each frame, (F, ...), in an order that is fixed."""
+    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
+    frames = torch.arange(num_frames, device=frame.device)
+    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+    # where frames differ much in size, the table of their atoms would be larger than the matrix
+    if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
+        member_of = (frames[:, None] == frame).double()  # (F, A)
+        return lambda per_atom: member_of @ per_atom
+    rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
+    rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
+    return lambda per_atom: sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows).view(
+        num_frames, *per_atom.shape[1:]
+    )
