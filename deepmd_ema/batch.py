@@ -133,6 +133,11 @@ class Batch:
         return self.in_file_order(self.atom_type)[self.num_atoms.cumsum(0) - self.num_atoms]
 
     @property
+    def place_in_frame(self) -> Tensor:
+        """(A,) int64, place of each atom in its frame, as in the files."""
+        return self.atom_order - (self.num_atoms.cumsum(0) - self.num_atoms)[self.atom_frame]
+
+    @property
     def neighbor_type(self) -> Tensor:
         """(A, K) int64, type of each neighbor; that of the atom itself where there is none."""
         return self.atom_type[self.neighbor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,13 +33,16 @@ _MEMORY_KEPT = 512 << 20  # bytes, for the next step
 class DP(Calculator):
     """Energies (eV), forces (eV/angstrom) and stress (eV/angstrom^3) of a trained model in ASE.
 
+    It can be copied and pickled. Several threads may share one, which then computes for one of them at a time.
+
     A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
     ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
 
     The process keeps up to 512 MB that are freed for the next step: see ``memory.keep_freed_memory``.
 
     Args:
-        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a ``Potential``.
+        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A
+            ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         skin: angstrom. Neighbors are searched this far beyond the cutoff, and again only when an atom has moved more
             than half of it or the cell has changed. Results depend on it by rounding; 0 searches at every step.
@@ -64,11 +68,27 @@ class DP(Calculator):
         # documented as unsafe beside other threads, but they only read the two numbers that are set here
         keep_freed_memory(_MEMORY_KEPT)
         super().__init__(**parameters)
+        self._lock = RLock()
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
         # elements of the model, atomic numbers of the last frame, and its types
         self._known: tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]] | None = None
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: its lock is its own."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy is made of."""
+        keep_freed_memory(_MEMORY_KEPT)  # in another process
+        vars(self).update(state)
+        self._lock = RLock()
+
+    def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
+        """Return a result for ``atoms``; one thread at a time, because another one may ask for other atoms."""
+        with self._lock:
+            return super().get_property(name, atoms, allow_calculation)
 
     def set(self, **parameters: Any) -> dict[str, Any]:
         """Change parameters; results are computed again when one differs.

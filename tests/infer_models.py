@@ -33,6 +33,18 @@ def random_model(config, seed=0):
     return model.eval()
 
 
+@torch.no_grad()
+def let_slots_differ(model, seed=11):
+    """Give each slot of the environment matrix its own mean and spread, as files of DeePMD-kit may have them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.named_buffers():
+        draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+        if name.endswith(".mean"):
+            tensor[..., 0] = 0.1 + 0.05 * draw[..., 0]
+        elif name.endswith(".stddev"):
+            tensor.copy_(0.15 + 0.1 * draw)
+
+
 def tiny_config(**changes):
     """Return the config of a tiny run; no file has to exist."""
     return config_from_dict(tiny_input(["train"], ["valid"], **{"training__enable_ema": True, **changes}))

@@ -10,6 +10,7 @@ import torch
 from helpers import toy_frame, toy_labels
 
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.data import collate as collate_module
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
@@ -235,3 +236,31 @@ def test_a_molecule_without_numbers_is_refused_as_any_frame():
     lost = Frame(np.array([[0.0, 0.0, np.nan], [1.0, 0.0, 0.0]]), np.array([0, 1]), source=("toy", 3))
     with pytest.raises(DataError, match="toy frame 3"):
         collate([make_frame(0, 5, pbc=False), lost], LAYOUT)
+
+
+def far_away(frame, cells, seed=0):
+    """Return a frame with its atoms in other cells, up to ``cells`` of them away."""
+    moves = np.random.default_rng(seed).integers(-cells, cells + 1, frame.coord.shape)
+    return Frame(frame.coord + moves @ frame.box, frame.atom_type, frame.box)
+
+
+@pytest.mark.parametrize("cells", [1, 50, 1000, 100_000])
+def test_atoms_may_be_many_cells_outside_of_theirs(cells):
+    """All images between the outermost were counted: 3 GB at 150 cells, and more than there is at 1,000."""
+    frame = make_frame(0)
+    here, there = (collate([f], LAYOUT) for f in (frame, far_away(frame, cells)))
+    torch.testing.assert_close(there.neighbor, here.neighbor)
+    torch.testing.assert_close(there.vector, here.vector, rtol=0, atol=1e-13 * max(10, cells))
+    torch.testing.assert_close(there.reverse, here.reverse)
+
+
+@pytest.mark.parametrize("cells", [0, 3])
+def test_images_are_those_of_a_block_around_them(monkeypatch, cells):
+    made = []
+    for most in (collate_module._MOST_COUNTED, 0):
+        monkeypatch.setattr(collate_module, "_MOST_COUNTED", most)
+        made.append(pair_frame(far_away(make_frame(0), cells), LAYOUT))
+    for name in ("table", "image", "neighbor", "reverse"):
+        one, other = (getattr(frame, name) for frame in made)
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype

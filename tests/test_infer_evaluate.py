@@ -219,3 +219,18 @@ def test_frames_without_an_element_or_without_neighbors_are_tested(tmp_path, cap
         assert np.isfinite(forces).all()
         assert name == "oxygen" or not forces.any()
     assert "Force  RMSE" in capsys.readouterr().out
+
+
+def test_a_pair_nearer_than_a_table_begins_is_named(tmp_path):
+    rows = [[r, *[0.5 * (4 - r) ** 3] * 3] for r in np.linspace(0.3, 4.0, 38)]
+    table = {"use_srtab": rows, "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
+    path = write_run(tmp_path / "run", **{f"model__{name}": value for name, value in table.items()})[0]
+    system = write_system(tmp_path / "data", frames=2, natoms=6)
+    coord = np.load(system / "set.000" / "coord.npy")
+    coord[1, 9:12] = coord[1, :3] + [0.2, 0, 0]
+    np.save(system / "set.000" / "coord.npy", coord)
+    words = (
+        r"set.000: frame 1 \(from 0\): atoms 0 \(O\) and 3 \(H\) are 0.2 angstrom apart, and the table of .* 0.3 to 4"
+    )
+    with pytest.raises(UserError, match=words):
+        measure(path, [system])

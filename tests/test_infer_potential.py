@@ -11,6 +11,7 @@ from infer_models import write_run
 
 import deepmd_ema
 from deepmd_ema.errors import CheckpointError, UserError
+from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import ATOMS_AT_ONCE, Potential
 
@@ -225,3 +226,44 @@ def test_models_of_deepmd_kit_give_its_numbers(name, system):
             reference = expected[f"{system}_{key}"]
             tolerance = 1e-10 * abs(reference).max()
             np.testing.assert_allclose(getattr(found, key), reference, rtol=0, atol=tolerance, err_msg=key)
+
+
+def _with_table(tmp_path):
+    """Return a potential with a table of pair energies from 0.3 angstrom."""
+    rows = [[r, *[0.5 * (4 - r) ** 3] * 3] for r in np.linspace(0.3, 4.0, 38)]
+    options = {"use_srtab": rows, "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
+    return Potential(write_run(tmp_path, **{f"model__{name}": value for name, value in options.items()})[0], "cpu")
+
+
+@pytest.mark.parametrize("skin", [None, 1.0])
+def test_atoms_in_one_place_are_named(potential, frames, skin):
+    """Energies and forces were nan without a word."""
+    coord, types, box = frames[0].copy(), frames[1], frames[2]
+    coord[1, 7] = coord[1, 2] + box[1, 0]
+    kept = None if skin is None else KeptPairs(skin)
+    words = r"frame 1 \(from 0\): atoms (2|7) \([OH]\) and (2|7) \([OH]\) are \S+ angstrom apart, and the model has no"
+    with pytest.raises(UserError, match=words):
+        potential.evaluate(coord, types, box, kept=kept)
+
+
+def test_atoms_nearer_than_a_table_begins_are_named(tmp_path, frames):
+    potential = _with_table(tmp_path)
+    coord, types, box = frames[0][0].copy(), frames[1], frames[2][0]
+    coord[7] = coord[2] + [0.25, 0, 0]
+    with pytest.raises(UserError, match=r"\) are 0.25 angstrom apart, and the table of .* covers 0.3 to 4 angstrom"):
+        potential.evaluate(coord, types, box)
+    coord[7] = coord[2] + [0.35, 0, 0]
+    assert np.isfinite(potential.evaluate(coord, types, box).energy).all()
+
+
+def test_a_cell_thinner_than_a_table_begins_is_described(tmp_path):
+    box = np.diag([0.29, 4.0, 4.0])
+    with pytest.raises(UserError, match=r"atom 0 \(O\) and an image of it are 0.29 angstrom apart"):
+        _with_table(tmp_path).evaluate([[0.0, 0, 0]], [0], box)
+
+
+def test_weights_that_are_not_numbers_are_reported(run, frames):
+    loaded = load_model(run[0])
+    loaded.model.out_bias.fill_(np.nan)
+    with pytest.raises(UserError, match="the model gives no finite energies and forces"):
+        Potential(loaded, device="cpu").evaluate(*frames)

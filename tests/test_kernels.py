@@ -23,7 +23,7 @@ from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.kernels.repformer import repformer_layers
 from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
-from deepmd_ema.model.kernels.switch import switch, switch_and_derivative
+from deepmd_ema.model.kernels.switch import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
@@ -168,6 +168,17 @@ def test_every_kernel_by_hand_has_the_values_and_gradients_of_its_plain_twin(nam
     with torch.no_grad():
         for by_hand, part in zip(tensors_of(KERNELS[name].by_hand(*args)), results[0]):
             close(by_hand, part.detach())
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_no_kernel_changes_the_gradient_that_it_is_given(name):
+    """Another branch of the backward pass may read the same tensor."""
+    found = tensors_of(KERNELS[name].by_hand(*(args := arguments(name))))
+    grads = [draw(*part.shape, seed=k).detach() for k, part in enumerate(found)]
+    kept = [grad.clone() for grad in grads]
+    torch.autograd.grad(found, leaves_of(args), grads)
+    for grad, before in zip(grads, kept, strict=True):
+        assert torch.equal(grad, before)
 
 
 def test_kernels_are_plain_only_within_the_context():
@@ -448,3 +459,18 @@ def test_the_switch_goes_from_one_to_zero_and_its_derivative_is_right():
     assert (value[r >= 6.0] == 0).all()
     close(switch(r, 6.0, 1.0), value)
     close(derivative, torch.autograd.grad(value.sum(), r)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_exponential_switch_has_a_derivative_however_early_it_begins(dtype):
+    """Its inner exponential overflows, and 0 times infinity is not a number."""
+    r = torch.linspace(0.05, 9.0, 100, dtype=dtype).requires_grad_()
+    value = exponential_switch(r, 8.0, 0.1)
+    (slope,) = torch.autograd.grad(value.sum(), r)
+    assert value[0] > 0.9
+    assert (value[r > 0.2] < 1e-8).all()
+    assert torch.isfinite(slope).all()
+    assert (slope <= 0).all()
+    at_end = exponential_switch(torch.tensor([8.0, 8.5, 100.0], dtype=dtype), 8.0, 7.0)
+    assert at_end[0] > 0
+    assert (at_end == at_end[0]).all()

@@ -139,6 +139,24 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descrip
 
 
 @every_model
+def test_outputs_can_be_differentiated_by_the_vectors_of_a_batch(descriptor):
+    """By kernels that are differentiable by the parameters alone such derivatives were wrong without a word."""
+    _, model = toy_model(descriptor)
+    batch = batch_of(model, frame())
+    generator = torch.Generator().manual_seed(0)
+    moved = 0.1 * torch.randn(batch.vector.shape, generator=generator, dtype=torch.float64)
+    moved = moved * batch.occupied.unsqueeze(-1)
+    vector = batch.vector.clone().requires_grad_()
+    outputs = model(replace(batch, vector=vector), create_graph=True)
+    up, down = (model(replace(batch, vector=batch.vector + step * moved)) for step in (STEP, -STEP))
+    for name, value in outputs.items():
+        weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        (found,) = torch.autograd.grad((value * weight).sum(), vector, retain_graph=True)
+        by_difference = (weight * (up[name] - down[name])).sum() / (2 * STEP)
+        close((found * moved).sum().item(), by_difference.item(), DIFFERENCES)
+
+
+@every_model
 @every_cell
 def test_forces_are_the_derivative_of_the_energy(descriptor, cell):
     _, model = toy_model(descriptor)

@@ -6,7 +6,16 @@ import argparse
 import re
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, path, positive
+from deepmd_ema.cli.options import (
+    EVALUATED,
+    add_device,
+    add_systems,
+    add_weights,
+    chosen_systems,
+    file_to_write,
+    path,
+    positive,
+)
 
 SUMMARY = "deviations of several models from each other"
 
@@ -14,7 +23,7 @@ SUMMARY = "deviations of several models from each other"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-m", "--models", metavar="MODEL", type=path, nargs="+", action="extend", required=True,
-                        help=".pt checkpoints, folders of runs, frozen .dp or .yaml files")  # fmt: skip
+                        help=f".pt checkpoints, folders of runs, frozen files: .dp, .yaml or {EVALUATED}")  # fmt: skip
     add_systems(parser, datafile=False)
     parser.add_argument("-o", "--output", metavar="FILE", type=file_to_write, default="model_devi.out",
                         help="table of all frames (model_devi.out)")  # fmt: skip

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from deepmd_ema.errors import ConfigError, UserError, show_text
 
+EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
+
 
 def add_input(parser: argparse.ArgumentParser) -> None:
     """Add the input of a training run."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
+from deepmd_ema.cli.options import (
+    EVALUATED,
+    add_device,
+    add_systems,
+    add_weights,
+    chosen_systems,
+    file_to_write,
+    num_frames,
+    path,
+)
 from deepmd_ema.memory import keep_freed_memory
 
 SUMMARY = "errors of a model on labelled frames"
@@ -14,7 +23,7 @@ SUMMARY = "errors of a model on labelled frames"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-m", "--model", metavar="MODEL", type=path, default="frozen_model.dp",
-                        help="a .pt checkpoint or a frozen .dp or .yaml (frozen_model.dp)")  # fmt: skip
+                        help=f"a .pt checkpoint or a frozen .dp, .yaml or {EVALUATED} (frozen_model.dp)")  # fmt: skip
     add_systems(parser)
     parser.add_argument("-n", "--numb-test", metavar="N", type=num_frames, default=0,
                         help="frames of each system, from its first (0: all)")  # fmt: skip

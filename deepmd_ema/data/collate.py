@@ -21,6 +21,7 @@ from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 MOST_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
 MOST_TOGETHER = 64  # atoms of an open frame whose pairs are found together with those of other frames of a batch
+_MOST_COUNTED = 1 << 20  # images in a block around all that are needed, of which a table is made to find these
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 
@@ -306,7 +307,11 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
     if box is None or len(shift) == 0:
         return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
     low = shift.min(axis=0)
-    span = (shift.max(axis=0) - low + 1).astype(np.int64)
+    span = shift.max(axis=0) - low + 1.0
+    if span.prod() > _MOST_COUNTED:  # atoms far outside of the cell, which need not be wrapped
+        images, image_of_pair = np.unique(shift, axis=0, return_inverse=True)
+        return np.concatenate([empty, images @ box]), image_of_pair.ravel() + 1
+    span = span.astype(np.int64)
     code = ((shift[:, 0] - low[0]) * span[1] + (shift[:, 1] - low[1])) * span[2] + (shift[:, 2] - low[2])
     present = np.bincount(code, minlength=int(span.prod())) > 0
     codes = np.flatnonzero(present)

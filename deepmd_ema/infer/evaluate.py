@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
-from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
@@ -27,6 +26,7 @@ from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
+from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.compile import Compiler, explained
@@ -36,7 +36,6 @@ from deepmd_ema.model.splines import tabulate
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
-_SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 _LINE = "# " + "-" * 47 + " "
 _AXES = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}  # by the shape of a label
 
@@ -216,7 +215,7 @@ def predict(
         has_hessian = not loaded.is_compiled
         total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
-    _refuse_non_finite(report, loaded.config.descriptor)
+    _refuse_non_finite(report, loaded)
     return report
 
 
@@ -291,14 +290,21 @@ def first_frames(systems: Sequence[FrameSource], most: int) -> list[range]:
     return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
 
 
-def _refuse_non_finite(report: ErrorReport, descriptor: DescriptorConfig) -> None:
+def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
     """Raise DataError if the model gives no number for some frame, as it does for atoms in one place."""
     bad = [f for f in report.frames if not all(np.isfinite(value).all() for value in f.prediction.values())]
     if not bad:
         return
     # a batch fails as a whole: look for the frames that made it fail
     systems = [report.systems[name] for name in dict.fromkeys(frame.source[0] for frame in bad)]
-    check_systems(systems, [], report.type_map, descriptor, min_distance=_SAME_PLACE).raise_problems()
+    descriptor = loaded.config.descriptor
+    check_systems(systems, [], report.type_map, descriptor, min_distance=SAME_PLACE).raise_problems()
+    for name, number in (frame.source for frame in bad):
+        frame = report.systems[name].frame(number)
+        short = describe_short_pair(frame, loaded.model, report.type_map, descriptor.cutoff)
+        if short is not None:
+            place = report.systems[name].where(number)
+            raise DataError(f"{place.file}: frame {place.frame} (from 0): {short}")
     place = report.systems[bad[0].source[0]].where(bad[0].source[1])
     raise DataError(
         f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite "

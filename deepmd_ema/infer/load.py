@@ -16,6 +16,7 @@ from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
+from deepmd_ema.infer.surroundings import without_modes
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
@@ -172,6 +173,7 @@ def average_in_words(average: Mapping[str, Any]) -> str:
     return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 
+@without_modes()
 def _load(path: Path, use_average: bool, average: str | None, choose: Choose) -> ModelFile:
     use_average = use_average or average is not None
     if path.suffix.lower() in FROZEN_SUFFIXES:

@@ -66,7 +66,7 @@ class MovingFrame:
 
     @staticmethod
     def serves(layout: NeighborLayout) -> bool:
-        """Whether no part of a model needs slots in the order of the distances, and no pair is left out."""
+        """Whether no part of a model looks for neighbors by their place in the list, and no pair is left out."""
         return not (layout.inner or layout.type_sel or layout.excluded_pairs)
 
     def holds(self, frame: Frame, pairs: Pairs) -> bool:

@@ -24,7 +24,10 @@ from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.infer.moving import MovingFrame, Placed
+from deepmd_ema.infer.short_pairs import describe_short_pair
+from deepmd_ema.infer.surroundings import refrain_from_lost_threads, without_modes
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.splines import tabulate
 
@@ -55,23 +58,33 @@ class Prediction:
 class Potential:
     """A trained model that evaluates structures.
 
+    It can be copied and pickled. Several threads may use it, each with ``kept`` pairs of its own.
+
     Args:
-        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp`` or ``.yaml``, or a model already loaded.
+        path: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a model already
+            loaded. A ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         head: which model of a file that holds several.
     """
 
     def __init__(self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
-        self.info, self.config = loaded.info, loaded.config
-        self._model, self._device = loaded.on(device)
+        self.info, self.config, self._loaded = loaded.info, loaded.config, loaded
+        with without_modes():
+            self._model, self._device = loaded.on(device)
         self._layout = self._model.layout
+        # a neighbor that has changed its slot then has another energy
+        self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
         if isinstance(self._model, EnergyModel):
             tabulate(self._model)
         self._warned: set[str] = set()
         self._images: Images | None = None  # of the last frame
         # several calculators may share a potential, as those of the images of a band
         self._moving: WeakKeyDictionary[KeptPairs, MovingFrame] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy is made of: neither pairs nor images that are kept, nor compiled code."""
+        return type(self), (self._loaded, str(self._device))
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -113,29 +126,38 @@ class Potential:
             kept: neighbor pairs that are kept from frame to frame and from call to call; None: each frame is searched.
 
         Raises:
-            UserError: if an array has another shape, a number is not finite, or a type is unknown.
+            UserError: if an array has another shape, a number is not finite, a type is unknown, or the model has no
+                energy for a frame, as for two atoms in one place.
         """
         frames = self._frames(coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
-        size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
-        if isinstance(self._model, CompiledModel):
-            parts = [self._run(self._model, frame, kept) for frame in frames]
-        elif kept is not None:
-            parts = [self._predict(self._model, self._placed(frame, kept)) for frame in frames]
-        else:
-            paired = (pair_frame(frame, self._layout) for frame in frames)
-            parts = [self._predict(self._model, _together(group, self._layout))
-                     for group in iter(lambda: list(islice(paired, size)), [])]  # fmt: skip
+        refrain_from_lost_threads()
+        with without_modes(self._device):
+            parts = self._parts(frames, natoms, kept)
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
-        return Prediction(
+        found = Prediction(
             *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
               for name, shape in shapes.items())
         )  # fmt: skip
+        if not all(np.isfinite(value).all() for value in vars(found).values()):
+            _refuse_without_energy(frames, self)
+        return found
+
+    def _parts(self, frames: Sequence[Frame], natoms: int, kept: KeptPairs | None) -> list[dict[str, Any]]:
+        """Return the arrays of one batch after the other."""
+        if isinstance(self._model, CompiledModel):
+            return [self._run(self._model, frame, kept) for frame in frames]
+        if kept is not None:
+            return [self._predict(self._model, self._placed(frame, kept)) for frame in frames]
+        size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
+        paired = (pair_frame(frame, self._layout) for frame in frames)
+        groups = iter(lambda: list(islice(paired, size)), [])
+        return [self._predict(self._model, _together(group, self._layout)) for group in groups]
 
     def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
         """Return a frame with its neighbors in slots, by pairs that are kept."""
         where = frame.coord, frame.box, self.rcut
-        if MovingFrame.serves(self._layout):
+        if self._keeps_slots:
             pairs = kept.reaching(*where)
             moving = self._moving.get(kept)
             if moving is None or not moving.holds(frame, pairs):
@@ -226,6 +248,18 @@ class Potential:
             why = " Leave virtual atoms out." if bad == -1 else ""
             raise UserError(f"types: {bad} is no place in type_map {list(self.type_map)} (from 0).{why}")
         return found.astype(np.int64)
+
+
+def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:
+    """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
+    for k, frame in enumerate(frames):
+        short = describe_short_pair(frame, potential._loaded.model, potential.type_map, potential.rcut)
+        if short is not None:
+            raise UserError(f"frame {k} (from 0): {short}")
+    raise UserError(
+        f"{potential.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
+        "far from what it was trained on?"
+    )
 
 
 def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,7 +23,7 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
-from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, packaged_text
+from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, opened_package, packaged_text
 from deepmd_ema.model.compile import without_compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended import ExtendedModel
@@ -80,6 +81,8 @@ def write_pt2(
 def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
     """Return the compiled function of a ``.pt2`` file, which takes what ``ExtendedModel`` takes, and where it runs.
 
+    Machine code in the file runs as it is loaded.
+
     Args:
         path: the file.
         name: of a device; that of the file if not given.
@@ -89,11 +92,11 @@ def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., di
         UserError: if the device is not there, or the file is compiled for another one.
     """
     try:
-        with zipfile.ZipFile(path) as package:
+        with opened_package(path) as package:
             bad = package.testzip()
             facts = json.loads(package.read(_FACTS))
-        if bad is not None:
-            raise CheckpointError(f"{path}: damaged ({bad}). Freeze the model again.")
+        if bad is not None or not isinstance(facts, dict):
+            raise CheckpointError(f"{path}: damaged ({bad or _FACTS}). Freeze the model again.")
         kind = str(facts[_DEVICE])
         if kind == "cuda" and not torch.cuda.is_available():
             raise CheckpointError(f"{path}: compiled for CUDA, and there is no GPU here. Freeze the model again here.")
@@ -104,7 +107,7 @@ def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., di
             )
         number = -1 if device.index is None else device.index
         return torch._inductor.aoti_load_package(str(path), device_index=number), device
-    except (OSError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"{path}: cannot be loaded ({reason}). It was compiled for one kind of machine, device and version of "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
 from deepmd_ema.model.kernels.gather import sum_over_reverse
-from deepmd_ema.model.kernels.twin import plain_kernels
+from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.kernels.twin import kernels_by_hand, plain_kernels
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block, Descriptor, Fitting
@@ -21,13 +23,16 @@ if TYPE_CHECKING:
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
 
+MAX_MEMBERSHIP = 1 << 18  # numbers of a matrix of frames and atoms, which is the fastest way for few of both
+VALUES_PER_ATOM = 10  # that are summed, of a virial and an index
+
 
 class EnergyModel(nn.Module):
     """Energies that add up over atoms, with forces and virials that are their exact derivatives.
 
     The gradient is part of the forward pass: descriptor and fitting return it as an ordinary function of the
-    parameters, so a loss of forces needs one backward pass. Derivatives of the outputs with respect to positions do
-    not exist, but for the second ones of the energy, which are asked for.
+    parameters, so a loss of forces needs one backward pass. Where ``batch.vector`` requires a gradient, the outputs can
+    be differentiated with respect to it as well, which takes longer.
 
     Args:
         descriptor: features of each atom and their vector-Jacobian product.
@@ -71,6 +76,13 @@ class EnergyModel(nn.Module):
         self.register_buffer("_counted", counted, persistent=False)
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of; tables that were made inside torch.func are wrapped, and cannot be copied."""
+        for module in self.modules():
+            if isinstance(module, Spline) and module.tables is not None:
+                module.tables.settle()
+        return dict(vars(self))
+
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
     ) -> dict[str, Tensor]:
@@ -78,17 +90,20 @@ class EnergyModel(nn.Module):
 
         Args:
             batch: frames with neighbors in ``layout``, on the device of the model.
-            create_graph: whether the outputs can be differentiated with respect to the parameters; by default in
-                training mode only.
+            create_graph: whether the outputs can be differentiated with respect to the parameters, and to the vectors
+                if they require a gradient; by default in training mode only.
             need_virial: whether virials are computed.
             need_hessian: whether the Hessians are computed as well, those of the frames one after the other, each
                 ((3 N)^2,) with the atoms as in the files; by a backward pass per coordinate of the largest frame.
         """
         graph = self.training if create_graph is None else create_graph
+        if graph and batch.vector.requires_grad and kernels_by_hand():
+            with plain_kernels():  # those by hand are differentiable by the parameters alone
+                return self.forward(batch, create_graph, need_virial, need_hessian)
         if not need_hessian:
             with torch.set_grad_enabled(graph):
                 return _outputs(*self.energy_and_gradient(batch), batch, need_virial)
-        with torch.enable_grad(), plain_kernels():  # those by hand are differentiable by the parameters alone
+        with torch.enable_grad(), plain_kernels():
             moved = replace(batch, vector=batch.vector.detach().requires_grad_())
             atom_energy, pair = self.energy_and_gradient(moved)
             out = _outputs(atom_energy, pair, moved, need_virial)
@@ -132,19 +147,29 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
 
 def _outputs(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
     """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
-    frames_FA = _membership(batch)  # noqa: N806
+    sum_of_frames = _sum_of_frames(batch)
     out = {
-        ENERGY: frames_FA @ atom_energy,
+        ENERGY: sum_of_frames(atom_energy),
         ATOM_ENERGY: atom_energy,
         FORCE: pair.sum(1) - sum_over_reverse(pair, batch.neighbor, batch.reverse),
     }
     if need_virial:
         per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
-        out[VIRIAL] = -(frames_FA @ per_atom)
+        out[VIRIAL] = -sum_of_frames(per_atom)
     return out
 
 
-def _membership(batch: Batch) -> Tensor:
-    """Return (F, A) float64, 1 where an atom is of a frame: a sum over it is the same in every run, on any device."""
-    frames = torch.arange(batch.num_frames, device=batch.atom_frame.device)
-    return (frames[:, None] == batch.atom_frame).double()
+def _sum_of_frames(batch: Batch) -> Callable[[Tensor], Tensor]:
+    """Return a function that sums (A, ...) over the atoms of each frame, (F, ...), in an order that is fixed."""
+    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
+    frames = torch.arange(num_frames, device=frame.device)
+    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+    # where frames differ much in size, the table of their atoms would be larger than the matrix
+    if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
+        member_of = (frames[:, None] == frame).double()  # (F, A)
+        return lambda per_atom: member_of @ per_atom
+    rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
+    rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
+    return lambda per_atom: sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows).view(
+        num_frames, *per_atom.shape[1:]
+    )

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
+from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.kernels.twin import exported_kernels
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L slots as given,
 # T types, P frame parameters, Q atom parameters
+
+_ROUNDING = 1e-9  # angstrom, of two distances that are equal
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class ExtendedModel(nn.Module):
     def __init__(self, model: EnergyModel) -> None:
         super().__init__()
         self.model = model
+        self._keeps_order = not has_equal_slots(model)
 
     def forward(
         self,
@@ -103,7 +107,9 @@ class ExtendedModel(nn.Module):
         frame = torch.arange(frames, device=atype.device)
         own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
         order, counts = _by_type(atype.flatten()[own], model)
-        batch, place = extended_batch(coord, atype, nlist, mapping, own[order], order, counts, model)
+        batch, place = extended_batch(
+            coord, atype, nlist, mapping, own[order], order, counts, model, keeps_order=self._keeps_order
+        )
         conditions = {} if fparam is None else {FPARAM: fparam}
         if aparam is not None:
             conditions[APARAM] = aparam.flatten(0, 1)[order]
@@ -137,6 +143,8 @@ def extended_batch(
     order: Tensor,
     counts: tuple[int, ...],
     model: EnergyModel,
+    *,
+    keeps_order: bool,
 ) -> tuple[ExtendedBatch, Tensor]:
     """Return a batch in the layout of the model, and the place (A, K) of each neighbor among all F E atoms and images.
 
@@ -149,6 +157,7 @@ def extended_batch(
         order: (A,) the atom in each row of the batch.
         counts: atoms of each type, or one number for all.
         model: for its layout.
+        keeps_order: whether neighbors at one distance stay in the order of ``nlist``.
     """
     layout = model.layout
     frames, extended = atype.shape
@@ -157,7 +166,13 @@ def extended_batch(
     given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[order]
     flat_coord, flat_type = coord.flatten(0, 1), atype.flatten()
     place, filled, slots = _sorted_slots(
-        given, own, flat_coord, flat_type, layout, isinstance(model.descriptor, ByTypeDescriptor)
+        given,
+        own,
+        flat_coord,
+        flat_type,
+        layout,
+        trims=isinstance(model.descriptor, ByTypeDescriptor),
+        keeps_order=keeps_order,
     )
     vector = flat_coord[place] - flat_coord[own][:, None]
     far = torch.tensor([2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device)
@@ -207,7 +222,14 @@ def _by_type(atype: Tensor, model: EnergyModel) -> tuple[Tensor, tuple[int, ...]
 
 
 def _sorted_slots(
-    given: Tensor, own: Tensor, coord: Tensor, atype: Tensor, layout: NeighborLayout, trims: bool
+    given: Tensor,
+    own: Tensor,
+    coord: Tensor,
+    atype: Tensor,
+    layout: NeighborLayout,
+    *,
+    trims: bool,
+    keeps_order: bool,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Return the neighbors inside the cutoff, nearest first and by type where the layout wants it so.
 
@@ -218,6 +240,7 @@ def _sorted_slots(
         atype: (F E,).
         layout: how the model wants its neighbors.
         trims: whether there are only as many slots as an atom needs, not ``sel``.
+        keeps_order: whether neighbors at one distance stay in the order in which they are given.
 
     Returns:
         places (A, K), that of the atom itself where there is none; whether there is one (A, K); slots per section.
@@ -226,7 +249,13 @@ def _sorted_slots(
     place = torch.where(there, given, own[:, None])
     distance = torch.linalg.vector_norm(coord[place] - coord[own][:, None], dim=-1)
     there = there & (distance < layout.rcut)
-    key, by_distance = torch.sort(torch.where(there, distance, torch.inf), dim=1, stable=True)
+    distance = torch.where(there, distance, torch.inf)
+    key, by_distance = torch.sort(distance, dim=1, stable=True)
+    if keeps_order:
+        # two images of the atom itself are at one distance, and rounding must not put them in order
+        rank = (key - key.roll(1, 1) > _ROUNDING).cumsum(1)  # the first is not after the last
+        by_distance = torch.zeros_like(rank).scatter(1, by_distance, rank).argsort(dim=1, stable=True)
+        key = distance.gather(1, by_distance)
     place = place.gather(1, by_distance)
     rank = torch.arange(place.shape[1], device=place.device)
     there = (key < layout.rcut) & (rank < sum(layout.sel))

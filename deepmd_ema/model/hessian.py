@@ -30,8 +30,7 @@ def hessian(gradient: Tensor, batch: Batch, create_graph: bool) -> Tensor:
     """
     num_atoms, num_slots = batch.neighbor.shape
     most = 3 * max(batch.sizes)
-    starts = batch.num_atoms.cumsum(0) - batch.num_atoms
-    place = batch.atom_order - starts[batch.atom_frame]  # of each atom in its frame
+    place = batch.place_in_frame
     axis = torch.eye(3, dtype=torch.float64, device=place.device)
     at_once = PAIRS_IN_CACHE if place.device.type == "cpu" else PAIRS_AT_ONCE
     step = max(1, at_once // max(1, num_atoms * num_slots))

@@ -6,14 +6,16 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, show_text
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import content_digest
 
@@ -150,8 +152,31 @@ def _as_array(lists: Tree) -> Any:
     return np.array(lists["value"], dtype=lists["dtype"])
 
 
-def _read_packaged(path: Path) -> Any:
+@contextmanager
+def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a ``.pt2``, which torch is going to unpack, after a look at the names and sizes of its members.
+
+    Raises:
+        CheckpointError: if one has no place in a package.
+    """
     with zipfile.ZipFile(path) as package:
+        names = package.namelist()
+        twice = [name for name, number in Counter(names).items() if number > 1]
+        if twice:
+            raise CheckpointError(f"{path}: damaged, it holds {show_text(twice[0])} twice. Freeze the model again.")
+        outside = [name for name in names if name.startswith("/") or ".." in re.split(r"[/\\]", name)]
+        if outside:
+            raise CheckpointError(
+                f"{path}: its member {show_text(outside[0])} would be written outside of the folder into which torch "
+                "unpacks the file, which no program that compiles models does. Do not use this file."
+            )
+        if sum(member.file_size for member in package.infolist()) > _MOST_COMPRESSED * path.stat().st_size:
+            raise CheckpointError(f"{path}: damaged, its members say that they are larger than the file can hold.")
+        yield package
+
+
+def _read_packaged(path: Path) -> Any:
+    with opened_package(path) as package:
         return _replaced(json.loads(package.read(PACKAGED_TREE)), _as_array)
 
 

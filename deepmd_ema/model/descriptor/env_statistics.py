@@ -169,6 +169,15 @@ def add_normalisation(module: nn.Module, shape: tuple[int, int, int], dtype: tor
     module.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
 
 
+def has_equal_slots(model: nn.Module) -> bool:
+    """Whether all slots have one mean and spread, so that a neighbor counts the same in any of them.
+
+    Statistics of this program are equal; those in files of others may differ from slot to slot.
+    """
+    tables = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in ("mean", "stddev")]
+    return all(bool((table == table[:, :1]).all()) for table in tables)
+
+
 def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
     """Return rows (A, K, C) in float64 minus the mean and over the spread of their slots and types of centre (A,)."""
     mean, stddev = _normalisation(module, rows.shape[1], atom_type)
