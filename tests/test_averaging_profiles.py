@@ -251,6 +251,16 @@ def test_an_average_starts_at_its_step_from_the_live_weights_and_skips_between()
     assert bank.info("ema")["updates"] == 2
 
 
+def test_between_its_start_and_its_first_update_an_average_grows_older_by_every_step():
+    net = make_net()
+    bank = AverageBank(net, [SwaProfile("flat", start_step=2, update_every=5)])
+    ages = []
+    for _ in range(8):
+        bank.update()
+        ages.append(bank.info("flat")["mean_age"])
+    assert ages == [0, 0, 1, 2, 3, 4, 0, 1]
+
+
 def test_a_hook_decides_which_steps_after_the_start_count():
     profile = SwaProfile("even", start_step=3, should_update=EveryOther(0, from_epoch=0.5))
     assert [step for step in range(12) if profile.is_due(step, epoch=step / 10)] == [3, 6, 8, 10]

@@ -52,6 +52,19 @@ def test_updates_are_those_of_deepmd_kit(golden):
         assert (p.detach() - after).abs().max() < PEER, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_covariances_stay_symmetric_to_the_last_bit(dtype):
+    generator = torch.Generator().manual_seed(2)
+    sizes = (7, 64, 33)
+    lkf = LKF([(f"p{k}", nn.Parameter(torch.zeros(n, dtype=dtype))) for k, n in enumerate(sizes)], 64)
+    for _ in range(20):
+        gradients = [torch.randn(n, generator=generator, dtype=dtype) for n in sizes]
+        lkf.update(gradients, torch.tensor(0.1), GOOD)
+    for covariance in lkf.state_dict()["covariances"]:
+        assert torch.equal(covariance, covariance.mT)
+        assert bool((torch.linalg.eigvalsh(covariance.double()) > 0).all())
+
+
 @pytest.mark.parametrize(
     ("counts", "sizes"),
     [
