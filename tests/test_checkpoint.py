@@ -1,5 +1,6 @@
 """One checkpoint file: written whole, read with every way it can be wrong named."""
 
+import errno
 import os
 import shutil
 import zipfile
@@ -83,6 +84,35 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
         checkpoint.load("model.ckpt-3.pt")
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load(here / "model.ckpt-2.pt")
+
+
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes. Error code 12"
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        ("torch.load", MemoryError(), "out of memory"),
+        ("torch.load", RuntimeError(NO_MEMORY), "out of memory"),
+        ("zipfile.ZipFile.testzip", OSError(errno.ENOMEM, "no memory"), "out of memory"),
+        ("torch.load", OSError(errno.EMFILE, "many"), "Too many open files). Too many files are open: raise the limit"),
+        ("zipfile.ZipFile.testzip", OSError(errno.EIO, "bad"), "Input/output error). The disk or the network file"),
+        ("zipfile.ZipFile.testzip", OSError(errno.ESTALE, "old"), "Stale file handle). The disk or the network file"),
+    ],
+)
+def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, place, error, said):
+    for step in (1, 2):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+
+    def refuse(*_given, **_how):
+        raise error
+
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(CheckpointError) as told:
+        checkpoint.load("model.ckpt-2.pt")
+    assert str(told.value).startswith(f"model.ckpt-2.pt: cannot be read ({said}")
+    assert "damaged" not in str(told.value)
+    assert "model.ckpt-1.pt" not in str(told.value)
 
 
 def test_a_damaged_file_without_an_older_one_says_so(here):
