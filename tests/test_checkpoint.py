@@ -122,6 +122,18 @@ def test_a_damaged_file_without_an_older_one_says_so(here):
         checkpoint.load("model.ckpt-3.pt")
 
 
+@pytest.mark.parametrize("way", [".", "checkpoint", "other"])
+def test_a_pointer_that_leads_to_a_pointer_is_told(here, way):
+    (here / "other").mkdir()
+    (here / "checkpoint").write_text("checkpoint\n" if way == "." else "other/checkpoint\n")
+    (here / "other" / "checkpoint").write_text("../checkpoint\n")
+    checkpoint.save("model.ckpt-3.pt", payload(3))
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint: not the path of a checkpoint.*names such a file again.*Give"
+    ):
+        checkpoint.resolve(way)
+
+
 def test_names_without_ending_links_folders_and_pointers_are_found(here):
     series = CheckpointSeries("out/mm.ckpt", save_dir="ck/sub")
     save_together(5, [(series, payload(5))])
