@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -139,6 +140,18 @@ def test_a_run_on_another_machine_that_held_several_locks_is_waited_for_once(loc
     with locked([lock, other]):
         pass
     assert watched == [lock, lock, other]
+
+
+@pytest.mark.parametrize("hours", [-48, 2, 48])
+def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(lock, monkeypatch, hours):
+    """Two machines whose clocks differ, or one that was set back or forward while a run held the lock."""
+    watched, now = [], time.time
+    write_lock(lock)
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    monkeypatch.setattr(locks, "_shows_life", lambda path: not watched.append(path))
+    with pytest.raises(UserError, match=r"another run writes here .process 7 on node12"), locked([lock]):
+        pytest.fail("both run")
+    assert watched == [lock]
 
 
 def test_an_old_lock_of_another_machine_is_taken_without_waiting(lock, monkeypatch):
