@@ -137,6 +137,24 @@ def is_disk_full(error: BaseException) -> bool:
     return errno_of(error) in _NO_ROOM
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
+    said = "out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable|failed to map"
+    kinds = (RuntimeError, ImportError)  # of a library that does not fit
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, kinds) and bool(re.search(said, str(error)))
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """Return why the system refuses to read a file, with advice; None if it does not, and the content is at fault."""
+    if is_out_of_memory(error):
+        return "(out of memory). Close other programs, or use a machine with more memory."
+    if isinstance(error, OSError) and error.errno in _TO_DO:
+        return f"({reason_of(error)}). {_advice(error)}"
+    return None
+
+
 def _advice(error: BaseException) -> str:
     return _TO_DO.get(errno_of(error) or 0, "")
 

@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -206,12 +205,22 @@ def sweep(folder: Path) -> None:
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (match := _PART.fullmatch(name)) is not None:
             with suppress(FileNotFoundError):
-                is_ours, age = match["machine"] == this_machine(), time.time() - (folder / name).lstat().st_mtime
-                if not is_running(int(match["pid"])) if is_ours else age > _LEFT_S:
+                is_ours, written = match["machine"] == this_machine(), (folder / name).lstat().st_mtime
+                if not is_running(int(match["pid"])) if is_ours else time_in(folder) - written > _LEFT_S:
                     if (folder / name).is_dir():
                         shutil.rmtree(folder / name)
                     else:
                         (folder / name).unlink()
+
+
+def time_in(folder: Path) -> float:
+    """Return the time that a file gets which is written to ``folder`` now, by the clock of its file system.
+
+    The clock of this machine may be another one, and may have been set since: the ages of other files do not follow
+    from it.
+    """
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime
 
 
 @cache

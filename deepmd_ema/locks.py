@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.files import is_running, this_machine, writing
+from deepmd_ema.files import is_running, this_machine, time_in, writing
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 15.0  # between two signs of life of a run
 WATCH_S = 70.0  # that those of a run on another machine are watched for: network file systems show them late
-GONE_S = 3600.0  # without a sign of life; more than clocks differ
+GONE_S = 3600.0  # without a sign of life, by the clock of the file system
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of the file system
 
@@ -107,7 +107,7 @@ def _refuse_living(handle: int, path: Path, is_sure: bool, ended_runs: set[tuple
     if holder["machine"] == this_machine():
         if not is_sure and holder["pid"] != os.getpid() and is_running(holder["pid"]):
             raise _in_use(path, holder)
-    elif run not in ended_runs and (silent := time.time() - os.fstat(handle).st_mtime) < GONE_S:
+    elif run not in ended_runs and (silent := time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
         logger.warning(
             "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be asked on its own machine "
             "only. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "

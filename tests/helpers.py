@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepmd_ema.config.outputs import CHECKED
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.source import ReadSpec
 
@@ -254,9 +255,18 @@ def assert_same(a, b, path=""):
         assert a == b, path
 
 
+def files_of_run(folder):
+    """Return the names of all files of a run, but what is remembered of checked data.
+
+    Only data that are older than two seconds are remembered, which depends on how fast the tests run.
+    """
+    files = [p.relative_to(folder) for p in Path(folder).rglob("*") if p.is_file()]
+    return {str(p) for p in files if p.parent.suffix != CHECKED}
+
+
 def assert_same_files(left, right):
     """Return the names of the files of two folders: the same ones, with the same bytes or the same checkpoints."""
-    names = [{str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (left, right)]
+    names = [files_of_run(folder) for folder in (left, right)]
     assert names[0] == names[1]
     for name in names[0]:
         if name.endswith(".pt"):

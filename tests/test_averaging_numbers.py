@@ -18,6 +18,7 @@ from averaging_nets import (
     move,
     on_device,
     oracle,
+    train,
 )
 from torch import nn
 
@@ -67,6 +68,20 @@ def test_D1_bfloat16_weights_are_averaged_to_1e_5_over_5000_updates(profile):
     average = bank.weights("ema")["weight"]
     assert average.dtype == torch.float32
     assert (average.double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "held"), [("float64", "float32", "float64"), ("bfloat16", "float32", "float32")]
+)
+def test_D1_an_average_is_never_narrower_than_its_weights(weights, asked, held):
+    net = make_net(dtype=getattr(torch, weights))
+    bank = AverageBank(net, [replace(PLAIN, dtype=asked)])
+    first = net.first.weight.detach().clone()
+    train(net, bank, [0])
+    assert {t.dtype for t in bank["ema"].storage.tensors} == {getattr(torch, held)}
+    if weights == held:
+        expected = 0.9 * first + (1 - 0.9) * net.first.weight.detach()
+        assert torch.allclose(bank.weights("ema")["first.weight"], expected, rtol=1e-14, atol=0)
 
 
 def test_D1_an_average_in_float64_is_exact_to_float64():

@@ -40,6 +40,26 @@ def test_E4_frozen_parameters_cost_no_memory_and_stand_live_in_the_average(net):
     assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
 
 
+class Overlapping(nn.Module):
+    """Parameters that begin at one address: a matrix, its first row, and both names of one vector."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.arange(12.0, dtype=torch.float64)
+        self.matrix = nn.Parameter(memory.view(4, 3))
+        self.row = nn.Parameter(memory[:3])
+        self.vector = self.same = nn.Parameter(torch.ones(2))
+
+
+def test_parameters_at_one_address_are_one_only_with_one_shape_and_precision():
+    net = Overlapping()
+    bank = AverageBank(net, [PLAIN])
+    assert [shard.names for shard in bank["ema"].storage.shards] == [["matrix"], ["row"], ["vector", "same"]]
+    assert {n: tuple(t.shape) for n, t in bank.weights("ema").items()} == {
+        "matrix": (4, 3), "row": (3,), "vector": (2,), "same": (2,)
+    }  # fmt: skip
+
+
 def test_E4_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog):
     caplog.set_level(logging.INFO)
     net.first.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,11 +109,44 @@ def test_G5_an_exponential_average_has_the_weights_of_its_recursion(warmup, star
     weights, _ = weights_of_steps(EmaProfile("e", decay, warmup, start_step=start, update_every=every), num_steps)
     expected = torch.zeros(num_steps + 1, dtype=torch.float64)
     expected[start] = 1
-    for n, step in enumerate(range(start + every, num_steps + 1, every)):
-        d = min(decay, (1 + n) / (10 + n)) ** every if warmup else decay**every
+    for step in range(start + every, num_steps + 1, every):
+        done = range(step - start - every, step - start)
+        d = math.prod(min(decay, (1 + t) / (10 + t)) if warmup else decay for t in done)
         expected = d * expected
         expected[step] += 1 - d
     assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
+
+
+def weights_by_hand(decays):
+    """Return what each step counts (steps + 1), from the decay of every step, one step after the other."""
+    weights = np.zeros(len(decays) + 1)
+    weights[0] = 1
+    for step, d in enumerate(decays, start=1):
+        weights[:step] *= d
+        weights[step] = 1 - d
+    return weights
+
+
+@pytest.mark.parametrize("every", [1, 2, 10, 100])
+@pytest.mark.parametrize("num_steps", [200, 3000])
+@pytest.mark.parametrize(
+    ("profile", "decay_of_step"),
+    [
+        *((EmaProfile("e", d), lambda t, d=d: min(d, (1 + t) / (10 + t))) for d in (0.9, 0.999, 0.99999)),
+        (EmaProfile("e", 0.999, warmup=False), lambda t: 0.999),
+        (PowerProfile("p", 6.94), lambda t: (t / (t + 1)) ** 7.94),
+        (SwaProfile("s"), lambda t: t / (t + 1)),
+    ],
+    ids=["ema-0.9", "ema-0.999", "ema-0.99999", "ema-no-warmup", "power", "swa"],
+)
+def test_updates_every_k_steps_do_not_change_the_mean_age_by_more_than_k_half(profile, decay_of_step, num_steps, every):
+    by_hand = weights_by_hand([decay_of_step(t) for t in range(num_steps)])
+    expected = float(by_hand @ (num_steps - np.arange(num_steps + 1)))
+    weights, info = weights_of_steps(replace(profile, update_every=every), num_steps)
+    assert abs(info["mean_age"] - expected) <= every / 2
+    # the weights of k steps together are those of the update after them
+    blocks = by_hand[1:].reshape(-1, every).sum(axis=1)
+    assert np.allclose(weights[every::every].numpy(), blocks, rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize("profile", [*EACH[:1], PowerProfile("ema", 3.0), SwaProfile("ema")], ids=by_name)
@@ -215,6 +249,16 @@ def test_an_average_starts_at_its_step_from_the_live_weights_and_skips_between()
     expected = 0.81 * (0.81 * history[4] + 0.19 * history[6]) + 0.19 * history[8]
     assert torch.allclose(bank.weights("ema")["first.weight"], expected, rtol=1e-13)
     assert bank.info("ema")["updates"] == 2
+
+
+def test_between_its_start_and_its_first_update_an_average_grows_older_by_every_step():
+    net = make_net()
+    bank = AverageBank(net, [SwaProfile("flat", start_step=2, update_every=5)])
+    ages = []
+    for _ in range(8):
+        bank.update()
+        ages.append(bank.info("flat")["mean_age"])
+    assert ages == [0, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_a_hook_decides_which_steps_after_the_start_count():

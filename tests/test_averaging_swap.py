@@ -88,6 +88,32 @@ def test_B2_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net
     assert_same(copies(net), live)
 
 
+def test_B2_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(net, monkeypatch):
+    bank = AverageBank(net, [PLAIN])
+    live, whole, seen = copies(net), Exchange.swap_in, []
+
+    def swap_in(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        whole(self)
+
+    def stop(number, _frame):
+        seen.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Exchange, "swap_in", swap_in)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(KeyboardInterrupt), bank.swapped_in("ema"):
+            pytest.fail("the body must not run")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert sorted(seen) == [signal.SIGINT, signal.SIGTERM]
+    assert_same(copies(net), live)
+
+
 def test_B2_running_out_of_memory_in_the_middle_of_an_exchange_is_undone(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
     move(net, 0)

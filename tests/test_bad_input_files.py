@@ -118,9 +118,9 @@ BAD_STARTS = {
         ["its weights do not fit", "layers.1.weight is (4, 8) there, (4, 6) here", "Use the model"],
     ),
     "weights of another model": (
-        lambda desk: desk.write(model__fitting_net__neuron=[8, 9]),
-        ["--init-model", "model.ckpt.pt"],
-        ["model.ckpt.pt: its weights do not fit", "fitting.nets.0.layers.1", "is (8, 8) there, (8, 9) here"],
+        lambda desk: (desk.write(model__fitting_net__neuron=[8, 9]), shutil.copy("model.ckpt.pt", "start.pt")),
+        ["--init-model", "start.pt"],
+        ["start.pt: its weights do not fit", "fitting.nets.0.layers.1", "is (8, 8) there, (8, 9) here"],
     ),
     "weights of other elements": (
         lambda desk: desk.write(type_map=["O", "H", "Si"]),
@@ -140,6 +140,23 @@ BAD_STARTS = {
 }  # fmt: skip
 
 
+WAY_OUT = "in another folder, or from a copy: `cp"
+BAD_STARTS |= {
+    f"a file that the run would set aside, {how}": (
+        lambda desk: Path("mine.pt").symlink_to("model.ckpt-2.pt"),
+        how.split(),
+        [f"{how.split()[1]}: the file to start from belongs to an earlier run", f"{WAY_OUT} {real} start.pt`"],
+    )
+    for how, real in {
+        "--init-model model.ckpt.pt": "model.ckpt-4.pt",
+        "--init-model model_ema.ckpt": "model_ema.ckpt-4.pt",
+        "--finetune model.ckpt-2.pt": "model.ckpt-2.pt",
+        "--init-model .": "model.ckpt-4.pt",
+        "--finetune mine.pt": "model.ckpt-2.pt",
+    }.items()
+}
+
+
 @pytest.mark.parametrize("kind", BAD_STARTS)
 def test_a_file_that_a_run_cannot_start_from_is_told_and_nothing_is_touched(desk, kind):
     break_it, words, phrases = BAD_STARTS[kind]
@@ -147,6 +164,14 @@ def test_a_file_that_a_run_cannot_start_from_is_told_and_nothing_is_touched(desk
     before = {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()}
     desk.train(*words).must_say(*phrases)
     assert {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()} == before
+
+
+@pytest.mark.parametrize("option", ["--init-model", "--finetune"])
+def test_a_run_from_a_copy_beside_an_earlier_run_can_be_started_again(desk, option):
+    shutil.copy("model.ckpt.pt", "start.pt")
+    for number in (1, 2):
+        assert desk.train(option, "start.pt").code == GOOD
+        assert Path(f"earlier-{number}/model.ckpt.pt").is_file()
 
 
 def test_a_restart_of_a_finished_run_says_that_nothing_is_left(desk):

@@ -63,11 +63,11 @@ def test_a_sample_of_bad_inputs_is_answered_right():
 @pytest.mark.parametrize("merge", [False, True])
 def test_anchors_that_multiply_are_refused_at_once(desk, merge):
     Path("input.yaml").write_text(bomb(12, merge))
-    began = time.monotonic()
+    began = time.process_time()
     desk.run("check", "input.yaml").must_say(
         "input.yaml: anchors that stand for more than 100,000 values: this is no input."
     )
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5  # all memory or for ever, if they are not refused; some ms if they are
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One checkpoint file: written whole, read with every way it can be wrong named."""
 
+import errno
 import os
 import shutil
 import zipfile
@@ -85,11 +86,52 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
         checkpoint.load(here / "model.ckpt-2.pt")
 
 
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes. Error code 12"
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        ("torch.load", MemoryError(), "out of memory"),
+        ("torch.load", RuntimeError(NO_MEMORY), "out of memory"),
+        ("zipfile.ZipFile.testzip", OSError(errno.ENOMEM, "no memory"), "out of memory"),
+        ("torch.load", OSError(errno.EMFILE, "many"), "Too many open files). Too many files are open: raise the limit"),
+        ("zipfile.ZipFile.testzip", OSError(errno.EIO, "bad"), "Input/output error). The disk or the network file"),
+        ("zipfile.ZipFile.testzip", OSError(errno.ESTALE, "old"), "Stale file handle). The disk or the network file"),
+    ],
+)
+def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, place, error, said):
+    for step in (1, 2):
+        checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
+
+    def refuse(*_given, **_how):
+        raise error
+
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(CheckpointError) as told:
+        checkpoint.load("model.ckpt-2.pt")
+    assert str(told.value).startswith(f"model.ckpt-2.pt: cannot be read ({said}")
+    assert "damaged" not in str(told.value)
+    assert "model.ckpt-1.pt" not in str(told.value)
+
+
 def test_a_damaged_file_without_an_older_one_says_so(here):
     checkpoint.save("model.ckpt-3.pt", payload(3))
     spoil(here / "model.ckpt-3.pt", "cut")
     with pytest.raises(CheckpointError, match="No older intact checkpoint stands beside it"):
         checkpoint.load("model.ckpt-3.pt")
+
+
+@pytest.mark.parametrize("way", [".", "checkpoint", "other"])
+def test_a_pointer_that_leads_to_a_pointer_is_told(here, way):
+    (here / "other").mkdir()
+    (here / "checkpoint").write_text("checkpoint\n" if way == "." else "other/checkpoint\n")
+    (here / "other" / "checkpoint").write_text("../checkpoint\n")
+    checkpoint.save("model.ckpt-3.pt", payload(3))
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint: not the path of a checkpoint.*names such a file again.*Give"
+    ):
+        checkpoint.resolve(way)
 
 
 def test_names_without_ending_links_folders_and_pointers_are_found(here):

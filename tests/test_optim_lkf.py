@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.optim import lkf as lkf_module
 from deepmd_ema.optim.lkf import LKF, block_sizes
 
 GOLDEN = Path(__file__).parent / "golden" / "optim" / "lkf.npz"
@@ -50,6 +52,41 @@ def test_updates_are_those_of_deepmd_kit(golden):
     for (name, p), start, after in zip(named, numbered(golden, "filter/w/"), numbered(golden, "filter/after/")):
         assert (p.detach() - start).abs().max() > 1e4 * PEER
         assert (p.detach() - after).abs().max() < PEER, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_covariances_stay_symmetric_to_the_last_bit(dtype):
+    generator = torch.Generator().manual_seed(2)
+    sizes = (7, 64, 33)
+    lkf = LKF([(f"p{k}", nn.Parameter(torch.zeros(n, dtype=dtype))) for k, n in enumerate(sizes)], 64)
+    for _ in range(20):
+        gradients = [torch.randn(n, generator=generator, dtype=dtype) for n in sizes]
+        lkf.update(gradients, torch.tensor(0.1), GOOD)
+    for covariance in lkf.state_dict()["covariances"]:
+        assert torch.equal(covariance, covariance.mT)
+        assert bool((torch.linalg.eigvalsh(covariance.double()) > 0).all())
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of a tensor that an operation returned in memory of its own."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.elements = {t.untyped_storage().data_ptr() for t in held}, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in self.held:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_an_update_takes_memory_for_some_rows_of_a_covariance_at_a_time(monkeypatch):
+    monkeypatch.setattr(lkf_module, "AT_ONCE", 1000)
+    lkf = LKF([("w", nn.Parameter(torch.zeros(100)))], 100)
+    with Largest(lkf.state_dict(copy=lambda t: t)["covariances"]) as largest:
+        lkf.update([torch.ones(100)], torch.tensor(0.1), GOOD)
+    assert largest.elements == 1000
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input, write_system
+from helpers import files_of_run, tiny_input, write_system
 from parallel_runs import train
 from toy_models import SECTIONS, TABLE
 
@@ -151,7 +151,7 @@ def assert_near(left, right, tolerance):
 
 def assert_same_run(left, right, tolerance=1e-9):
     """Two folders hold the same files, with the same numbers to rounding."""
-    names = [{str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (left, right)]
+    names = [files_of_run(folder) for folder in (left, right)]
     assert names[0] == names[1]
     for name in sorted(names[0]):
         if name.endswith(".pt"):

@@ -19,6 +19,7 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import UserError
+from deepmd_ema.train.trainer import Callback
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -131,6 +132,36 @@ def test_nothing_of_a_run_outlives_its_process_group(tmp_path, water_like, stage
     config = tiny_input([water_like], num_steps=2, training__zero_stage=stage)
     (tmp_path / "input.json").write_text(json.dumps(config))
     assert [ended.value for ended in run_ranks(2, train_and_part, str(tmp_path))] == [[0], [0]]
+
+
+class Drift(Callback):
+    """Changes the last bit of one weight of one rank after a step; step 0 is before the first one."""
+
+    def __init__(self, rank, step):
+        self.rank, self.step = rank, step
+
+    def on_start(self, trainer):
+        if self.step == 0:
+            self.after_update(trainer)
+
+    def after_update(self, trainer):
+        if trainer.step == self.step and trainer.world.rank == self.rank:
+            weight = dict(trainer.saver.builder.models.named_parameters())["fitting.nets.1.layers.0.weight"]
+            with torch.no_grad():
+                weight.copy_(torch.nextafter(weight, weight + 1))
+
+
+@pytest.mark.parametrize(("stage", "rank", "at", "noticed"), [(0, 2, 3, 4), (1, 1, 4, 4), (0, 1, 0, 0)])
+def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_like, stage, rank, at, noticed):
+    config = tiny_input([water_like], num_steps=6, training__zero_stage=stage, training__save_freq=2)
+    ended = train(tmp_path, 3 if rank == 2 else 2, config, may_fail=True, callback=Drift(rank, at))
+    assert [e.error for e in ended] == ["UserError"] + ["ReportedElsewhere"] * (len(ended) - 1)
+    for words in (
+        f"step {noticed}: rank {rank} holds other weights than rank 0", "fitting.nets.1.layers.0.weight",
+        "training.zero_stage 1",
+    ):  # fmt: skip
+        assert words in ended[0].message
+    assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (noticed > 0)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

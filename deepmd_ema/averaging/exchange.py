@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -161,8 +161,9 @@ def signals_wait() -> Iterator[None]:
     finally:
         for s, handler in held.items():
             signal.signal(s, handler)
-        for number in arrived:
-            signal.raise_signal(number)
+        with ExitStack() as deliveries:  # each one, also after one whose handler raises
+            for number in reversed(arrived):
+                deliveries.callback(signal.raise_signal, number)
 
 
 def _memory_of(tensor: Tensor) -> int:

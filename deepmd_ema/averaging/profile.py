@@ -112,7 +112,9 @@ class EmaProfile(Profile):
 
     Attributes:
         decay: d, 0 <= d < 1, per optimizer step; the window is ``1 / (1 - d)`` steps.
-        warmup: whether update t (from 0) uses ``min(d, (1 + t) / (10 + t))``, so that the start is soon forgotten.
+        warmup: whether step t (from 0, counted from the start) has the decay ``min(d, (1 + t) / (10 + t))``, so that
+            the start is soon forgotten. An update has the product of the decays of its ``update_every`` steps. With
+            ``should_update`` the updates are counted instead of the steps.
     """
 
     type: ClassVar[str] = "ema"
@@ -134,13 +136,17 @@ class EmaProfile(Profile):
         return cls(name, decay=0.5 ** (1 / steps), **more)
 
     def decay_at(self, updates: int | Tensor) -> Any:
-        """Return the decay over ``update_every`` steps that follows after ``updates`` updates."""
-        ramp: Any = (1 + updates) / (10 + updates)
-        if isinstance(updates, int):
-            decay = min(self.decay, ramp) if self.warmup else self.decay
-        else:
-            decay = ramp.clamp(max=self.decay) if self.warmup else torch.full_like(updates, self.decay)
-        return decay if self.update_every == 1 else decay**self.update_every
+        """Return the decay over the ``update_every`` steps after ``updates`` updates: the product of theirs."""
+        every, done = self.update_every, updates * self.update_every
+        if isinstance(done, int):
+            if not self.warmup:
+                return self.decay**every
+            return math.prod(min(self.decay, (1 + t) / (10 + t)) for t in range(done, done + every))
+        if not self.warmup:
+            return torch.full_like(done, self.decay**every)
+        t = done.unsqueeze(-1) + torch.arange(every, dtype=done.dtype, device=done.device) if every > 1 else done
+        decays = ((1 + t) / (10 + t)).clamp(max=self.decay)
+        return decays.prod(-1) if every > 1 else decays
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

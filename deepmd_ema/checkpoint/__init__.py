@@ -394,6 +394,8 @@ def _follow(pointer: Path) -> Path:
         if not name.isprintable():
             raise ValueError("it is no text")
         named = pointer.parent / name
+        if named.name == POINTER:
+            raise ValueError("it names such a file again")
         there = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
     except (OSError, ValueError) as error:
         raise CheckpointError(

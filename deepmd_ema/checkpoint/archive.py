@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepmd_ema.errors import CheckpointError, reason_of
+from deepmd_ema.errors import CheckpointError, refusal_of
 from deepmd_ema.tensors import content_digest, on_cpu
 
 DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
@@ -51,9 +51,9 @@ def read_archive(path: Path) -> Any:
             f"dp-ema did not write it. If DeePMD-kit did, `dp --pt freeze -c {path} -o model.pth` and `dp "
             "convert-backend model.pth model.dp` make a model.dp of it, which dp-ema reads."
         ) from error
-    except PermissionError as error:
-        raise CheckpointError(f"{path}: cannot be read ({reason_of(error)}).") from error
     except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
+        if (reason := refusal_of(error)) is not None:
+            raise CheckpointError(f"{path}: cannot be read {reason}") from error
         raise DamagedError(f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from error
     return payload
 

@@ -95,7 +95,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             for name, info in infos.items()
             if isinstance(info, TensorStorageMetadata)
         }
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # a pickle that was changed can fail in any way
         raise DamagedError(f"{TABLE} is not the table of its tensors ({type(error).__name__})") from error

@@ -39,6 +39,7 @@ from deepmd_ema.errors import (
     UserError,
     WriteError,
     did_you_mean,
+    is_out_of_memory,
     os_error_message,
 )
 
@@ -167,7 +168,7 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
         return 128 + error.signal_number, f"{head}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
-    if _is_of_memory(error):
+    if is_out_of_memory(error):
         return EXIT_USER, f"{head}: {_first_line(error)}. {LESS_MEMORY}"
     told = os_error_message(error) if isinstance(error, OSError) else None
     if told is not None:
@@ -179,13 +180,6 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
     if "--debug" in words:
         return EXIT_BUG, line
     return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
-    said = "out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable|failed to map"
-    kinds = (RuntimeError, ImportError)  # of a library that does not fit
-    return isinstance(error, MemoryError) or (isinstance(error, kinds) and bool(re.search(said, str(error))))
 
 
 def _first_line(error: BaseException) -> str:

@@ -163,13 +163,14 @@ def load_optimizer_state(
 ) -> None:
     """Copy a state made by :func:`optimizer_state` into an optimizer over parameters of the same names.
 
-    The state must be whole on every rank, however it was or will be sharded.
+    The state must be whole on every rank, however it was or will be sharded. Parameters that it names under ``new``
+    (of tasks that the checkpoint does not have) keep the state that the optimizer has.
 
     Raises:
         CheckpointError: if the state is of another optimizer or other parameters; nothing is changed then.
     """
-    local = _local(optimizer)
-    trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad}
+    local, new = _local(optimizer), state.get("new", ())
+    trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad and name not in new}
     check_state_type(state, type(local).__name__)
     problems = _differences(optimizer, trained, state["state"])
     if problems:

@@ -16,6 +16,7 @@ from deepmd_ema.tensors import cpu_copy, whole
 
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda
+AT_ONCE = 2**20  # elements of a covariance that are updated together: temporary memory of an update
 MEMORY_RATE = 0.9987  # RLEKF: the rate nu at which lambda goes to 1
 
 
@@ -85,10 +86,9 @@ class LKF:
         memory = self._memory.to(gains[0].dtype)
         spread = torch.stack([memory + part @ gain for part, gain in zip(row, gains)]).sum()
         change = torch.cat(gains) * (error.to(gains[0].dtype) / spread)
+        inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
         for covariance, gain in zip(covariances, gains):
-            new = torch.addr(covariance, gain, gain / spread, alpha=-1).div_(memory)
-            # rounding must not make it lopsided
-            covariance.copy_(torch.where(good, (new + new.mT).mul_(0.5), covariance))
+            _take_in(covariance, torch.where(good, gain, 0), inverse, divisor)
         parameters = self.parameters_of(task)
         for p, part in zip(parameters, change.split([p.numel() for p in parameters])):
             p.copy_(torch.where(good, p + _from_row(part, p).to(p.dtype), p))
@@ -142,6 +142,16 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
             sizes.append(count)
             open_block = True
     return sizes
+
+
+def _take_in(covariance: Tensor, gain: Tensor, inverse: Tensor, divisor: Tensor) -> None:
+    """Do ``P <- (P - inverse * gain gain^T) / divisor`` in place, some rows at a time.
+
+    Each operation rounds elements (i, j) and (j, i) alike, so that P stays symmetric to the last bit. A fused one
+    (``addr``) does not: its last columns are computed in another way than the others.
+    """
+    for rows, part in zip(*(t.split(max(1, AT_ONCE // len(gain))) for t in (covariance, gain))):
+        rows.sub_(torch.outer(part, gain).mul_(inverse)).div_(divisor)
 
 
 def _of_task(task: str, values: Iterable[T], owners: Iterable[Sequence[str]]) -> Iterator[T]:

@@ -36,13 +36,13 @@ def load_weights(models: ModelSet, weights: Mapping[str, Tensor], tasks: Sequenc
         fitting.set_case(case)  # a task that stays has the case of before, whatever the names of new ones are
 
 
-def state_for(models: ModelSet, payload: Mapping[str, Any], fresh: Mapping[str, Any], source: str) -> dict[str, Any]:
+def state_for(models: ModelSet, payload: Mapping[str, Any], streams: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the state of a checkpoint as that of a run of the tasks of ``models``.
 
     Args:
         models: those of the restarted run.
         payload: content of the checkpoint.
-        fresh: ``optimizer`` and ``streams`` of the restarted run before anything is loaded, for new tasks.
+        streams: those of the restarted run before anything is loaded, for new tasks.
         source: the checkpoint, for messages.
     """
     saved = saved_models(payload["config"], source)
@@ -54,8 +54,10 @@ def state_for(models: ModelSet, payload: Mapping[str, Any], fresh: Mapping[str, 
     names |= {name: name for name, _ in models.named_buffers() if name in payload["model"]}
     moments = payload["optimizer"]["state"]
     kept = {name: moments[old] for name, old in names.items() if old in moments}
-    state = {**payload, "optimizer": {**payload["optimizer"], "state": {**fresh["optimizer"]["state"], **kept}}}
-    state["streams"] = {task: payload["streams"].get(task, own) for task, own in fresh["streams"].items()}
+    # no rank asks the others for the first moments of new tasks: the optimizer, which was just built, has them
+    new = [name for name, _ in models.named_parameters() if name not in kept]
+    state = {**payload, "optimizer": {**payload["optimizer"], "state": kept, "new": new}}
+    state["streams"] = {task: payload["streams"].get(task, own) for task, own in streams.items()}
     last = payload["display"].get("last", {})
     state["display"] = {**payload["display"], "last": {t: last[t] for t in models.by_task if t in last}}
     if payload.get("averages"):

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
+from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.tensors import content_digest, cpu_copy
 
 LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
 
@@ -42,6 +43,35 @@ def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
     return DistributedDataParallel(
         models, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True, **buffers
     )
+
+
+def check_replicas(models: nn.Module, world: World, step: int) -> None:
+    """Check that all ranks hold equal tensors, where each holds all of them. Must be called by every rank.
+
+    Reads all tensors: for the start of a run and its checkpoints, not for each step.
+
+    Args:
+        models: sharded or not; what is sharded is on one rank only and not compared.
+        world: the processes of the run.
+        step: for the message.
+
+    Raises:
+        UserError: on rank 0, naming the first tensor of another rank that differs.
+    """
+    if world.size == 1:
+        return
+    # by tensor: one that has several names is read once
+    names = {t: name for name, t in models.state_dict(keep_vars=True).items() if not is_sharded(t)}
+    ranks = world.gather({name: content_digest(t.detach().cpu()) for t, name in names.items()})
+    with world.all_ranks_ok():
+        for rank, digests in enumerate(ranks):
+            if different := [name for name, digest in digests.items() if digest != ranks[0][name]]:
+                raise UserError(
+                    f"step {step:,}: rank {rank} holds other weights than rank 0, where all ranks hold the same: "
+                    f"{first_few(different, 4)}. Nothing was saved after the last checkpoint, from which the run can "
+                    "be restarted. Processors of different kinds round differently: use ranks of one kind, or "
+                    "training.zero_stage 1, with which one rank updates each weight for all."
+                )
 
 
 def saved_state(

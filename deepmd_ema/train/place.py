@@ -27,17 +27,24 @@ LOCK = ".dp-ema.lock"
 EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
 
 
-def check_place(config: RunConfig, output: str, inputs: Iterable[str | None]) -> None:
+def check_place(config: RunConfig, output: str, inputs: Iterable[str | None], weights: str | None = None) -> None:
     """Make the folders that a run writes to, and check that it can write and destroys nothing.
 
     Args:
         config: of the run.
         output: where the normalized input is written.
         inputs: files that the run reads.
+        weights: model file whose weights a new run starts from.
 
     Raises:
         CheckpointError: naming every place that cannot be written, or where something else stands.
     """
+    if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
+        copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
+        raise CheckpointError(
+            f"{weights}: the file to start from belongs to an earlier run, in whose place this one writes files of the "
+            f"same names. Start this one in another folder, or from a copy: {copy.format(os.path.relpath(real))}."
+        )
     outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
     problems = [
         f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
@@ -86,10 +93,9 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
     # a copied folder may have files in place of the links, which would be replaced
-    links = [outputs.checkpoint_link(name) for name in _names(config)]
-    files = [path for path in links if not path.is_symlink()]
+    files = [path for path in _links(config) if not path.is_symlink()]
     if is_new:
-        files += [*links, *_earlier_files(config, outputs)]
+        files += _in_the_way(config)
         path = Path(output)
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
             files.append(path)
@@ -133,8 +139,21 @@ def _names(config: RunConfig) -> list[str]:
     return [LIVE, *(average.name for average in config.training.averaging)]
 
 
-def _earlier_files(config: RunConfig, outputs: Outputs) -> Iterator[Path]:
+def _links(config: RunConfig) -> list[Path]:
+    """Return the links to the newest checkpoints of the live weights and of every average."""
+    return [Outputs(config).checkpoint_link(name) for name in _names(config)]
+
+
+def _real_model_file(given: str) -> Path:
+    """Return the file or folder that a name of a model file leads to."""
+    path = Path(given)
+    return (path if path.is_file() else checkpoint.resolve(path)).resolve()
+
+
+def _in_the_way(config: RunConfig) -> Iterator[Path]:
     """Yield the files that a run from step 0 would replace or remove."""
+    outputs = Outputs(config)
+    yield from _links(config)
     yield from (o.path for o in outputs if o.has_rows)
     yield Path(POINTER)
     for name in _names(config):

@@ -76,7 +76,7 @@ def run_training(
             config = start.adopt_from_checkpoint(config)
             start.check_resumable(config, allow_config_change)
         seed = world.broadcast_from_rank0(
-            partial(_seed, config, output, (input_file, restart, init_model, finetune), held)
+            partial(_seed, config, output, (input_file, restart, init_model, finetune), init_model or finetune, held)
         )
         config = replace(config, training=replace(config.training, seed=seed))
         for line in (*config.notes, *ignored_options(config)):
@@ -139,8 +139,8 @@ def _train(make: Callable[[], Trainer], world: World, tell_end: Callable[..., Ta
     return tell_end(trainer, steps=trainer.step - first, seconds=time.monotonic() - began)
 
 
-def _seed(config: RunConfig, output: str, inputs: Sequence[str | None], held: ExitStack) -> int:
+def _seed(config: RunConfig, output: str, inputs: Sequence[str | None], weights: str | None, held: ExitStack) -> int:
     """Return the seed of the run, once its places are checked and held until ``held`` is closed."""
-    check_place(config, output, inputs)
+    check_place(config, output, inputs, weights)
     held.enter_context(lock_place(config))
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed

@@ -340,8 +340,8 @@ class Restart(FromWeights):
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
         state = self.payload
         if self._tasks != {task.name for task in trainer.tasks}:
-            fresh = {"optimizer": trainer.take_step.state_dict(), "streams": trainer.tasks.state_dict()}
-            state = changed_tasks.state_for(next(iter(trainer.tasks)).models, state, fresh, str(self.path))
+            models, streams = next(iter(trainer.tasks)).models, trainer.tasks.state_dict()
+            state = changed_tasks.state_for(models, state, streams, str(self.path))
         trainer.load_state_dict(self.step, state)
         logger.info(
             "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs go on",

@@ -26,6 +26,7 @@ from deepmd_ema.tensors import cpu_copy, map_tensors
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.bias import Biases
 from deepmd_ema.train.display import Reporter
+from deepmd_ema.train.parallel import check_replicas
 from deepmd_ema.train.saver import Saver
 from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.step import Outcome, Step
@@ -144,6 +145,7 @@ class Trainer:
         with self.stop:
             try:
                 self.callback.on_start(self)
+                self._check_replicas()
                 self._loop()
                 self.saver.writer.finish()
             except BaseException:
@@ -247,7 +249,11 @@ class Trainer:
                 biases = self.refit()
             self._write(biases)
 
+    def _check_replicas(self) -> None:
+        check_replicas(self.saver.builder.models, self.world, self.step)
+
     def _write(self, biases: Biases | None = None) -> None:
+        self._check_replicas()
         words = ""
         if self.bank is not None:
             words = f"averages of step {self.step:,}: {averages_in_words(self.bank)}"
