@@ -92,7 +92,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     started = time.perf_counter()
-    memories = {name: Memory(Outputs(config).checked_data(name), time.time()) for name in config.tasks}
+    memories = {name: Memory(Outputs(config).checked_data(name)) for name in config.tasks}
     systems: dict[str, TaskData] = {}
 
     def open_first() -> None:
@@ -131,7 +131,7 @@ def _check_data(
     for name, task in config.tasks.items():
         report = check_unless_unchanged(task, systems[name], memories[name])
         if isinstance(report, CheckResult):
-            logger.info("data%s have not changed since they were checked: %s", f" of {name}" * bool(name), report.date)
+            logger.info("data%s have the content that was checked: %s", f" of {name}" * bool(name), report.date)
         for line in report.notes:
             logger.info("%s", line)
         for line in report.warnings:
