@@ -18,7 +18,9 @@ from deepmd_ema.data.check.heuristics import (
     duplicate_warnings,
     energy_outliers,
     large_force_warnings,
+    large_virial_warnings,
     net_force_warnings,
+    shear_ratio_warnings,
 )
 from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
@@ -146,7 +148,10 @@ def check_systems(
     if not report.problems:  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
-    report.warnings += large_force_warnings(every, report.units.suspicious if report.units is not None else [])
+    told = report.units.suspicious if report.units is not None else []
+    report.warnings += large_force_warnings(every, told)
+    report.warnings += large_virial_warnings(every, report.units.of_virials if report.units is not None else [])
+    report.warnings += shear_ratio_warnings(report.training, report.validation)
     report.warnings += net_force_warnings(every)
     report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
     return report
