@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_same_files, open_data, tiny_input, toy_frame, toy_labels
 
 from deepmd_ema.cli import main
+from deepmd_ema.data.formats import extxyz
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import DataError
 
@@ -194,6 +195,25 @@ def test_faults_are_told_with_file_and_frame(write_text, frames, message):
     found = problems_of(write_text(*frames))
     assert message in found
     assert "a.xyz" in found
+
+
+@pytest.mark.parametrize("part", ["a={", "a=[", "a=[[", "a={}b={"])
+def test_a_comment_line_is_not_searched_again_after_a_value_that_does_not_end(monkeypatch, part):
+    """Each of 30,000 opening brackets was looked for to the end of the line: 90 kB took 2 to 42 seconds."""
+    searched = []
+
+    class Value:
+        def match(self, line, place):
+            found = value.match(line, place)
+            searched.append(len(line) - place if found is None else found.end() - place)
+            return found
+
+    value = extxyz._VALUE
+    monkeypatch.setattr(extxyz, "_VALUE", Value())
+    line = part * 30_000
+    with pytest.raises(DataError, match="a quote or bracket does not end"):
+        extxyz._read_values(line)
+    assert sum(searched) <= len(line)
 
 
 def test_damaged_bytes_are_told(write_text):
