@@ -64,11 +64,11 @@ def _place(scans: Sequence[SystemScan], frame: int) -> str:
 
 def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
     """Return warnings about frames far from energies per element fitted to the training frames."""
-    known = [np.isfinite(scan.energy) for scan in training]
-    energy = np.concatenate([np.zeros(0), *(scan.energy[k] for scan, k in zip(training, known))])
-    if len(energy) < _FEWEST_FRAMES:
+    known = [np.isfinite(_bound_energy(scan)) for scan in training]
+    num_known = sum(int(k.sum()) for k in known)
+    if num_known < _FEWEST_FRAMES:
         return []
-    fit = _energies_of_elements(training, len(energy))
+    fit = _energies_of_elements(training, num_known)
     residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
     middle = np.median(residual)
     spread = 1.4826 * np.median(np.abs(residual - middle))
@@ -112,8 +112,33 @@ def _per_atom(scan: SystemScan, fit: Array) -> Array:
 def _parts(scans: Sequence[SystemScan]) -> Iterator[tuple[Array, Array]]:
     """Yield compositions and energies of some frames at a time."""
     for scan in scans:
-        for begin in range(0, len(scan.energy), _AT_ONCE):
-            yield scan.type_counts[begin : begin + _AT_ONCE], scan.energy[begin : begin + _AT_ONCE]
+        energy = _bound_energy(scan)
+        for begin in range(0, len(energy), _AT_ONCE):
+            yield scan.type_counts[begin : begin + _AT_ONCE], energy[begin : begin + _AT_ONCE]
+
+
+def _bound_energy(scan: SystemScan) -> Array:
+    """Return the energies of frames; NaN for isolated atoms, which are a cohesive energy above all others."""
+    return np.where(scan.isolated, np.nan, scan.energy)
+
+
+def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
+    """Return a note with the energies of isolated atoms as an option of the model, if there are such frames."""
+    lowest: dict[int, float] = {}
+    places = []
+    for scan in scans:
+        for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
+            element = int(scan.type_counts[frame].argmax())
+            lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
+            places.append(f"{scan.system.name} frame {frame}")
+    if not places:
+        return []
+    energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
+    return [
+        f"{counted(len(places), 'frame')} of one isolated atom (first: {places[0]}): not compared with the energies of "
+        f"the others. To give the model these energies of isolated atoms, set model.fitting_net.atom_ener = "
+        f"[{energies}] (eV; needs set_davg_zero)."
+    ]
 
 
 def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:

@@ -17,6 +17,7 @@ from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.heuristics import (
     duplicate_warnings,
     energy_outliers,
+    isolated_atom_notes,
     large_force_warnings,
     large_virial_warnings,
     net_force_warnings,
@@ -72,9 +73,10 @@ class DataReport:
 
     @property
     def notes(self) -> list[str]:
-        """Return how sources of other formats are read, one line per file and remark."""
+        """Return how sources of other formats are read, one line per file and remark, and what isolated atoms offer."""
         every = self.training + self.validation
-        return [f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes]
+        sources = [f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes]
+        return sources + isolated_atom_notes(every, self.type_map)
 
     def lines(self) -> list[str]:
         """Return the summary as lines of text, without problems and warnings."""

@@ -35,6 +35,7 @@ class SystemScan:
         bad_frames: frames whose geometry cannot be used.
         type_counts: (F, T) atoms of each type.
         energy: (F,) eV, NaN where missing.
+        isolated: (F,) whether a frame is one atom without neighbors within the cutoff.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
         ranges: of the labels that metrics show, extensive ones per atom.
@@ -54,6 +55,7 @@ class SystemScan:
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
         self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
+        self.isolated = np.zeros(system.num_frames, bool)
         self.ranges: dict[str, Range] = {}
         self.shear = Range()
         self.label_frames: dict[str, int] = {}
@@ -116,7 +118,7 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
     with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
             _find_faults(scan, chunk, rcut, faults)
-            _describe(scan, chunk)
+            _describe(scan, chunk, rcut)
     for found in faults.values():
         place, fault = found[0]
         more = f" and {len(found) - 1} more frames" if len(found) > 1 else ""
@@ -155,7 +157,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
             add(k, COORD if "position" in fault or box is None else BOX, "geometry", fault)
 
 
-def _describe(scan: SystemScan, chunk: Chunk) -> None:
+def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     """Add counts, ranges, forces and digests of the frames of ``chunk``, whose faults are known."""
     types, arrays, first = chunk.types, chunk.arrays, chunk.first
     here = slice(first, first + chunk.num_frames)
@@ -166,6 +168,7 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
+    scan.isolated[here] = _is_isolated(num_atoms, arrays.get(BOX), rcut)
     _add_ranges(scan, arrays, num_atoms, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
@@ -180,6 +183,17 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
             scan.work = np.concatenate([scan.work, _work(types, arrays, force)], axis=1)
+
+
+def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
+    """Return (F,) which frames are one atom farther than ``rcut`` from its images."""
+    single: Array = num_atoms == 1
+    if box is not None and single.any():
+        cell = box[single].reshape(-1, 3, 3)
+        # distance of the nearest opposite faces, which no image is nearer than
+        faces = np.linalg.norm(np.cross(cell[:, [1, 2, 0]], cell[:, [2, 0, 1]]), axis=2).max(axis=1)
+        single[single] = np.abs(np.linalg.det(cell)) > rcut * faces
+    return single
 
 
 def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], num_atoms: Array, first: int) -> None:
