@@ -215,7 +215,7 @@ def test_a_memory_that_cannot_be_written_is_a_warning(place, caplog):
     assert "is not remembered" in caplog.text
 
 
-def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatch):
+def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatch, capsys):
     """Its curve is the same to the last digit, and arrays are read for its batches only."""
     change_input(training__stat_file="statistics", training__numb_steps=2, training__disp_freq=1)
     curves = []
@@ -223,6 +223,7 @@ def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatc
         if number:
             monkeypatch.setattr(DeepmdSystem, "chunks", lambda *_: pytest.fail("all frames are read"))
         assert main(["train", "input.json", "--device", "cpu"]) == 0
+        assert ("s (this content was checked before: 20" in capsys.readouterr().err) is bool(number)
         curves.append(Path("lcurve.out").read_text())
         assert len(list(Path("statistics.checked").iterdir())) == 1
     assert curves[0] == curves[1]
