@@ -141,9 +141,12 @@ def new_sets() -> dict[str, Recipe]:
     """Return the recipes by name."""
 
     def xtb(method: str, **more: Any) -> Callable[[], Any]:
-        from tblite.ase import TBLite
+        def calculator() -> Any:
+            from tblite.ase import TBLite  # not needed by the other sets
 
-        return lambda: TBLite(method=method, verbosity=0, electronic_temperature=1000, **more)
+            return TBLite(method=method, verbosity=0, electronic_temperature=1000, **more)
+
+        return calculator
 
     def alloy(a: str, b: str, share: float) -> Any:
         atoms = bulk(a, cubic=True) * (2, 2, 2)

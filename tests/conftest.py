@@ -35,19 +35,24 @@ def _nothing_is_left_behind():
     assert distributed is None or not distributed.is_initialized(), "a process group is open"
 
 
-@pytest.fixture(autouse=True)
-def _atoms_of_toy_data_touch(request):
-    """O and H of the toy data are as large as their lattice is wide; as real ones they would look given in bohr."""
-    own = dict(COVALENT_RADII)
-    if "real_radii" not in request.fixturenames:
-        COVALENT_RADII.update({"O": SPACING / 2, "H": SPACING / 2})
-    yield
-    COVALENT_RADII.update(own)
+_OWN_RADII = {name: COVALENT_RADII[name] for name in ("O", "H")}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _atoms_of_toy_data_touch():
+    """O and H of the toy data are as large as their lattice is wide; as real ones they would look given in bohr.
+
+    Also in fixtures of a module, whose checks are remembered by its tests.
+    """
+    COVALENT_RADII.update(dict.fromkeys(_OWN_RADII, SPACING / 2))
 
 
 @pytest.fixture
 def real_radii():
     """Elements of this test have their own covalent radii."""
+    COVALENT_RADII.update(_OWN_RADII)
+    yield
+    COVALENT_RADII.update(dict.fromkeys(_OWN_RADII, SPACING / 2))
 
 
 @pytest.fixture(autouse=True)

@@ -256,9 +256,9 @@ def assert_same(a, b, path=""):
 
 
 def files_of_run(folder):
-    """Return the names of all files of a run, but what is remembered of checked data.
+    """Return the names of all files of a run, but the results of checks of the data.
 
-    Only data that are older than two seconds are remembered, which depends on how fast the tests run.
+    These have dates, and a restart after "sel": "auto" has those of its numbers as well.
     """
     files = [p.relative_to(folder) for p in Path(folder).rglob("*") if p.is_file()]
     return {str(p) for p in files if p.parent.suffix != CHECKED}

@@ -11,6 +11,9 @@ import pytest
 from helpers import assert_same_files, open_data, tiny_input, toy_frame, toy_labels
 
 from deepmd_ema.cli import main
+from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.formats import extxyz
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import DataError
 
@@ -196,6 +199,25 @@ def test_faults_are_told_with_file_and_frame(write_text, frames, message):
     assert "a.xyz" in found
 
 
+@pytest.mark.parametrize("part", ["a={", "a=[", "a=[[", "a={}b={"])
+def test_a_comment_line_is_not_searched_again_after_a_value_that_does_not_end(monkeypatch, part):
+    """Each of 30,000 opening brackets was looked for to the end of the line: 90 kB took 2 to 42 seconds."""
+    searched = []
+
+    class Value:
+        def match(self, line, place):
+            found = value.match(line, place)
+            searched.append(len(line) - place if found is None else found.end() - place)
+            return found
+
+    value = extxyz._VALUE
+    monkeypatch.setattr(extxyz, "_VALUE", Value())
+    line = part * 30_000
+    with pytest.raises(DataError, match="a quote or bracket does not end"):
+        extxyz._read_values(line)
+    assert sum(searched) <= len(line)
+
+
 def test_damaged_bytes_are_told(write_text):
     good = text().encode()
     assert "is not UTF-8 text" in problems_of(write_text(good.replace(b"species", b"sp\xffcies"), mode="wb"))
@@ -278,3 +300,32 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
     names = assert_same_files(tmp_path / "unbroken", Path())
     assert {"lcurve.out", "model.ckpt-12.pt", "model_ema.ckpt-12.pt", "val.log"} <= names
     assert main(["test", "-m", "model.ckpt-12.pt", "-s", "../valid.extxyz"]) == 0
+
+
+def test_isolated_atoms_are_no_outliers_and_offer_the_energies_of_the_elements(tmp_path):
+    """They were "frames far from the others"; a primitive cell of one atom is a crystal."""
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    def single(symbol, energy, **cell):
+        atoms = Atoms(symbol, [[0, 0, 0]], **cell)
+        atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=np.zeros((1, 3)))
+        return atoms
+
+    molecules = toy_atoms(30)
+    single_atoms = [single("O", 432.5), single("O", 430.25), single("H", -13.5, cell=[20, 20, 20], pbc=True)]
+    write(tmp_path / "data.xyz", [*molecules, *single_atoms], format="extxyz")
+    [source] = open_data([str(tmp_path / "data.xyz")], ["O", "C", "H"], LABELS)
+    descriptor = SeE2AConfig(rcut=4.0, sel="auto")
+    report = check_systems([source], [], ["O", "C", "H"], descriptor, LABELS)
+    assert not [w for w in report.warnings if "far from the others" in w]
+    assert report.notes[-1] == (
+        f"3 frames of one isolated atom (first: {source.name} frame 30): not compared with the energies of the others. "
+        "To give the model these energies of isolated atoms, set model.fitting_net.atom_ener = [430.25, null, -13.5] "
+        "(eV; needs set_davg_zero)."
+    )
+    write(tmp_path / "crystal.xyz", [*molecules, single("O", 432.5, cell=[3, 3, 3], pbc=True)], format="extxyz")
+    report = check_systems(open_data([str(tmp_path / "crystal.xyz")], ["O", "H"], LABELS), [], ["O", "H"], descriptor)
+    assert [w for w in report.warnings if "far from the others" in w]
+    assert not [note for note in report.notes if "one isolated atom (" in note]

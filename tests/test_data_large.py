@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from contextlib import closing
 
 import numpy as np
 import pytest
-from helpers import open_data
+from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -80,3 +81,27 @@ def test_training_batches_take_no_memory_of_their_set(molecules):
 
     assert peak_mb(train) < 1.0
     assert cache.num_bytes == 0
+
+
+@pytest.mark.parametrize(("compression", "stay_open"), [(None, False), ("gzip", True)])
+def test_hdf5_datasets_that_are_read_from_their_place_are_not_kept_open(tmp_path, compression, stay_open):
+    """10,000 systems in one file took 1.4 GB."""
+    h5py = pytest.importorskip("h5py")
+    source_path = write_system(tmp_path / "s", frames=3, natoms=6)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        for name in ("type.raw", "type_map.raw"):
+            file[f"a/{name}"] = (source_path / name).read_text().split()
+        for path in (source_path / "set.000").glob("*.npy"):
+            file.create_dataset(
+                f"a/set.000/{path.name}",
+                data=np.load(path),
+                compression=compression,
+                chunks=None if compression is None else True,
+            )
+    gc.collect()
+    before = h5py.h5f.get_obj_count()
+    [system] = open_data([f"{tmp_path / 'data.h5'}"], ["O", "H"], ("energy", "force"))
+    assert (h5py.h5f.get_obj_count() > before) is stay_open
+    np.testing.assert_array_equal(system.frame(2).coord.ravel(), np.load(source_path / "set.000/coord.npy")[2])
+    assert system.files() is not None
+    assert set(system.files()) == {tmp_path / "data.h5"}

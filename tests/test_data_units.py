@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import open_data
+from helpers import open_data, toy_frame, toy_labels
 
 from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check import units
+from deepmd_ema.data.check.paths import PathRatios, path_ratios
 from deepmd_ema.data.check.physics import Evidence, Ratio, judge
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
@@ -148,13 +149,125 @@ def test_a_ratio_counts_when_its_correlation_is_no_chance(correlation, free, cle
     assert Ratio(-1.0, -correlation, free).is_clear is clear
 
 
-@pytest.mark.parametrize(("correlation", "found"), [(0.97, True), (0.8, False)])
-def test_a_good_fit_tells_hartree_of_stiff_bonds(correlation, found):
-    """MgO and silicon have bonds so stiff that hartree/bohr look like soft ones; a fit of 0.97 is exact enough."""
-    evidence = Evidence(30, 0.91, 11.1 * BOHR / HARTREE, Ratio(0.95 / BOHR, correlation, 22))
+# stiffness, ratio and correlation of the pair potential of right data (mlearn): Si test and training, Ge training
+COVALENT = [(4.33, 2.68, 0.99), (4.54, 2.23, 0.98), (2.43, 4.48, 0.91)]
+
+
+@pytest.mark.parametrize(("stiffness", "ratio", "correlation"), COVALENT)
+@pytest.mark.parametrize("near", [None, 1.08])
+def test_the_pair_potential_of_a_covalent_solid_is_no_proof_of_a_unit(stiffness, ratio, correlation, near):
+    """Right data of Si and Ge were said to be in kcal/mol, because the energies correlate to 0.95 and more."""
+    evidence = Evidence(60, 0.99, stiffness, Ratio(ratio, correlation, 20), paths=PathRatios(near))
+    assert units._Findings(evidence, None).texts == []
+
+
+@pytest.mark.parametrize(("near", "found"), [(0.95 / BOHR, True), (None, False)])
+def test_near_frames_tell_hartree_of_stiff_bonds(near, found):
+    """MgO and silicon have bonds so stiff that hartree/bohr look like soft ones; work and energy differ by 1.89."""
+    evidence = Evidence(30, 0.91, 11.1 * BOHR / HARTREE, Ratio(0.95 / BOHR, 0.97, 22), paths=PathRatios(near))
     texts = units._Findings(evidence, None).texts
     assert bool(texts) is found
     assert not found or "Hartree and Hartree/bohr" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"virial": -1}, ["the virials have the wrong sign"]),
+        ({"virial": 10 * GPA}, ["the virials look like kbar * angstrom^3"]),
+        ({"virial": GPA}, ["the virials look like GPa * angstrom^3"]),
+        ({"energy": KCAL}, ["the energies look like kcal/mol"]),
+        ({"force": -1}, ["the forces have the wrong sign"]),
+    ],
+)
+def test_strained_crystals_tell_units_and_signs(factors, words):
+    """Of Si and Ge, stresses in kbar, in GPa and with the wrong sign passed without a word."""
+    texts = units._Findings(Evidence(12, volume=500.0, paths=path_ratios(crystal(12, **factors))), None).texts
+    assert [text[: len(word)] for text, word in zip(texts, words)] == words, texts
+    assert len(texts) == 1
+
+
+def test_right_strained_crystals_are_quiet():
+    findings = units._Findings(judge(crystal(12), ["O_", "H_"]), None)  # no elements, whose bonds would have a length
+    assert findings.texts == []
+    assert findings.told >= {"energy", "force", "virial"}
+
+
+def crystal(num, energy=1, force=1, virial=1, seed=0, size=0.01):
+    """Return frames of a strained crystal whose atoms are off their sites."""
+    rng = np.random.default_rng(seed)
+    coord, types, box = toy_frame(rng, 12, jitter=0.0)
+    frames = []
+    for _ in range(num):
+        strain = np.eye(3) + rng.normal(0, size, (3, 3))
+        moved, cell = (coord + rng.normal(0, size, coord.shape)) @ strain, box @ strain
+        e, f, w, _ = toy_labels(moved, types, cell)
+        labels = {"energy": e * energy, "force": f * force, "virial": w * virial}
+        frames.append(Frame(moved + rng.integers(-1, 2, (12, 1)) @ cell[:1], types, cell, labels))
+    return frames
+
+
+def test_near_frames_give_energies_and_virials_of_their_paths():
+    ratios = path_ratios(crystal(12))
+    assert ratios.energy == pytest.approx(1, abs=0.05)
+    assert ratios.virial == pytest.approx(1, abs=0.05)
+    ratios = path_ratios(crystal(12, 3.0, -1.0, 5.0))
+    assert ratios.energy == pytest.approx(-3, abs=0.15)
+    assert ratios.virial == pytest.approx(5 / 3, abs=0.1)
+
+
+def test_molecules_that_were_turned_give_energies_of_their_paths():
+    rng = np.random.default_rng(1)
+    coord, types, _ = toy_frame(rng, 6, pbc=False)
+    frames = []
+    for _ in range(12):
+        turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+        turn *= np.linalg.det(turn)  # a rotation
+        moved = (coord + rng.normal(0, 0.05, coord.shape)) @ turn + rng.normal(size=3)
+        e, f, *_ = toy_labels(moved, types)
+        frames.append(Frame(moved, types, None, {"energy": e, "force": f}))
+    assert path_ratios(frames).energy == pytest.approx(1, abs=0.05)
+
+
+def test_few_or_distant_or_unrelated_frames_give_no_path():
+    assert path_ratios(crystal(7)) == PathRatios()
+    assert path_ratios(crystal(12, size=0.4)) == PathRatios()
+    frames = crystal(12)
+    mixed = [
+        Frame(f.coord, f.atom_type, f.box, f.labels | {"energy": g.labels["energy"]})
+        for f, g in zip(frames, frames[5:] + frames[:5])
+    ]
+    assert path_ratios(mixed) == PathRatios()
+    assert (
+        path_ratios([Frame(f.coord, f.atom_type, f.box, {"force": f.labels["force"]}) for f in frames]) == PathRatios()
+    )
+
+
+def test_virials_that_no_material_has_are_reported_whatever_can_be_told(tmp_path):
+    """A virial RMS of 1,875 eV/atom passed where units could not be told."""
+    report = report_of(copied(WATER, tmp_path / "s", frames=5, virial=10 * GPA))
+    assert report.units.warnings == []
+    [warning] = [w for w in report.warnings if "virials" in w]
+    assert "eV/atom; no material has more than 20. Expected virial = -volume * stress in eV" in warning
+
+
+def test_virials_of_validation_in_another_unit_are_reported(tmp_path):
+    names = (WATER / "type_map.raw").read_text().split()
+
+    def warnings(**factors):
+        paths = [
+            str(copied(WATER, tmp_path / f"s{len(list(tmp_path.iterdir()))}", seed, 5, **f))
+            for seed, f in enumerate(({}, factors))
+        ]
+        training, validation = (open_data([path], names, LABELS) for path in paths)
+        report = check_systems(training, validation, names, SeE2AConfig(rcut=4.0, sel="auto"), LABELS)
+        return [w for w in report.warnings if "virials without their trace" in w]
+
+    assert warnings() == []
+    assert warnings(virial=0.02, force=0.02, energy=0.02) == []  # relaxed structures
+    for factor in (GPA, 1 / GPA):
+        [warning] = warnings(virial=factor)
+        assert "one of the two has virials in another unit" in warning
 
 
 def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_told(tmp_path):
@@ -176,7 +289,7 @@ def test_frames_of_very_many_atoms_are_judged_by_their_nearest_pairs():
     )
     sites = sites.reshape(-1, 3)  # of copper
     frames = []
-    for _ in range(2):
+    for _ in range(4):
         moved = rng.normal(0, 0.1, sites.shape)
         frames.append(Frame(sites + moved, np.zeros(len(sites), int), 79.42 * np.eye(3), {"force": -5 * moved}))
     evidence = judge(frames, ["Cu"])

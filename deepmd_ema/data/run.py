@@ -185,7 +185,7 @@ def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
 
 
 def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> DataReport | CheckResult:
-    """Return what the checks find in the data of one task, as remembered if no file of them has changed since.
+    """Return what the checks find in the data of one task, as remembered if their content is the same.
 
     Args:
         task: its options.

@@ -95,7 +95,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     started = time.perf_counter()
-    memories = {name: Memory(Outputs(config).checked_data(name), time.time()) for name in config.tasks}
+    memories = {name: Memory(Outputs(config).checked_data(name)) for name in config.tasks}
     systems: dict[str, TaskData] = {}
 
     def open_first() -> None:
@@ -110,7 +110,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, memories))
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits)
-    config, nearest = world.broadcast_from_rank0(
+    config, nearest, dates = world.broadcast_from_rank0(
         partial(_check_data, config, systems, memories, start, skip_neighbor_stat)
     )
     checked = time.perf_counter()
@@ -127,7 +127,10 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
         if not world.is_main:
             run.models.load_state_dict(state)
-    logger.info("data and neighbors: %.1f s, statistics: %.1f s", checked - started, time.perf_counter() - checked)
+    known = f" (this content was checked before: {', '.join(dates)})" if dates else ""
+    logger.info(
+        "data and neighbors: %.1f s%s, statistics: %.1f s", checked - started, known, time.perf_counter() - checked
+    )
     return run
 
 
@@ -145,14 +148,14 @@ def _choose_validation(
 
 def _check_data(
     config: RunConfig, systems: Mapping[str, TaskData], memories: Mapping[str, Memory], start: Start, skip: bool
-) -> tuple[RunConfig, dict[str, float | None]]:
-    """Return the config with ``sel`` resolved and the nearest pair of each task, after checking the data."""
-    nearest, found = {}, {}
+) -> tuple[RunConfig, dict[str, float | None], list[str]]:
+    """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
+    nearest, found, dates = {}, {}, []
     problems: list[str] = []
     for name, task in config.tasks.items():
         report = check_unless_unchanged(task, systems[name], memories[name])
         if isinstance(report, CheckResult):
-            logger.info("data%s have not changed since they were checked: %s", f" of {name}" * bool(name), report.date)
+            dates.append(f"{name} {report.date}".lstrip())
         for line in report.notes:
             logger.info("%s", line)
         for line in report.warnings:
@@ -168,7 +171,7 @@ def _check_data(
             found[name] = report.neighbors
     if problems:
         raise DataError(problems)
-    return _with_neighbors(config, found), nearest
+    return _with_neighbors(config, found), nearest, dates
 
 
 def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:

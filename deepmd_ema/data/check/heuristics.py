@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from deepmd_ema.arrays import Array
-from deepmd_ema.data.check.scan import SystemScan
+from deepmd_ema.data.check.scan import Range, SystemScan
+from deepmd_ema.errors import counted
+from deepmd_ema.labels import FORCE, VIRIAL
 
 OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal distribution never gets there
 OUTLIER_ENERGY = 0.02  # eV/atom; a smaller residual is no outlier, however narrow the distribution
 NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
 LARGE_FORCE_RMS = 15.0  # eV/angstrom, far beyond liquids at 3000 K, usual for kcal/mol/angstrom
+LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stresses in kbar are 1,602 times too large
+LARGE_SHEAR_RATIO = 50.0  # of two sets of data; GPa instead of eV/angstrom^3 is 160
 _MOST_NAMED = 3
 _FEWEST_FRAMES = 10  # to judge outliers
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
@@ -59,11 +64,11 @@ def _place(scans: Sequence[SystemScan], frame: int) -> str:
 
 def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
     """Return warnings about frames far from energies per element fitted to the training frames."""
-    known = [np.isfinite(scan.energy) for scan in training]
-    energy = np.concatenate([np.zeros(0), *(scan.energy[k] for scan, k in zip(training, known))])
-    if len(energy) < _FEWEST_FRAMES:
+    known = [np.isfinite(_bound_energy(scan)) for scan in training]
+    num_known = sum(int(k.sum()) for k in known)
+    if num_known < _FEWEST_FRAMES:
         return []
-    fit = _energies_of_elements(training, len(energy))
+    fit = _energies_of_elements(training, num_known)
     residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
     middle = np.median(residual)
     spread = 1.4826 * np.median(np.abs(residual - middle))
@@ -107,8 +112,33 @@ def _per_atom(scan: SystemScan, fit: Array) -> Array:
 def _parts(scans: Sequence[SystemScan]) -> Iterator[tuple[Array, Array]]:
     """Yield compositions and energies of some frames at a time."""
     for scan in scans:
-        for begin in range(0, len(scan.energy), _AT_ONCE):
-            yield scan.type_counts[begin : begin + _AT_ONCE], scan.energy[begin : begin + _AT_ONCE]
+        energy = _bound_energy(scan)
+        for begin in range(0, len(energy), _AT_ONCE):
+            yield scan.type_counts[begin : begin + _AT_ONCE], energy[begin : begin + _AT_ONCE]
+
+
+def _bound_energy(scan: SystemScan) -> Array:
+    """Return the energies of frames; NaN for isolated atoms, which are a cohesive energy above all others."""
+    return np.where(scan.isolated, np.nan, scan.energy)
+
+
+def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
+    """Return a note with the energies of isolated atoms as an option of the model, if there are such frames."""
+    lowest: dict[int, float] = {}
+    places = []
+    for scan in scans:
+        for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
+            element = int(scan.type_counts[frame].argmax())
+            lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
+            places.append(f"{scan.system.name} frame {frame}")
+    if not places:
+        return []
+    energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
+    return [
+        f"{counted(len(places), 'frame')} of one isolated atom (first: {places[0]}): not compared with the energies of "
+        f"the others. To give the model these energies of isolated atoms, set model.fitting_net.atom_ener = "
+        f"[{energies}] (eV; needs set_davg_zero)."
+    ]
 
 
 def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
@@ -122,6 +152,49 @@ def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> 
         f"{scan.system.name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
         "eV/angstrom; are they in kcal/mol/angstrom?"
     ]
+
+
+def large_virial_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
+    """Return a warning about virials larger than those of any material, unless of the systems ``told`` already."""
+    found = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
+    large = [(rms, name) for rms, name in found if rms > LARGE_VIRIAL_RMS and name not in told]
+    if not large:
+        return []
+    rms, name = max(large)
+    more = f" (and those of {counted(len(large) - 1, 'more system')})" if len(large) > 1 else ""
+    return [
+        f"{name}: virials have an RMS of {rms:.4g} eV/atom{more}; no material has more than {LARGE_VIRIAL_RMS:g}. "
+        "Expected virial = -volume * stress in eV; are they from stresses in kbar or GPa?"
+    ]
+
+
+def shear_ratio_warnings(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
+    """Return a warning if virials of training and validation data differ by more than their matter can.
+
+    Compared are their shear components, which do not depend on pressure, alone and relative to the forces, which are as
+    small as they in relaxed structures.
+    """
+    shear, force = ([_rms(ranges) for ranges in kinds] for kinds in zip(*map(_shear_and_force, (training, validation))))
+    size = math.log(shear[0] / shear[1]) if min(shear) > 0 else math.nan
+    by_force = size - math.log(force[0] / force[1]) if min(force) > 0 else math.nan
+    bound = math.log(LARGE_SHEAR_RATIO)
+    if not (min(size, by_force) > bound or max(size, by_force) < -bound):  # also where one is not known
+        return []
+    return [
+        f"virials without their trace have an RMS of {shear[0]:.4g} eV/atom in the training data and of {shear[1]:.4g} "
+        f"in the validation data, forces of {force[0]:.4g} and {force[1]:.4g} eV/angstrom: one of the two has virials "
+        "in another unit. Expected virial = -volume * stress in eV."
+    ]
+
+
+def _shear_and_force(scans: Sequence[SystemScan]) -> tuple[list[Range], list[Range]]:
+    having = [scan for scan in scans if scan.shear.count and FORCE in scan.ranges]
+    return [scan.shear for scan in having], [scan.ranges[FORCE] for scan in having]
+
+
+def _rms(ranges: Sequence[Range]) -> float:
+    count = sum(one.count for one in ranges)
+    return math.sqrt(sum(one.squares for one in ranges) / count) if count else 0.0
 
 
 def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:

@@ -17,8 +17,11 @@ from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.heuristics import (
     duplicate_warnings,
     energy_outliers,
+    isolated_atom_notes,
     large_force_warnings,
+    large_virial_warnings,
     net_force_warnings,
+    shear_ratio_warnings,
 )
 from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
@@ -70,10 +73,11 @@ class DataReport:
 
     @property
     def notes(self) -> list[str]:
-        """Return how sources of other formats are read, one line per file and remark."""
+        """Return how sources of other formats are read, one line per file and remark, and what isolated atoms offer."""
         every = self.training + self.validation
         # a source whose frames are in both parts is there twice
-        return list(dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes))
+        sources = dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
+        return [*sources, *isolated_atom_notes(every, self.type_map)]
 
     def lines(self) -> list[str]:
         """Return the summary as lines of text, without problems and warnings."""
@@ -147,7 +151,10 @@ def check_systems(
     if not report.problems:  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
-    report.warnings += large_force_warnings(every, report.units.suspicious if report.units is not None else [])
+    told = report.units.suspicious if report.units is not None else []
+    report.warnings += large_force_warnings(every, told)
+    report.warnings += large_virial_warnings(every, report.units.of_virials if report.units is not None else [])
+    report.warnings += shear_ratio_warnings(report.training, report.validation)
     report.warnings += net_force_warnings(every)
     report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
     return report

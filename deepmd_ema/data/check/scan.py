@@ -13,7 +13,7 @@ import numpy as np
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, is_per_atom, is_per_pair
 from deepmd_ema.geometry import frame_faults
-from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
+from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 
 # file and kind of fault to the frames that have it, reported in one message about the first
 Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
@@ -35,9 +35,11 @@ class SystemScan:
         bad_frames: frames whose geometry cannot be used.
         type_counts: (F, T) atoms of each type.
         energy: (F,) eV, NaN where missing.
+        isolated: (F,) whether a frame is one atom without neighbors within the cutoff.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
         ranges: of the labels that metrics show, extensive ones per atom.
+        shear: of the virials without their trace, eV/atom, which no pressure changes.
         label_frames: number of frames that have each label.
         conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
         open_frames: number of frames without a cell.
@@ -53,7 +55,9 @@ class SystemScan:
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
         self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
+        self.isolated = np.zeros(system.num_frames, bool)
         self.ranges: dict[str, Range] = {}
+        self.shear = Range()
         self.label_frames: dict[str, int] = {}
         self.conditions: dict[str, tuple[float, float, int]] = {}
         self.open_frames = 0
@@ -78,6 +82,11 @@ class Range:
     squares: float = 0.0
     count: int = 0
     worst: int = 0
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square of the finite values; NaN without any."""
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
 
     @property
     def size(self) -> float:
@@ -109,7 +118,7 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
     with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
             _find_faults(scan, chunk, rcut, faults)
-            _describe(scan, chunk)
+            _describe(scan, chunk, rcut)
     for found in faults.values():
         place, fault = found[0]
         more = f" and {len(found) - 1} more frames" if len(found) > 1 else ""
@@ -148,7 +157,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
             add(k, COORD if "position" in fault or box is None else BOX, "geometry", fault)
 
 
-def _describe(scan: SystemScan, chunk: Chunk) -> None:
+def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     """Add counts, ranges, forces and digests of the frames of ``chunk``, whose faults are known."""
     types, arrays, first = chunk.types, chunk.arrays, chunk.first
     here = slice(first, first + chunk.num_frames)
@@ -159,13 +168,8 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
-    for name, label in LABELS.items():
-        if name not in arrays:
-            continue
-        scan.label_frames[name] = scan.label_frames.get(name, 0) + chunk.num_frames
-        if any(quantity.metric for quantity in label.errors):
-            values = arrays[name].reshape(chunk.num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
-            scan.ranges.setdefault(name, Range()).add(values, first)
+    scan.isolated[here] = _is_isolated(num_atoms, arrays.get(BOX), rcut)
+    _add_ranges(scan, arrays, num_atoms, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
@@ -179,6 +183,32 @@ def _describe(scan: SystemScan, chunk: Chunk) -> None:
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
             scan.work = np.concatenate([scan.work, _work(types, arrays, force)], axis=1)
+
+
+def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
+    """Return (F,) which frames are one atom farther than ``rcut`` from its images."""
+    single: Array = num_atoms == 1
+    if box is not None and single.any():
+        cell = box[single].reshape(-1, 3, 3)
+        # distance of the nearest opposite faces, which no image is nearer than
+        faces = np.linalg.norm(np.cross(cell[:, [1, 2, 0]], cell[:, [2, 0, 1]]), axis=2).max(axis=1)
+        single[single] = np.abs(np.linalg.det(cell)) > rcut * faces
+    return single
+
+
+def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], num_atoms: Array, first: int) -> None:
+    """Add the ranges of the labels of frames, of which the first has the number ``first``."""
+    num_frames = len(num_atoms)
+    for name, label in LABELS.items():
+        if name not in arrays:
+            continue
+        scan.label_frames[name] = scan.label_frames.get(name, 0) + num_frames
+        if any(quantity.metric for quantity in label.errors):
+            values = arrays[name].reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
+            scan.ranges.setdefault(name, Range()).add(values, first)
+    if VIRIAL in arrays:
+        per_atom = arrays[VIRIAL] / num_atoms[:, None]
+        scan.shear.add(per_atom - per_atom[:, [0, 4, 8]].mean(axis=1, keepdims=True) * np.eye(3).reshape(9), first)
 
 
 def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> Array:

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from deepmd_ema.data.check.physics import BOHR, NO_BONDS, Evidence, Ratio, judge
+from deepmd_ema.data.check.physics import BOHR, NO_BONDS, Evidence, judge
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import counted, first_few
@@ -31,11 +31,13 @@ _FORCE_UNITS = {
 # What follows was measured on right data: the sets of benchmarks/data_check.py, with those that came later.
 _SOFT, _STIFF = 0.2, 20.0  # stiffness of bonds in eV and angstrom: 0.3 in potassium, 1.0 to 12.3 in the sets
 _USUAL_STIFFNESS, _STIFFNESS_SPREAD = 3.6, 0.45  # median in the sets, and mean distance of its logarithm from it
-_RATIO_SPREAD = 0.15  # mean size of the logarithm of a ratio to what a fit gives that is worse than _GOOD_FIT
-_GOOD_FIT = 0.95  # correlation from which such a ratio is taken for exact to _EXACT_RATIO
-_EXACT_RATIO = 1.5  # of right data 0.89 to 1.16, between close frames 0.83 to 1.04; an angstrom is 1.89 bohr
-_FIT_RATIO = 4.0  # of another fit: 0.73 to 1.88; the nearest unit is a factor of 14 away
+_RATIO_SPREAD = 0.15  # mean size of the logarithm of a ratio to what a fit gives
+_EXACT_RATIO = 1.5  # between close frames of right data 0.83 to 1.04; an angstrom is 1.89 bohr
+_LEAST_RATIO = 0.25  # of frames farther apart, 0.60 to 1.19: repulsion lowers it; the next unit below is 1 / 3.8
+_FIT_RATIO = 8.0  # of energies to those of a fit: 0.73 to 4.5 in right data, most in Ge; the nearest unit is 14 away
+_FIT_VIRIAL = 4.0  # of virials to those of a fit: 0.82 to 1.41
 _CLOSE_UNIT = 1.1  # of a ratio between close frames to that of a unit that is named: kcal/mol is 1.18 hartree^-1
+_PATH_UNIT = 1.2  # of one between frames farther apart
 _FIT_UNIT = 2.2  # of another ratio: the scatter of one that fits less well, and a bit
 _RARE = 1.0  # cost of Rydberg: of two units that fit alike the other is named first
 _NEXT = 3.0  # of two units with costs closer than this both are named: one of them has a chance of 5 % or more
@@ -56,6 +58,7 @@ class UnitReport:
     Attributes:
         warnings: one for each system in which something is wrong.
         suspicious: names of these systems.
+        of_virials: names of those with suspicious virials.
         num_systems: systems, or groups of small ones, that were judged.
         num_all: systems and groups there are.
         told: number of judged ones in which each quantity could be told.
@@ -64,6 +67,7 @@ class UnitReport:
 
     warnings: list[str] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
+    of_virials: list[str] = field(default_factory=list)
     num_systems: int = 0
     num_all: int = 0
     told: dict[str, int] = field(default_factory=dict)
@@ -97,6 +101,7 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         findings = _Findings(evidence, close)
         if findings.texts:
             report.suspicious.append(name)
+            report.of_virials += [name] * any(text.startswith("the virials") for text in findings.texts)
             expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
             report.warnings.append(f"{name}: {'; '.join(findings.texts)}. {expected}")
         _count(report, name, frames, findings)
@@ -155,45 +160,54 @@ class _Findings:
                 "to 1.3"
             )
         fitted = evidence.energy if evidence.energy is not None and evidence.energy.is_clear else None
-        self._is_close = close is not None
-        ratio = close if close is not None else fitted.value if fitted is not None else None
+        path, ratio = evidence.paths.energy, fitted.value if fitted is not None else None
+        # ratio, bounds of right data, factor to a unit that is named; the most exact one that is known
+        self._is_exact = close is not None or path is not None
+        if close is not None:
+            ratio, self._bounds, self._unit_bound = close, (1 / _EXACT_RATIO, _EXACT_RATIO), _CLOSE_UNIT
+        elif path is not None:
+            ratio, self._bounds, self._unit_bound = path, (_LEAST_RATIO, _EXACT_RATIO), _PATH_UNIT
+        else:
+            self._bounds, self._unit_bound = (1 / _FIT_RATIO, _FIT_RATIO), _FIT_UNIT
         self._ratio = None if ratio is None else ratio * self._length
-        is_exact = self._is_close or (fitted is not None and abs(fitted.correlation) >= _GOOD_FIT)
-        self._bound = _EXACT_RATIO if is_exact else _FIT_RATIO
         stiff = evidence.stiffness if (evidence.bond or 0.0) < NO_BONDS else None
         self._stiffness = None if stiff is None else stiff / self._length**2
         if self._ratio is not None:
             self.told |= {ENERGY, FORCE}
         if stiff is not None:
             self.told |= {FORCE, COMMON}
-        force = self._judge_sign() * self._judge_units()
-        if evidence.virial is not None and evidence.virial.is_clear:
+        signs, units = self._judge_signs(), self._judge_units()
+        energy, force = (sign * unit for sign, unit in zip(signs, units))
+        if evidence.paths.virial is not None:
             self.told.add(VIRIAL)
-            self._judge_virial(evidence.virial, force, (evidence.volume or 1.0))
+            self._judge_virial(evidence.paths.virial * energy, evidence.volume or 1.0, "the energies of strained cells")
+        elif evidence.virial is not None and evidence.virial.is_clear:
+            self.told.add(VIRIAL)
+            self._judge_virial(evidence.virial.value * self._length * force, evidence.volume or 1.0, "the forces")
 
-    def _judge_sign(self) -> float:
-        """Say which sign is wrong, and return that of the forces."""
+    def _judge_signs(self) -> tuple[float, float]:
+        """Say which sign is wrong, and return those of energies and forces."""
         ratio, stiffness = self._ratio, self._stiffness
         if ratio is not None and ratio < 0:
             if stiffness is not None and stiffness > 0:
                 self.texts.append(f"the energies have the wrong sign: {self._reason(ratio)}")
-                return 1.0
+                return -1.0, 1.0
             self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {self._reason(ratio)}")
-            return -1.0
+            return 1.0, -1.0
         if ratio is None and stiffness is not None and stiffness < 0:
             reason = "they push atoms apart that are far from each other, and together those that are near"
             self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {reason}")
-            return -1.0
-        return 1.0
+            return 1.0, -1.0
+        return 1.0, 1.0
 
-    def _judge_units(self) -> float:
-        """Say which units energies and forces look like, and return how many of its units of force 1 eV/angstrom is."""
-        if self._cost(1.0, 1.0, self._bound) is not None:
-            return 1.0
-        costs = self._costs(_CLOSE_UNIT if self._is_close else min(_FIT_UNIT, self._bound))
+    def _judge_units(self) -> tuple[float, float]:
+        """Say which units energies and forces look like, and return how many of them 1 eV and 1 eV/angstrom are."""
+        if self._cost(1.0, 1.0, *self._bounds) is not None:
+            return 1.0, 1.0
+        costs = self._costs(self._unit_bound)
         if not costs and self._stiffness is not None:  # close frames were not so close
             costs = self._costs(_FIT_UNIT)
-        if self._ratio is not None and not 1 / self._bound < abs(self._ratio) < self._bound:
+        if self._ratio is not None and not self._bounds[0] < abs(self._ratio) < self._bounds[1]:
             reason = self._reason(abs(self._ratio))
         else:
             reason = (
@@ -202,13 +216,13 @@ class _Findings:
             )
         if not costs:
             self.texts.append(reason)
-            return 1.0
+            return 1.0, 1.0
         best = min(costs, key=lambda units: costs[units])
         near = [units for units in costs if costs[units] < costs[best] + _NEXT and units != best][:1]
         names = [_name(*units) for units in [best, *near]]
         looks = names[0] + "".join(f" or {name.partition(' look like ')[2]}" for name in names[1:])
         self.texts.append(f"{looks}: {reason}")
-        return _FORCE_UNITS[best[1]]
+        return _ENERGY_UNITS[best[0]], _FORCE_UNITS[best[1]]
 
     def _costs(self, bound: float) -> dict[tuple[str, str], float]:
         """Return how badly each wrong pair of units fits, of those that fit within a factor ``bound``."""
@@ -217,17 +231,17 @@ class _Findings:
             for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
             if (energy or force)
             and _go_together(energy, force, self._ratio is not None)
-            and (cost := self._cost(a, b, bound)) is not None
+            and (cost := self._cost(a, b, 1 / bound, bound)) is not None
         }
 
-    def _cost(self, a: float, b: float, bound: float) -> float | None:
+    def _cost(self, a: float, b: float, low: float, high: float) -> float | None:
         """Return minus the logarithm of how likely units are, up to a constant; None if they do not fit."""
         cost = 0.0
         if self._ratio is not None:
-            off = abs(math.log(abs(self._ratio) * b / a))
-            if off > math.log(bound):
+            own = abs(self._ratio) * b / a
+            if not low < own < high:
                 return None
-            cost += off / _RATIO_SPREAD
+            cost += abs(math.log(own)) / _RATIO_SPREAD
         if self._stiffness is not None:
             own = abs(self._stiffness) / b
             if not _SOFT < own < _STIFF:
@@ -235,10 +249,9 @@ class _Findings:
             cost += abs(math.log(own / _USUAL_STIFFNESS)) / _STIFFNESS_SPREAD
         return cost
 
-    def _judge_virial(self, virial: Ratio, force: float, volume: float) -> None:
-        """Say which unit or sign virials look like, given how many units of the file 1 eV/angstrom is."""
-        ratio = virial.value * self._length * force
-        if 1 / _FIT_RATIO < ratio < _FIT_RATIO:
+    def _judge_virial(self, ratio: float, volume: float, of: str) -> None:
+        """Say which unit or sign virials look like, given their ratio to what something else gives, in eV."""
+        if 1 / _FIT_VIRIAL < ratio < _FIT_VIRIAL:
             return
         units = {name: number for name, number in _ENERGY_UNITS.items() if name}
         units |= {"GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
@@ -247,7 +260,7 @@ class _Findings:
         units |= {"": 1.0} if ratio < 0 else {}  # the right one with the wrong sign
         off = {name: abs(math.log(abs(ratio) / number)) for name, number in units.items()}
         near = sorted((name for name in off if off[name] < math.log(_FIT_UNIT)), key=lambda name: off[name])[:2]
-        found = f"they are {ratio:.3g} times what the forces give"
+        found = f"they are {ratio:.3g} times what {of} give"
         looks = []
         for name in near:
             sign = " with the wrong sign" if ratio < 0 and "stress" not in name else ""
@@ -255,8 +268,8 @@ class _Findings:
         self.texts.append(f"the virials {' or '.join(looks) or 'do not fit the forces'}: {found}")
 
     def _reason(self, ratio: float) -> str:
-        if self._is_close:
-            return f"between close frames the energy changes by {ratio:.3g} times the work of the forces"
+        if self._is_exact:
+            return f"between near frames the energy changes by {ratio:.3g} times the work of the forces"
         return f"from frame to frame the energy changes by {ratio:.2g} times what the forces give"
 
 

@@ -25,8 +25,9 @@ XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MOST_PROBLEMS = 5  # of one file
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
-_VALUE = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*"""
-_WORD = re.compile(rf"""("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)(?:\s*=\s*({_VALUE}))?""")
+_WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
+_EQUALS = re.compile(r"\s*=\s*")
+_VALUE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*""")
 _TRUE, _FALSE = ("T", "True", "true", "TRUE", "1"), ("F", "False", "false", "FALSE", "0")
 
 
@@ -213,12 +214,7 @@ def read_block(block: bytes) -> StoredFrame:
 
 
 def _read_head(line: str) -> _Head:
-    values = {}
-    if "=" in _WORD.sub("", line):  # what no word has taken begins with a quote that does not end
-        raise DataError(f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}.")
-    for key, value in _WORD.findall(line):
-        if value:  # a word alone holds nothing that is read
-            values[_unquoted(key)] = _unquoted(value)
+    values = _read_values(line)
     special = {name.lower(): name for name in values if name.lower() in ("lattice", "properties", "pbc")}
     properties = values.pop(special["properties"]) if "properties" in special else _PLAIN
     lattice = values.pop(special["lattice"]) if "lattice" in special else None
@@ -228,6 +224,24 @@ def _read_head(line: str) -> _Head:
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
     columns, width = _columns(properties)
     return _Head(values, columns, width, _cell(lattice, pbc))
+
+
+def _read_values(line: str) -> dict[str, str]:
+    """Return the names and values of a comment line.
+
+    The line ends at the first value that does not, so that nothing is searched twice.
+    """
+    values, place = dict[str, str](), 0
+    while word := _WORD.match(line, place):
+        place = word.end()
+        if equals := _EQUALS.match(line, place):  # a word alone holds nothing that is read
+            value = _VALUE.match(line, equals.end())
+            if value is None:
+                break
+            values[_unquoted(word[1])], place = _unquoted(value[0]), value.end()
+    if line[place:].strip():
+        raise DataError(f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}.")
+    return values
 
 
 def _cell(lattice: str | None, pbc: str | None) -> Array | None:

@@ -62,7 +62,11 @@ class Hdf5Store:
         with _readable(name):
             if dataset.dtype.kind not in "fiu":
                 raise DataError(f"{name}: holds {dataset.dtype}, expected float64, float32 or integers.")
-            return Hdf5Array(dataset, name, tuple(dataset.shape), _rows_in_file(dataset))
+            holder = dataset.file
+            path = None if dataset.is_virtual or dataset.external else Path(holder.filename)
+            rows = _rows_in_file(dataset, path) if path is not None and holder.driver == "sec2" else None
+            # an open dataset takes 28 kB, and there may be 50,000
+            return Hdf5Array(name, tuple(dataset.shape), path, rows, dataset if rows is None else None)
 
     def _item(self, file: str) -> Any:
         """Return a group or dataset, None if there is none."""
@@ -92,17 +96,21 @@ class Hdf5Store:
 
 @dataclass(frozen=True)
 class Hdf5Array:
-    """The rows of one dataset, without HDF5 where they stand in the file as they are, which is 50 times faster."""
+    """The rows of one dataset, without HDF5 where they stand in the file as they are, which is 50 times faster.
 
-    dataset: Any
+    Attributes:
+        name: where it is, for messages.
+        shape: of the dataset.
+        file: that holds it; None if it is composed of others.
+        rows: where they stand in the file; None if they are chunked, compressed or elsewhere.
+        dataset: open, where there are no ``rows``.
+    """
+
     name: str
     shape: tuple[int, ...]
+    file: Path | None
     rows: Rows | None
-
-    @property
-    def file(self) -> Path | None:
-        """The file of the dataset, unless it is composed of others."""
-        return None if self.dataset.is_virtual or self.dataset.external else Path(self.dataset.file.filename)
+    dataset: Any
 
     @property
     def is_direct(self) -> bool:
@@ -117,12 +125,11 @@ class Hdf5Array:
             return np.asarray(self.dataset[start:stop]).reshape(stop - start, -1)
 
 
-def _rows_in_file(dataset: Any) -> Rows | None:
-    """Return where the rows of a dataset stand in its file, None if they are chunked, compressed or elsewhere."""
-    offset = None if dataset.is_virtual or dataset.external else dataset.id.get_offset()
-    if offset is None or dataset.file.driver != "sec2" or not dataset.shape:
+def _rows_in_file(dataset: Any, path: Path) -> Rows | None:
+    """Return where the rows of a dataset stand in its file, None if they are chunked or compressed."""
+    offset = dataset.id.get_offset()
+    if offset is None or not dataset.shape:
         return None
-    path = Path(dataset.file.filename)
     found = path.stat()
     rows = Rows(path, dataset.dtype, math.prod(dataset.shape[1:]), offset, (found.st_dev, found.st_ino))
     if not dataset.size or rows.read(0, 1).tobytes() != np.asarray(dataset[:1]).tobytes():

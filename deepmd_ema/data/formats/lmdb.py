@@ -177,7 +177,7 @@ class _Index(NamedTuple):
 
 
 def _index(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
-    """Return what is found in all frames, as remembered if the file has not changed since.
+    """Return what is found in all frames, as remembered if the content of the file is the same.
 
     Args:
         path: of the data base, for messages.
