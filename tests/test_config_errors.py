@@ -443,7 +443,7 @@ def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_not
     assert alone.training.zero_stage == 0
     (note,) = alone.notes
     assert note == (
-        f"training.zero_stage = {stage}: no launcher has started this process: nothing is shared out, as with 0. "
+        f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
         "Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train <dict>"
     )
     assert as_launched(config, launched=True) == config

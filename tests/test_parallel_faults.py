@@ -315,7 +315,7 @@ def test_a_port_in_use_is_named(tmp_path):
 def test_sharing_out_without_a_launcher_shares_nothing_out_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(make_run(tmp_path / "run", stage=2))
     assert main(["train", "input.json"]) == 0
-    said = "training.zero_stage = 2: no launcher has started this process: nothing is shared out"
+    said = "training.zero_stage = 2: no launcher has started this process, which trains with 0"
     assert said in capsys.readouterr().err
     assert main(["check", "input.json"]) == 0
     assert said in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from test_data_lmdb import toy_records, write_lmdb
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data import remembered
 from deepmd_ema.data.formats.extxyz import ExtxyzFile
 from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import choose_validation, open_run, split_off
@@ -261,10 +259,8 @@ def test_options_that_count_systems_are_refused_if_a_system_is_lost(tmp_path, mo
 
 def test_a_split_is_remembered_as_the_check_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(remembered, "_UNSURE_S", 0.0)
     config = config_from_dict(tiny_input(write_extxyz(), training__validation_fraction=0.2))
-    time.sleep(0.01)
-    data, memories = open_run(config), {"": Memory(Path("kept"), time.time())}
+    data, memories = open_run(config), {"": Memory(Path("kept"))}
     first = choose_validation(config, data, 3, memories)[""]
     monkeypatch.setattr(ExtxyzFile, "chunks", lambda *_: pytest.fail("frames are read"))
     second = choose_validation(config, data, 3, memories)[""]

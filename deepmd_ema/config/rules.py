@@ -103,7 +103,7 @@ def as_launched(run: RunConfig, launched: bool) -> RunConfig:
     if launched or not stage:
         return run
     note = (
-        f"training.zero_stage = {stage}: no launcher has started this process: nothing is shared out, as with 0. "
+        f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
         f"Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train {run.source.name}"
     )
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))

@@ -35,6 +35,7 @@ _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
 _OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
+_WORKS_WITH = (2, 13)  # torch: 2.11 and 2.12 generate code that does not compile, 2.6 cannot export the graph
 _OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
 
 
@@ -209,6 +210,14 @@ def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
         yield
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
         text = f"{type(error).__name__}: {error}"
+        if (version := re.match(r"(\d+)\.(\d+)", torch.__version__)) and tuple(
+            map(int, version.groups())
+        ) < _WORKS_WITH:
+            needed = ".".join(map(str, _WORKS_WITH))
+            raise UserError(
+                f"{path}: torch {torch.__version__} cannot compile this model ({text.splitlines()[0][:150]}). Use "
+                f"torch {needed} or newer for .pt2 files, or write a .dp file."
+            ) from error
         if "CppCompileError" in text:
             said = text.partition("Output:")[2].strip() or text
             raise UserError(

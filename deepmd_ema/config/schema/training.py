@@ -251,7 +251,7 @@ class TrainingOptions:
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
         doc="What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
-        "parameters. It changes memory, not results. A process that no launcher has started shares nothing out.",
+        "parameters. It changes memory, not results. A process that no launcher has started trains with 0.",
     )
 
     @property
