@@ -211,7 +211,7 @@ def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_s
     batches = [batch_of(model, (scale * coord, types, scale * CELL)) for scale in (1.3, 0.6)]
     for step in range(1, 9):
         batch = batches[step % 2]
-        control.before_step("", batch, step)
+        control.before_step(step)
         assert error_of_forces(model, batch) < 3e-9
 
 
@@ -226,7 +226,7 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
             weight *= factor
         for step in range(1, 11):  # fewer by a quarter at a time
             model(batch, create_graph=True)
-            control.before_step("", batch, step)
+            control.before_step(step)
         seen.append(spline.terms)
     assert first == seen[1] < seen[0]
 
@@ -240,7 +240,7 @@ def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():
         model.descriptor.networks[1].stack[0].weight *= 8
     before = spline.terms
     assert error_of_forces(model, batch) < 3e-9
-    control.before_step("", batch, 1)
+    control.before_step(1)
     assert spline.terms > before
     assert error_of_forces(model, batch) < 3e-9
 
@@ -253,16 +253,16 @@ def test_averaged_weights_and_other_evaluations_without_gradients_leave_the_seri
     before = spline.terms
     model(batch, create_graph=False)
     assert not spline.needed
-    control.before_step("", batch, 1)
+    control.before_step(1)
     assert spline.terms == before
 
 
 def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
-    spline, control, batch = controlled(activation="relu", wanted="spline")
+    spline, control, _ = controlled(activation="relu", wanted="spline")
     assert spline.terms == 0
     assert "the network is not smooth" in caplog.text
     assert control.describe() == "at each pair"
-    control.before_step("", batch, 1000)
+    control.before_step(1000)
     assert spline.terms == 0
 
 
@@ -272,7 +272,7 @@ def test_a_net_that_gets_a_kink_is_evaluated_directly_before_a_check_says_so():
     with torch.no_grad():
         model.descriptor.networks[0].stack[0].weight *= 1000
     assert error_of_forces(model, batch) < 3e-9
-    control.before_step("", batch, 1)
+    control.before_step(1)
     assert spline.terms == 0
 
 
@@ -281,12 +281,12 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
     model: EnergyModel = control.models.by_task[""]
     for step in (1, 2):
         model(batch, create_graph=True)
-        control.before_step("", batch, step)
+        control.before_step(step)
     before = spline.terms
     with torch.no_grad():
         model.descriptor.networks[0].stack[0].weight.fill_(float("nan"))
     assert torch.isnan(model(batch, create_graph=True)["energy"]).all()
-    control.before_step("", batch, 3)
+    control.before_step(3)
     assert spline.terms == before <= MAX_TERMS
 
 

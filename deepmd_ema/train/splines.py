@@ -18,7 +18,7 @@ from deepmd_ema.tensors import prefix_of
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL = 100  # steps
+CHECK_INTERVAL = 20  # steps
 NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" takes series (decision 0055)
 
 
@@ -87,18 +87,16 @@ class SplineControl:
         several = len(self._splines) > 1
         return "; ".join(f"{f'{name}: ' if several else ''}{n} terms of a series" for name, n in used.items())
 
-    def before_step(self, task: str, batch: Batch, step: int) -> None:
-        """Adapt the number of terms every `interval` steps. Must be called by every rank, with its own batch."""
+    def before_step(self, step: int) -> None:
+        """Adapt the number of terms every `interval` steps. Must be called by every rank."""
         used = {name: spline for name, spline in self._splines.items() if spline.terms}
         if step % self.interval or not used:
             return
+        # a graph is made for each number of terms, and records nothing: only batches that it could not evaluate count
         compiled = self.models.compiler is not None and self.models.compiler.in_training
-        if compiled:  # graphs record nothing
-            self._evaluate(task, batch)
         needed = self.world.all_reduce_max_each([spline.needed for spline in used.values()])
         for (name, spline), terms in zip(used.items(), needed, strict=True):
             spline.needed = 0
-            # a graph is made for each number of terms
             if terms > spline.terms or (terms and not compiled):
                 self._use(name, spline, terms)
 

@@ -186,7 +186,7 @@ class Trainer:
             with self.times.of("data"):
                 batch = next(task.train_loader).to(self.world.device)
             with self.times.of("step"):
-                self.splines.before_step(task.name, batch, number)
+                self.splines.before_step(number)
                 with self.products():
                     outcome = self.take_step(task, batch, number)
                 self.step = number

@@ -23,6 +23,7 @@ the pairs of the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -40,12 +41,14 @@ from deepmd_ema.model.kernels.twin import Kernel
 STRETCH = 1.02
 MIN_TERMS, FIRST_TERMS = 16, 32
 MAX_TERMS = 384  # the rounding of derivatives, which grows with N^1.5, is then still below what float64 allows
-MULTIPLE = 8  # of which numbers of terms are multiples, and the number of parts whose decay is compared
+MULTIPLE = 4  # of which numbers of terms are multiples
+PARTS = 8  # of a series, of which the decay of the last three is compared
 # an estimate that is not below it comes from coefficients that do not decay yet: it says nothing about N
 UNRESOLVED = 0.1
 RESOLVED = 1e-13  # an estimate below it is one of rounding
-MARGIN = 8  # the number of terms kept for later batches gives an error so many times smaller than what is accepted
+MARGIN = 2  # the number of terms kept for later batches gives an error so many times smaller than what is accepted
 ROUNDING = 1e-14  # of coefficients, over the largest one: measured 3e-15 to 8e-15 with 64 to 512 terms
+_TINY = 1e-300
 MAX_DECAY = 0.98  # of a part to the next: a slower decay is not resolved, or is that of rounding
 
 
@@ -110,7 +113,7 @@ def transform(terms: int) -> Transform:
     return Transform(*map(torch.from_numpy, arrays))
 
 
-def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -> tuple[Tensor, Tensor]:
+def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -> tuple[Any, Any]:
     """Return the errors of the derivative, over its largest value, by the terms left out and by rounding.
 
     The terms that are left out are extrapolated: bounds of the derivatives of the last terms, in three parts of N / 8
@@ -121,19 +124,51 @@ def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -
         coefficients: (2 F N, M), those of the functions and of their derivatives.
         constants: of N terms.
         half: of the length of the range of the series.
+
+    Returns:
+        Two numbers, or in a graph that is compiled two scalars.
     """
     terms = len(constants.sites)
-    part = terms // MULTIPLE
-    values, slopes = coefficients.unflatten(0, (2, -1, terms)).unbind(0)  # (F, N, M)
+    part = terms // PARTS
+    values, slopes = coefficients.view(2, -1, terms, coefficients.shape[1]).unbind(0)  # (F, N, M)
     sizes = values.abs().amax((0, 2))
-    largest = (constants.at_sites @ slopes).abs().amax()
-    tiny = torch.finfo(sizes.dtype).tiny
     last = sizes[-3 * part :] * constants.steepest[-3 * part :]
-    first, second, third = last.unflatten(0, (3, part)).amax(1).clamp(min=tiny).unbind(0)
-    decay = torch.maximum(second / first, third / second).clamp(max=MAX_DECAY)
-    noise = ROUNDING * sizes.amax() * constants.steepest[-1]  # of the last term
-    left_out = 2 * part * (third - 3 * noise).clamp(min=0) * decay / (1 - decay)
-    scale = (half * largest).clamp(min=tiny)
+    largest = (constants.at_sites @ slopes).abs().amax() * half
+    if torch.compiler.is_dynamo_compiling():
+        parts, noise = last.unflatten(0, (3, part)).amax(1).unbind(0), sizes.amax() * constants.steepest[-1]
+        return _extrapolated(parts, noise, largest, terms, torch.clamp_min, torch.clamp_max)
+    # of lists, because an operation of torch on one number takes longer than all that follows
+    numbers, steepest = _listed(last), float(constants.steepest[-1])
+    parts = [max(numbers[k * part : (k + 1) * part]) for k in range(3)]
+    return _extrapolated(parts, max(_listed(sizes)) * steepest, float(largest), terms, max, min)
+
+
+def _listed(numbers: Tensor) -> list[float]:
+    try:
+        return numbers.tolist()
+    except RuntimeError:  # a tensor made inside torch.func has no list
+        return list(map(float, numbers))
+
+
+def _extrapolated(
+    parts: Sequence[Any], largest: Any, scale: Any, terms: int, at_least: Any, at_most: Any
+) -> tuple[Any, Any]:
+    """Return both errors of ``estimated_errors``.
+
+    Args:
+        parts: the largest derivatives of the terms of the last three parts.
+        largest: the derivative of the last term, if it had the largest coefficient.
+        scale: the largest derivative of the sum.
+        terms: N.
+        at_least: maximum of two numbers.
+        at_most: minimum of two numbers.
+    """
+    part = terms // PARTS
+    first, second, third = parts
+    first, second, scale = (at_least(value, _TINY) for value in (first, second, scale))
+    decay = at_most(at_least(second / first, third / second), MAX_DECAY)
+    noise = ROUNDING * largest
+    left_out = 2 * part * at_least(third - 3 * noise, 0.0) * decay / (1 - decay)
     return left_out / scale, math.sqrt(terms) * noise / scale
 
 
