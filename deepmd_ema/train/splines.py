@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +127,7 @@ class SplineControl:
 
 
 @contextmanager
-def _recorded(splines: Any) -> Iterator[None]:
+def _recorded(splines: Collection[Spline]) -> Iterator[None]:
     for spline in splines:
         spline.recording = True
     try:
