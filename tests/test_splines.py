@@ -14,10 +14,12 @@ from test_parallel import config_of
 from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, toy_atoms, toy_model
 
+from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.model.compile import Compiler
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS, estimated_errors, transform
+from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS, MULTIPLE, estimated_errors, transform
 from deepmd_ema.model.kernels.spline import MAX_ERROR, Spline
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
@@ -229,6 +231,23 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
             control.before_step(step)
         seen.append(spline.terms)
     assert first == seen[1] < seen[0]
+
+
+def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
+    """Each number of terms needs a graph of its own."""
+    spline, control, _ = controlled(wanted="spline")
+    control.models.compiler = Compiler(CompileConfig(backend="eager"))
+    before = spline.terms
+    spline.needed = before + MULTIPLE
+    control.before_step(1)
+    longer = spline.terms
+    assert 1.5 * before <= longer < 1.5 * before + MULTIPLE
+    spline.needed = before
+    control.before_step(2)
+    assert spline.terms == longer
+    spline.needed = MAX_TERMS + MULTIPLE
+    control.before_step(3)
+    assert spline.terms == 0
 
 
 def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.filled import fill
 from deepmd_ema.model.kernels.twin import plain_kernels
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.model.splines import tables_in
 from deepmd_ema.report.progress import duration
 from deepmd_ema.train.task import TaskMixture
 
@@ -103,8 +101,7 @@ def compile_models(
 def _make_code(compiler: Compiler, models: ModelSet, batches: Mapping[str, Batch], world: World) -> None:
     for is_used, training in ((compiler.in_training, True), (compiler.in_validation, False)):
         if is_used:
-            with nullcontext() if training else tables_in(models.by_task.values()):
-                _on_all_ranks(partial(_trace, compiler, models.train(training), batches), world)
+            _on_all_ranks(partial(_trace, compiler, models.train(training), batches), world)
 
 
 def _keep_what_is_faster(compiler: Compiler, models: ModelSet, steps: Steps, world: World, chosen: bool) -> None:
@@ -128,8 +125,7 @@ def _on_all_ranks(make: Callable[[], None], world: World) -> None:
 def _trace(compiler: Compiler, models: ModelSet, batches: Mapping[str, Batch]) -> None:
     with explained(OPTION, "Set it to false to train eagerly"):
         for name, model in models.by_task.items():
-            if compiler.serves(model):
-                compiler.trace(model, batches[name])
+            compiler.trace(model, batches[name])
 
 
 @dataclass(frozen=True)

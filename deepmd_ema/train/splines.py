@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.dist.world import World
-from deepmd_ema.model.kernels.series import FIRST_TERMS, MAX_TERMS
+from deepmd_ema.model.kernels.series import FIRST_TERMS, MAX_TERMS, MULTIPLE
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.splines import splines_of
@@ -19,6 +20,7 @@ from deepmd_ema.tensors import prefix_of
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 20  # steps
+GROWTH_OF_GRAPHS = 1.5  # at least, of the number of terms
 NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" takes series (decision 0055)
 
 
@@ -92,12 +94,16 @@ class SplineControl:
         used = {name: spline for name, spline in self._splines.items() if spline.terms}
         if step % self.interval or not used:
             return
-        # a graph is made for each number of terms, and records nothing: only batches that it could not evaluate count
+        # a graph records nothing, so that only batches that it could not evaluate count; each number of terms needs a
+        # graph of its own, which takes a minute
         compiled = self.models.compiler is not None and self.models.compiler.in_training
         needed = self.world.all_reduce_max_each([spline.needed for spline in used.values()])
         for (name, spline), terms in zip(used.items(), needed, strict=True):
             spline.needed = 0
-            if terms > spline.terms or (terms and not compiled):
+            if compiled and terms > spline.terms:
+                longer = MULTIPLE * math.ceil(GROWTH_OF_GRAPHS * spline.terms / MULTIPLE)
+                self._use(name, spline, terms if terms > MAX_TERMS else min(max(terms, longer), MAX_TERMS))
+            elif terms and not compiled:
                 self._use(name, spline, terms)
 
     def state_dict(self) -> dict[str, Any]:
