@@ -19,7 +19,8 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.compile import Compiler
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS, MULTIPLE, estimated_errors, transform
+from deepmd_ema.model.kernels.direct_sum import DirectSum
+from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS, MULTIPLE, estimated_errors, terms_for, transform
 from deepmd_ema.model.kernels.spline import MAX_ERROR, Spline
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
@@ -203,6 +204,34 @@ def test_a_slow_decay_behind_a_fast_one_is_not_taken_for_fast():
     largest = (constants.at_sites @ slopes).abs().max()
     steepest = transform(400).steepest
     assert left_out > (steepest * sizes)[48:].sum() / largest
+
+
+def test_the_number_of_terms_follows_the_decay_of_the_error():
+    assert terms_for(40, 1e-5, 1e-9) == 72
+    assert terms_for(40, 0.5, 1e-9) == 80  # not resolved: twice as many
+    assert terms_for(40, 1e-12, 1e-9) == 32
+    assert terms_for(40, 0.0, 1e-9) == 28  # an error of rounding says no more
+    assert terms_for(16, 0.0, 1e-9) == MIN_TERMS
+
+
+def test_the_terms_that_are_kept_for_later_batches_have_a_margin():
+    spline = Spline("spline", torch.float64)
+    spline.use(40)
+    spline._record(40, 0.9e-9, drawn(2, 3), net_of(), None)
+    assert spline.needed > 40
+
+
+def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
+    """Its derivative is small beside the rounding of its values, which a series amplifies."""
+    net = net_of()
+    with torch.no_grad():
+        net.stack[0].weight *= 1e-9
+    left, s, spline = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), Spline("spline", torch.float64)
+    spline.use(40)
+    found, expected = spline(left, s, net), DirectSum(left, s, net, None)
+    grad = drawn(5, 4, 8, seed=2)
+    assert isinstance(found, DirectSum)
+    assert torch.equal(found.vjp(grad)[1], expected.vjp(grad)[1])
 
 
 def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():

@@ -54,6 +54,14 @@ def test_an_operation_of_onednn_with_other_arguments_is_not_used(monkeypatch):
     assert not product._has_onednn()
 
 
+def test_a_module_holds_its_buffers_in_a_dictionary_and_names_those_that_files_leave_out():
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left_out", torch.zeros(1), persistent=False)
+    held = set(module._buffers), module._non_persistent_buffers_set, dict(module._parameters)
+    assert held == ({"kept", "left_out"}, {"left_out"}, {}), gone("torch.nn.Module._buffers", "averaging/binding.py")
+
+
 def test_data_parallel_training_knows_one_name_of_the_option_of_buffers():
     from torch.nn.parallel import DistributedDataParallel
 
