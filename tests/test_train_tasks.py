@@ -86,6 +86,12 @@ def joined(inputs):
     }
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Results of checks of the data are written into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def config(tmp_path):
     return two_tasks(write_data(tmp_path / "data"))
