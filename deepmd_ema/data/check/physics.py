@@ -21,7 +21,7 @@ BOHR = 0.52917721  # angstrom
 _COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0
 # lengths are in sums of covalent radii
 _REACH = 2.7  # of the pair potential: hydrogen bonds (1.9) and the first shells of every crystal
-_FIRST = 0.7  # center of the innermost function; the shortest bonds of the sets of benchmarks/data_check.py have 0.76
+_FIRST = 0.7  # center of the innermost function; the shortest bonds of data that were tried have 0.76
 _NUM_GAUSSIANS = 12  # a width of 0.18, that of a shell of neighbors
 _NUM_FINE = 540  # bins of distances, of which energies and virials are sums: 0.005, much less than a width
 _NUM_BINS = 54  # of distances, to see shells

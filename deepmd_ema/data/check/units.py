@@ -28,7 +28,7 @@ _FORCE_UNITS = {
     "kJ/mol/angstrom": _KJ,
     "kJ/mol/nm": 10 * _KJ,
 }
-# What follows was measured on right data: the sets of benchmarks/data_check.py, with those that came later.
+# Measured on right data: the sets of benchmarks/results/2026-11-21-data_check.md, with those that came later.
 _SOFT, _STIFF = 0.2, 20.0  # stiffness of bonds in eV and angstrom: 0.3 in potassium, 1.0 to 12.3 in the sets
 _USUAL_STIFFNESS, _STIFFNESS_SPREAD = 3.6, 0.45  # median in the sets, and mean distance of its logarithm from it
 _RATIO_SPREAD = 0.15  # mean size of the logarithm of a ratio to what a fit gives

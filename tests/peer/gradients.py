@@ -1,6 +1,6 @@
 """Loss and gradients of one batch here and in DeePMD-kit, from the same ``.dp`` files.
 
-usage: python benchmarks/peer_gradients.py --peer DIR [--models NAME ...] [--output PAGE] [--golden FILE]
+usage: python tests/peer/gradients.py --peer DIR [--models NAME ...] [--output PAGE] [--golden FILE]
 
 For every model in tests/golden, the loss (energy, force and virial) of a batch and its gradient by each parameter. Both
 programs read the file, take the same labels, and write their gradients under the names of the file's tree: the model is
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import common
 import numpy as np
+from comparing import common
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all)")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "peer_gradients", help="folder of the gradients")
+    parser.add_argument("--work", type=Path, default=common.RUNS / "gradients", help="folder of the gradients")
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument("--golden", type=Path, help="write numbers of the peer's gradients here")
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
@@ -60,7 +60,7 @@ def main() -> None:
             _write(args.work, "peer", name, peer_gradients)
         return
     if args.peer is None:
-        raise SystemExit("peer_gradients.py compares with DeePMD-kit: give --peer DIR.")
+        raise SystemExit("gradients.py compares with DeePMD-kit: give --peer DIR.")
     words = [Path(args.peer) / "bin" / "python", __file__, "--as-peer", "--work", args.work, "--models", *names]
     subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
     rows = []
@@ -70,7 +70,7 @@ def main() -> None:
     if args.golden is not None:
         kept = json.loads(args.golden.read_text())["models"] if args.golden.exists() else {}
         found = {name: summary(dict(np.load(args.work / f"peer.{name}.{systems_of(name)[-1]}.npz"))) for name in names}
-        made_by = "python benchmarks/peer_gradients.py --peer DIR --golden tests/golden/gradients.json"
+        made_by = "python tests/peer/gradients.py --peer DIR --golden tests/golden/gradients.json"
         models = dict(sorted((kept | found).items()))
         args.golden.write_text(json.dumps({"made_by": made_by, "models": models}, indent=0) + "\n")
     common.publish(_page(rows, names), args.output)
@@ -259,7 +259,7 @@ def _page(rows: list[tuple], names: list[str]) -> str:
     return "\n".join([
         f"# Gradients beside DeePMD-kit 3.2.0, {common.today()}",
         "",
-        f"`python benchmarks/peer_gradients.py --peer DIR --models {' '.join(names)}`",
+        f"`python tests/peer/gradients.py --peer DIR --models {' '.join(names)}`",
         "",
         "Loss of one batch (energy, force, virial) and its gradient by every parameter, both programs from the same",
         "`.dp` file of `tests/golden`, in float64. Relative differences: of an array, the largest over its largest",

@@ -1,6 +1,6 @@
 """Models of every kind here and in DeePMD-kit: predictions, float32, files both ways, checkpoints, bias of fine-tuning.
 
-usage: python benchmarks/peer_parity.py --peer DIR [--parts NAME ...] [--models NAME ...] [--output PAGE]
+usage: python tests/peer/parity.py --peer DIR [--parts NAME ...] [--models NAME ...] [--output PAGE]
 
 Everything is computed by both programs in this run. The models are those of tests/golden; where something is trained,
 it is a model of the same options for a few steps, with an average.
@@ -14,17 +14,18 @@ import copy
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import peer_side
 from comparing import (
     BOUND,
     changed,
+    common,
     in_float32,
     largest_difference,
     other_entries,
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--peer", metavar="DIR", required=True, help="virtual environment of DeePMD-kit")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="which tables")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all but sums)")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "peer_parity", help="folder of the runs")
+    parser.add_argument("--work", type=Path, default=common.RUNS / "parity", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
     # sums of models have golden numbers of their own
@@ -84,18 +85,30 @@ def main() -> None:
     names = args.models or [name for name in stems if "fitting_net" in tree_of(name)["model_def_script"]]
     run = Run(str(Path(args.peer).resolve()), args.work.resolve(), names)
     run.folder()
-    tables = [line for part in args.parts for line in ("", *PARTS[part](run))]
+    tables = {part: list(PARTS[part](run)) for part in args.parts}
     page = [
         f"# Parity with DeePMD-kit 3.2.0, {common.today()}",
         "",
-        f"`python benchmarks/peer_parity.py --peer DIR --parts {' '.join(args.parts)}`",
+        f"`python tests/peer/parity.py --peer DIR --parts {' '.join(args.parts)}`",
         "",
         "Differences are the largest of an array relative to its largest number, over all frames of `tests/golden`: a",
         "skewed cell smaller than the cutoff, a molecule without cell, and 64 atoms in a box. Bound in float64: "
         f"{BOUND:g}.",
-        *tables,
+        *(line for lines in tables.values() for line in ("", *lines)),
     ]
     common.publish("\n".join(page), args.output)
+    # the table of float32 has errors of both programs, not differences
+    wrong = [line for part, lines in tables.items() if part != "rounding" for line in lines if _differs(line)]
+    if wrong:
+        raise SystemExit("\n".join(["These lines have a difference that is too large:", *wrong]))
+
+
+def _differs(line: str) -> bool:
+    """Return whether a line of a table has a difference beyond the bound, or entries of a file that differ."""
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    numbers = [float(cell) for cell in cells if re.fullmatch(r"\d\.\de[+-]\d+|inf", cell)]
+    in_files = len(cells) == 4 and cells[1] in ("float32", "float64")
+    return any(number > BOUND for number in numbers) or (in_files and cells[3] != "all equal")
 
 
 def golden(run: Run) -> Iterator[str]:

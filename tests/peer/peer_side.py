@@ -1,6 +1,6 @@
 """What runs in DeePMD-kit's environment for the comparisons: it makes models, and evaluates model files.
 
-usage: DIR/bin/python benchmarks/peer_side.py JOBS.json
+usage: DIR/bin/python tests/peer/peer_side.py JOBS.json
 
 JOBS.json holds a list of dictionaries with ``out``, where the answer goes, and one of
 

@@ -1,6 +1,6 @@
 """Two tasks beside DeePMD-kit's backend pt: one batch of each, and a short training, from the same weights.
 
-usage: python benchmarks/peer_tasks.py --peer DIR [--cases CASE ...] [--output PAGE]
+usage: python tests/peer/tasks.py --peer DIR [--cases CASE ...] [--output PAGE]
 
 A case is a descriptor of ``tests/golden`` and a way of sharing. The peer's own trainer makes the models of a multi-task
 input, with statistics, and saves them; here the run starts from that file with ``--init-model``. Compared are
@@ -24,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
-from peer_gradients import parameter_leaves
+from comparing import common
+from gradients import parameter_leaves
 
 GOLDEN = common.ROOT / "tests" / "golden"
 ELEMENTS = ["O", "H", "Na"]
-# frames, and a grid of atoms: the peer divides by their number in float32 (peer_gradients.py), which powers of 2 bear
+# frames, and a grid of atoms: the peer divides by their number in float32 (gradients.py), which powers of 2 bear
 TASKS = {"water": (2, (2, 2, 2)), "ice": (3, (4, 2, 2))}
 SPACING, MIN_BOX = 2.9, 7.0  # angstrom; no image of an atom is its own neighbor
 SHARES = {"water": 0.7, "ice": 0.3}
@@ -67,6 +67,7 @@ STATISTICS = ("se_e2_a/descriptor", "dpa1/descriptor and fitting", "dpa2/descrip
 STEPS = 20
 ORDER = [list(TASKS)[k] for k in np.random.default_rng(7).choice(2, STEPS, p=list(SHARES.values()))]
 TOLERANCE = 1e-10
+OWN = ("embedding_eval", "interpolate")  # options that DeePMD-kit refuses
 OF_STATISTICS = ("mean", "stddev", "avg", "inv_std", "out_bias", "out_std")  # ends of names of buffers
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit")
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=CASES, help=f"of {', '.join(CASES)}")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "peer_tasks", help="folder of the runs")
+    parser.add_argument("--work", type=Path, default=common.RUNS / "tasks", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument("--no-train", action="store_true", help="take what the peer has computed in --work before")
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
@@ -84,7 +85,7 @@ def main() -> None:
         peer_side(args.work, args.cases)
         return
     if args.peer is None:
-        raise SystemExit("peer_tasks.py compares with DeePMD-kit: give --peer DIR.")
+        raise SystemExit("tasks.py compares with DeePMD-kit: give --peer DIR.")
     python = str(Path(args.peer).resolve() / "bin" / "python")
     args.work = args.work.resolve()
     if not args.no_train:
@@ -142,7 +143,7 @@ def input_of(case: str, work: Path, shares: Mapping[str, float] = SHARES) -> dic
     kind, _, way = case.partition("/")
     name, _, option = kind.partition(" ")
     config, _, _ = read_dp(GOLDEN / f"{name}.dp")
-    own = _without_null(to_dict(config)["descriptor"])
+    own = _for_peer(to_dict(config)["descriptor"])
     if option:
         own[option] = True
     descriptors, nets = WAYS[way]
@@ -170,13 +171,13 @@ def input_of(case: str, work: Path, shares: Mapping[str, float] = SHARES) -> dic
     }  # fmt: skip
 
 
-def _without_null(section: Any) -> Any:
-    """Return a section without options that are null, which the peer does not take everywhere."""
+def _for_peer(section: Any) -> Any:
+    """Return a section without options that DeePMD-kit does not have, and without those that are null."""
     if isinstance(section, list):
-        return [_without_null(part) for part in section]
+        return [_for_peer(part) for part in section]
     if not isinstance(section, dict):
         return section
-    return {name: _without_null(value) for name, value in section.items() if value is not None}
+    return {name: _for_peer(value) for name, value in section.items() if value is not None and name not in OWN}
 
 
 # ---- the peer, in its environment
@@ -379,7 +380,7 @@ def _page(rows: list[tuple], statistics: list[list[str]], cases: list[str]) -> s
         "pt_expt: descriptor",
         "pt_expt: the rest",
     ]
-    command = "python benchmarks/peer_tasks.py --peer DIR" + (f" --cases {' '.join(cases)}" if cases != CASES else "")
+    command = "python tests/peer/tasks.py --peer DIR" + (f" --cases {' '.join(cases)}" if cases != CASES else "")
     return "\n".join([
         f"# Two tasks beside DeePMD-kit 3.2.0, {common.today()}",
         "",

@@ -1,6 +1,6 @@
 """Random option sets of every descriptor: is an accepted option the same function here and in DeePMD-kit.
 
-usage: python benchmarks/peer_fuzz.py --peer DIR [--sets 20] [--seed 1] [--kinds NAME ...] [--output PAGE]
+usage: python tests/peer/fuzz.py --peer DIR [--sets 20] [--seed 1] [--kinds NAME ...] [--output PAGE]
 
 For each set DeePMD-kit makes a model in float64, draws all its numbers at random and writes a ``.dp`` file. Read
 here, the model gives the same energies, atomic energies, forces and virials of a molecule with an isolated atom, a
@@ -18,11 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import peer_side
-from comparing import BOUND, differences, in_float32, other_entries, predictions, rounded, run_peer, worst_of
-from fuzz_options import KINDS, draw_set
+from comparing import BOUND, common, differences, in_float32, other_entries, predictions, rounded, run_peer, worst_of
+from random_options import KINDS, draw_set
 
 AGAIN = "written here"
 
@@ -63,7 +62,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors")
     parser.add_argument("--keep", action="store_true", help="compare what DeePMD-kit has left in --work once more")
     parser.add_argument("--float32", action="store_true", help="also compare the rounding of networks in float32")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "peer_fuzz", help="folder of the models")
+    parser.add_argument("--work", type=Path, default=common.RUNS / "fuzz", help="folder of the models")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -251,7 +250,7 @@ def _page(outcomes: list[Outcome], args: argparse.Namespace) -> str:
     return "\n".join([
         f"# Random options beside DeePMD-kit 3.2.0, {common.today()}",
         "",
-        f"`python benchmarks/peer_fuzz.py --peer DIR --sets {args.sets} --seed {args.seed}`",
+        f"`python tests/peer/fuzz.py --peer DIR --sets {args.sets} --seed {args.seed}`",
         "",
         *__doc__.splitlines()[4:],
         "",

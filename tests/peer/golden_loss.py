@@ -1,6 +1,6 @@
 """Write golden numbers of DeePMD-kit 3.2.0 for losses and learning rates, with the peer's python.
 
-usage: DIR/bin/python benchmarks/golden_loss.py tests/golden
+usage: DIR/bin/python tests/peer/golden_loss.py tests/golden
 """
 
 import json
@@ -12,7 +12,7 @@ import torch
 from deepmd.dpmodel.utils.learning_rate import LearningRateCosine, LearningRateExp, LearningRateWSD
 from deepmd.pt.loss.ener import EnergyStdLoss
 
-MADE_BY = "DIR/bin/python benchmarks/golden_loss.py tests/golden  (DIR: setup of DeePMD-kit 3.2.0)"
+MADE_BY = "DIR/bin/python tests/peer/golden_loss.py tests/golden  (DIR: setup of DeePMD-kit 3.2.0)"
 START_LR, LR = 1e-3, 2.5e-4
 SCHEDULES = [
     {"type": "exp", "num_steps": 1000, "start_lr": 1e-3},

@@ -1,4 +1,4 @@
-"""Option sets of models at random, for peer_fuzz.py: each option has its default, or one of a few values."""
+"""Option sets of models at random, for fuzz.py: each option has its default, or one of a few values."""
 
 from __future__ import annotations
 

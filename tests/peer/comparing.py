@@ -1,4 +1,4 @@
-"""What peer_fuzz.py and peer_parity.py share: DeePMD-kit's side of a comparison, and what differs."""
+"""Evaluation of models by DeePMD-kit in its own environment, and comparison of numbers and files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import peer_side
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import common as common  # runs of programs, tables and pages
 
 BOUND = 1e-10  # of the largest difference, relative to the largest number
 # not part of the function of a model, or said in another way
