@@ -46,8 +46,8 @@ def _refuse(problems: Iterator[str], path: str | Path, what: str) -> None:
     found = list(problems)
     if found:
         raise CheckpointError(
-            f"{path}: not {what} as dp-ema writes it: {first_few(found, _MAX_PROBLEMS)}. Another program has changed it, "
-            "or it was not made by a run: take another file."
+            f"{path}: not {what} as dp-ema writes it: {first_few(found, _MAX_PROBLEMS)}. Another program has changed "
+            "it, or it was not made by a run: take another file."
         )
 
 
