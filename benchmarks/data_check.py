@@ -22,10 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from common import ROOT
 
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.source import ReadSpec
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 BOHR, HARTREE, KCAL, KJ, GPA = 0.52917721, 27.211386, 23.060548, 96.485332, 160.21766
 LABELS = ("energy", "force", "virial")

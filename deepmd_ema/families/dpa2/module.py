@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.families.dpa2.repformer import Repformer
+from deepmd_ema.families.se_atten.layers import SeAttenBlock
+from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
 from deepmd_ema.model.descriptor.by_type import joined
-from deepmd_ema.model.descriptor.repformer import Repformer
-from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
-from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.dpa2 import DPA2Config
+    from deepmd_ema.families.dpa2.section import DPA2Config
     from deepmd_ema.model.interface import Vjp
 
 

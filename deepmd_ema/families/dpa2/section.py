@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import not_negative, option, options, positive_int, redefined
 from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.se_atten import SeAttenConfig
-from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.config.schema.sections import TypeEmbeddedOptions
 from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.families.se_atten.section import SeAttenConfig
+from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.families.dpa3.layers import Geometry, RepflowLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
-from deepmd_ema.model.descriptor.repflow_layer import Geometry, RepflowLayer
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.silu import activation_function
@@ -20,7 +20,7 @@ from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.dpa3 import DPA3Config
+    from deepmd_ema.families.dpa3.section import DPA3Config
 
 # A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of an angle
 

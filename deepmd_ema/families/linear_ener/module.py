@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.families.hybrid.module import HybridDescriptor
 from deepmd_ema.labels import APARAM, FPARAM
-from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.linear import PartFittings
+    from deepmd_ema.families.linear_ener.section import PartFittings
     from deepmd_ema.model.interface import Block, Fitting, Sums
 
 # A atoms, D features of all parts together

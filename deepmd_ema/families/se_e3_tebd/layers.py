@@ -19,7 +19,7 @@ from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+    from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
 # A atoms, K neighbor slots (J and K of the two neighbors), S slots up to sel, T types, E numbers of a type embedding,
 # M channels

@@ -7,6 +7,8 @@ from typing import Any
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.families.se_atten.tree import block_tree, fill_block, has_exp_switch
+from deepmd_ema.families.se_e3_tebd.module import SeE3TebdDescriptor
 from deepmd_ema.interchange.dp.files import Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
@@ -15,8 +17,6 @@ from deepmd_ema.interchange.dp.networks import (
     precision_of,
     type_embedding_tree,
 )
-from deepmd_ema.interchange.dp.se_atten import block_tree, fill_block, has_exp_switch
-from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
 
 OPTIONS = (
     "rcut", "rcut_smth", "neuron", "tebd_dim", "tebd_input_mode", "resnet_dt", "set_davg_zero", "activation_function",

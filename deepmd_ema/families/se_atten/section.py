@@ -9,8 +9,8 @@ from typing import ClassVar
 from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 
 @dataclass(frozen=True, kw_only=True)

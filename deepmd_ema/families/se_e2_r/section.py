@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.config.schema.sections import DescriptorOptions, PerElementSection
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 
 @dataclass(frozen=True, kw_only=True)

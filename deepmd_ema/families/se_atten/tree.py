@@ -9,6 +9,9 @@ import numpy as np
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.families.se_atten.layers import SeAttenBlock
+from deepmd_ema.families.se_atten.module import DPA1Descriptor
+from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
@@ -26,9 +29,6 @@ from deepmd_ema.interchange.dp.networks import (
     statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
-from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
-from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
 from deepmd_ema.model.kernels.norm import eps_of
 from deepmd_ema.model.nn.attention import AttentionLayer
 from deepmd_ema.model.nn.layers import Network

@@ -17,7 +17,7 @@ from deepmd_ema.model.nn.update import Update
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.dpa3 import RepflowConfig
+    from deepmd_ema.families.dpa3.section import RepflowConfig
 
 # A atoms, K edges of an atom, J edges with angles (the first ones, J <= K; 0 where no layer looks at angles), N numbers
 # of a node, E of an edge, G of an angle

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.families.hybrid.module import HybridDescriptor
 from deepmd_ema.interchange.dp.files import Tree
 from deepmd_ema.interchange.dp.networks import PartTree, tree_of
-from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
 
 
 class HybridTree(PartTree):

@@ -7,6 +7,9 @@ from typing import Any
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.families.dpa2.module import DPA2Descriptor
+from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
+from deepmd_ema.families.se_atten.tree import block_tree, env_mat_tree, fill_block, has_exp_switch
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
@@ -23,9 +26,6 @@ from deepmd_ema.interchange.dp.networks import (
     statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.interchange.dp.se_atten import block_tree, env_mat_tree, fill_block, has_exp_switch
-from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
-from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.kernels.attention import LOGIT_SHIFT
 from deepmd_ema.model.kernels.norm import eps_of
 from deepmd_ema.model.nn.layers import Layer

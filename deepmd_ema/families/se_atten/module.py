@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepmd_ema.model.descriptor.se_atten_block import SeAttenBlock
+from deepmd_ema.families.se_atten.layers import SeAttenBlock
 from deepmd_ema.model.descriptor.type_embedded import OneBlockDescriptor
 
 

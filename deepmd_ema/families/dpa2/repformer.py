@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.families.dpa2.repformer_attention import Surroundings
+from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, environment, normalised
-from deepmd_ema.model.descriptor.repformer_attention import Surroundings
-from deepmd_ema.model.descriptor.repformer_layer import RepformerLayer
 from deepmd_ema.model.kernels.env_mat import environment_rows
 from deepmd_ema.model.kernels.repformer import repformer_layers, repformer_layers_and_vjp
 from deepmd_ema.model.kernels.repformer_layer import LayerOptions, LayerWeights
@@ -22,7 +22,7 @@ from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.dpa2 import RepformerConfig
+    from deepmd_ema.families.dpa2.section import RepformerConfig
 
 FEWEST = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
 

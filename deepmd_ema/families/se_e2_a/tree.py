@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.families.se_e3.module import SeE3Descriptor
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
@@ -18,7 +19,6 @@ from deepmd_ema.interchange.dp.networks import (
     statistics_tree,
 )
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
-from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
 from deepmd_ema.model.nn.layers import Network
 
 SHAPE = (

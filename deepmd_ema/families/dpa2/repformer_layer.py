@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.descriptor.repformer_attention import AtomAttention, PairAttention, Surroundings
+from deepmd_ema.families.dpa2.repformer_attention import AtomAttention, PairAttention, Surroundings
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.repformer_layer import LayerWeights
@@ -17,7 +17,7 @@ from deepmd_ema.model.nn.update import Update
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.dpa2 import RepformerConfig
+    from deepmd_ema.families.dpa2.section import RepformerConfig
 
 # A atoms, K neighbor slots, C channels of an atom, G of a pair
 

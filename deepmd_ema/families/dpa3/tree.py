@@ -8,7 +8,9 @@ from typing import Any
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
-from deepmd_ema.config.schema.dpa3 import RepflowConfig
+from deepmd_ema.families.dpa3.layers import RepflowLayer
+from deepmd_ema.families.dpa3.module import DPA3Descriptor
+from deepmd_ema.families.dpa3.section import RepflowConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
@@ -23,8 +25,6 @@ from deepmd_ema.interchange.dp.networks import (
     statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
-from deepmd_ema.model.descriptor.repflow_layer import RepflowLayer
 from deepmd_ema.model.nn.layers import Layer
 from deepmd_ema.model.nn.update import Update
 

@@ -16,7 +16,7 @@ from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.nn.layers import Network
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
+    from deepmd_ema.families.se_e2_r.section import SeE2RConfig
 
 # A atoms, K neighbor slots, S slots up to sel, M channels
 

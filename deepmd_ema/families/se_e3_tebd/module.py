@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepmd_ema.model.descriptor.se_t_tebd_block import SeTTebdBlock
+from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
 from deepmd_ema.model.descriptor.type_embedded import OneBlockDescriptor
 
 

@@ -17,7 +17,7 @@ from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.nn.layers import Network
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
+    from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, X axis channels
 

@@ -26,7 +26,7 @@ from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_atten import SeAttenV2Config
+    from deepmd_ema.families.se_atten.section import SeAttenV2Config
 
 # A atoms, K neighbor slots, S slots up to sel, T types, E numbers of a type embedding, M channels, X axis channels,
 # F frames
