@@ -19,6 +19,7 @@ from deepmd_ema.families.dpa2.section import DPA2Config
 from deepmd_ema.families.dpa2.tree import DPA2Tree
 from deepmd_ema.families.dpa3.section import DPA3Config
 from deepmd_ema.families.dpa3.tree import DPA3Tree
+from deepmd_ema.families.ener.tree import EnerTree
 from deepmd_ema.families.hybrid.tree import HybridTree
 from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
 from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig, Part
@@ -31,7 +32,6 @@ from deepmd_ema.families.se_e2_r.section import SeE2RConfig
 from deepmd_ema.families.se_e3.section import SeE3Config
 from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 from deepmd_ema.families.se_e3_tebd.tree import SeE3TebdTree
-from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tree_of
 from deepmd_ema.interchange.dp.parts import part_tree, table_entries
