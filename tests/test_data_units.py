@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels
 
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check import units
 from deepmd_ema.data.check.paths import PathRatios, path_ratios
 from deepmd_ema.data.check.physics import Evidence, Ratio, judge
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 pytestmark = pytest.mark.usefixtures("real_radii")
 

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from toy_models import REPFORMER, TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.schema.dpa2 import RepformerConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.descriptor.repformer import Repformer
-from deepmd_ema.model.descriptor.repformer_attention import Surroundings
+from deepmd_ema.families.dpa2.repformer import Repformer
+from deepmd_ema.families.dpa2.repformer_attention import Surroundings
+from deepmd_ema.families.dpa2.section import RepformerConfig
 from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, triples, unit  # noqa: F401  (they register)
 from deepmd_ema.model.kernels.attention import attended_moments
 from deepmd_ema.model.kernels.attention_layer import AttentionOptions

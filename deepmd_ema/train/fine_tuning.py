@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
-from deepmd_ema.config.schema.linear import LinearConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.families.linear_ener.section import LinearConfig
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel

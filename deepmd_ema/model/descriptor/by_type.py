@@ -20,9 +20,9 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-    from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
-    from deepmd_ema.config.schema.se_e3 import SeE3Config
+    from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+    from deepmd_ema.families.se_e2_r.section import SeE2RConfig
+    from deepmd_ema.families.se_e3.section import SeE3Config
 
 E = TypeVar("E", Environment, RadialEnvironment)
 

@@ -18,8 +18,8 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_atten import SeAttenV2Config
-    from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+    from deepmd_ema.families.se_atten.section import SeAttenV2Config
+    from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, S slots up to sel, T types, D features, E numbers of a type embedding
