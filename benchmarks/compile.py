@@ -89,7 +89,7 @@ def _in_a_process(stage: str, kind: str, args: argparse.Namespace) -> dict:
 
 def _cost(kind: str, args: argparse.Namespace) -> dict:
     """Return what the graph of training takes, what it is made of, and how far its numbers are from eager ones."""
-    from deepmd_ema.train.compile import _Probe
+    from deepmd_ema.train.assembly.compile_models import _Probe
 
     model, batch = _model_and_batch(kind, args)
     probe = _Probe.measure([(1.0, model.train(), batch)])

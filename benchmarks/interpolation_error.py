@@ -92,7 +92,7 @@ def rows_of(folder: Path, case: str, steps: int) -> list[list[str]]:
 def _compared(errors: list[float]):
     """Add to ``errors``, before each step, the largest difference of the forces over the largest force."""
     from deepmd_ema.model.splines import splines_of
-    from deepmd_ema.train.step import GradientStep
+    from deepmd_ema.train.loop.step import GradientStep
 
     take_step = GradientStep.__call__
 

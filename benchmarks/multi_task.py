@@ -217,9 +217,9 @@ def _gradients(input_file: Path, start: str | None, parts: tuple[str, ...]) -> d
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.world import World
     from deepmd_ema.optim.schedule import build_schedule
-    from deepmd_ema.train.assemble import assemble
-    from deepmd_ema.train.find_start import find_start
-    from deepmd_ema.train.prepare import prepare
+    from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.prepare import prepare
+    from deepmd_ema.train.start.start_file import find_start
 
     world, weights, found = World(), find_start(None, start), {part: [] for part in parts}
     config = weights.adopt_from_checkpoint(load_config(input_file))

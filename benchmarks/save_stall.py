@@ -78,8 +78,8 @@ def run_apart(tree: Path, model: str, averages: str, args: argparse.Namespace) -
 
 def run_here(config: dict, device: str) -> dict:
     """Train and return seconds of a step without saves, stalls by save, bytes of a save and peak memory in bytes."""
+    from deepmd_ema.train.loop.trainer import Callback
     from deepmd_ema.train.run import run_training
-    from deepmd_ema.train.trainer import Callback
 
     ends: list[float] = []
 

@@ -28,7 +28,7 @@ from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.kernels.series import MIN_TERMS
 from deepmd_ema.model.splines import splines_of
-from deepmd_ema.train import compile as train_compile
+from deepmd_ema.train.assembly import compile_models as train_compile
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 

@@ -25,10 +25,10 @@ from deepmd_ema.dist.dtensor import local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import StoredTensor, check_weights, whole
-from deepmd_ema.train import changed_tasks
+from deepmd_ema.train.start import changed_tasks
 
 if TYPE_CHECKING:
-    from deepmd_ema.train.trainer import Trainer
+    from deepmd_ema.train.loop.trainer import Trainer
 
 
 logger = logging.getLogger(__name__)

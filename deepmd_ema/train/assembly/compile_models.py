@@ -24,7 +24,7 @@ from deepmd_ema.model.filled import fill
 from deepmd_ema.model.kernels.twin import plain_kernels
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.progress import duration
-from deepmd_ema.train.task import TaskMixture
+from deepmd_ema.train.loop.task import TaskMixture
 
 logger = logging.getLogger(__name__)
 
