@@ -8,7 +8,6 @@ kept in --work and not measured again; each stage may be run at another time:
 - ``cost``: a process of its own with an empty cache makes the graphs of a model, for training and for validation; wall
   time, and processor time with all child processes, beside the number of operations of an eager step.
 - ``forward``: a model in evaluation mode, eagerly and by its graph, in turns in one process.
-- ``auto``: what a short and a long run with `enable_compile: auto` say before their first step.
 
 The time of compiled training steps beside eager ones and DeePMD-kit's: `speed.py --programs eager compiled pt pt_expt`.
 """
@@ -24,15 +23,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import common
 
 MODELS = common.ROOT / "benchmarks" / "compile.json"
 FITTING = {"neuron": [120, 120, 120], "resnet_dt": True}
-STAGES = ("cost", "forward", "auto")
-OPTION = "training.enable_compile"
-ROW_S = 0.3  # between two rows of lcurve.out, about
+STAGES = ("cost", "forward")
 
 
 def main() -> None:
@@ -49,8 +45,7 @@ def main() -> None:
             file = _folder(args, kind) / f"{stage}.json"
             if stage in args.stage and not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                measure = _auto if stage == "auto" else partial(_in_a_process, stage)
-                result = measure(kind, args)
+                result = _in_a_process(stage, kind, args)
                 file.write_text(json.dumps(result | {"load": os.getloadavg()[0]}))
                 print(kind, stage, result, flush=True)
             if file.exists():
@@ -65,7 +60,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
     parser.add_argument("--precision", default="float64", choices=("float64", "float32"))
     parser.add_argument("--turns", type=int, default=7, help="of each way to evaluate a model")
-    parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.set_defaults(threads=1)
     return parser.parse_args()
@@ -89,15 +83,32 @@ def _in_a_process(stage: str, kind: str, args: argparse.Namespace) -> dict:
 
 def _cost(kind: str, args: argparse.Namespace) -> dict:
     """Return what the graph of training takes, what it is made of, and how far its numbers are from eager ones."""
-    from deepmd_ema.train.assembly.compile_models import _Probe
-
     model, batch = _model_and_batch(kind, args)
-    probe = _Probe.measure([(1.0, model.train(), batch)])
+    operations = _operations(model.train(), batch)
     compiler = _compiler(kind, args)
     training = _traced(compiler, model, batch)
     pairs = zip(_numbers(partial(compiler, model), model, batch), _numbers(model, model, batch))
     difference = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-300)) for a, b in pairs)
-    return {"operations": probe.operations, "step": probe.seconds, "training": training, "difference": difference}
+    return {"operations": operations, "training": training, "difference": difference}
+
+
+def _operations(model, batch) -> int:
+    """Return the number of operations of an eager step in plain torch."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from deepmd_ema.model.filled import fill
+    from deepmd_ema.model.kernels.twin import plain_kernels
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    with plain_kernels(), Counter() as counter:
+        _numbers(model, model, fill(batch, model.layout).batch)
+    return counter.count
 
 
 def _numbers(call, model, batch) -> list:
@@ -174,33 +185,6 @@ def _config(kind: str, args: argparse.Namespace) -> dict:
     return common.with_precision(config, args.precision)
 
 
-# --- training runs
-
-
-def _auto(kind: str, args: argparse.Namespace) -> dict:
-    """Return for a short and for a long run what they say about compiling."""
-    told = {}
-    for steps in (200, 10**6):
-        run = _start(kind, args, enable_compile="auto", numb_steps=steps)
-        try:
-            run.wait_for(0, time.perf_counter() + args.wait)
-        finally:
-            run.end()
-        log = (run.folder / "train.log").read_text().splitlines()
-        told[f"{steps:,} steps"] = [line[22:] for line in log if f"{OPTION} = auto" in line or "compiled graph" in line]
-    return told
-
-
-def _start(kind: str, args: argparse.Namespace, **options: Any) -> common.HaltedRun:
-    config = _config(kind, args)
-    eager = json.loads((_folder(args, kind) / "cost.json").read_text())["step"]
-    cache = {"compile_options": {"cache_dir": str(_folder(args, kind) / "cache")}}
-    config["training"] |= {"disp_freq": max(2, round(ROW_S / eager))} | cache | options
-    config["validating"] = {"compiled_infer": False}
-    command, env = common.programs(None)["ours"].command, common.environment(args.threads, args.device)
-    return common.HaltedRun.start(list(command), _folder(args, kind) / "auto", config, env)
-
-
 # --- the page
 
 
@@ -210,9 +194,6 @@ def _page(found: dict, kinds: list[str], args: argparse.Namespace) -> str:
         header, rows = make(found, kinds)
         if rows:
             parts += [f"## {title}", common.table(header, rows)]
-    told = [f"- {kind}, {run}: {line}" for kind in kinds for run, lines in found.get((kind, "auto"), {}).items()
-            if run != "load" for line in lines]  # fmt: skip
-    parts += ["## `enable_compile: auto`", "\n".join(told)] if told else []
     loads = [value["load"] for value in found.values()]
     parts.append(
         f"Water, 192 atoms, one frame per batch, {args.precision}; load of the machine {min(loads):.1f} to "

@@ -52,7 +52,6 @@ AVERAGES = [
     {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 5},
     {"name": "flat", "type": "swa", "start_step": 2, "update_every": 2, "device": "cpu"},
     {"name": "whole", "decay": 0.9, "layout": "full_tensor", "dtype": "float64"},
-    {"name": "ranged", "type": "swa", "layout": "rank_range"},
 ]
 PARTS = {"weights": ("model",), "moments": ("optimizer",), "averages": ("averages",)}
 CURVES = ("lcurve.out", "lcurve_slow.out")

@@ -34,7 +34,6 @@ def profiles_of(*entries):
     [
         ("device", "cpu", "cpu"),
         ("dtype", "float32", "float32"),
-        ("layout", "rank_range", "rank_range"),
         ("layout", "full_tensor", "full_tensor"),
         ("buffers", "average", "average"),
         ("update_every", 3, 3),

@@ -70,7 +70,7 @@ def assemble(
     splines = SplineControl(models, world)
     splines.begin(batches, start.splines)
     # before the ranks share anything out: one may then compile while others wait for its code
-    used = compile_models(config, models, tasks, batches, prepared.shares, num_steps, world)
+    used = compile_models(config, models, batches, world)
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
