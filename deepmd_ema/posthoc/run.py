@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import TaskConfig, config_from_dict
+from deepmd_ema.config import TaskConfig, saved_config
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
@@ -105,7 +105,7 @@ def run_posthoc(
     for note in run.notes:
         say(note)
     found, resolvable, left_out = find_asked(run, widths, decays)
-    config = config_from_dict(run.payload["config"], source=str(run.reference))
+    config = saved_config(run.payload["config"], source=str(run.reference))
     task = config.task(head)
     opened = _open(task, run, systems, rglob_patterns)
     models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)

@@ -15,20 +15,19 @@ import torch
 from torch import Tensor
 
 from deepmd_ema import __version__, checkpoint
-from deepmd_ema.config import ModelConfig, RunConfig, config_from_dict, model_configs, to_dict
+from deepmd_ema.config import ModelConfig, RunConfig, model_configs, saved_config, to_dict
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.config.schema.training import AUTO_COMPILE
 from deepmd_ema.dist.dtensor import local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import StoredTensor, check_weights, whole
-from deepmd_ema.train import changed_tasks
+from deepmd_ema.train.start import changed_tasks
 
 if TYPE_CHECKING:
-    from deepmd_ema.train.trainer import Trainer
+    from deepmd_ema.train.loop.trainer import Trainer
 
 
 logger = logging.getLogger(__name__)
@@ -248,17 +247,11 @@ class Restart(FromWeights):
         return found
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with what the input leaves open as in the file: ``sel``, the seed, whether to compile."""
+        """Return ``config`` with what the input leaves open as in the file: ``sel`` and the seed."""
         config = super().adopt_from_checkpoint(config)
-        training, validating, saved = config.training, config.validating, self.payload["config"]
-        if training.seed is None:
-            training = replace(training, seed=saved["training"]["seed"])
-        if training.enable_compile == AUTO_COMPILE:  # measured again, it might come out otherwise
-            training = replace(training, enable_compile=saved["training"].get("enable_compile", False))
-            if validating.compiled_infer is None:
-                found = saved.get("validating", {}).get("compiled_infer", False)
-                validating = replace(validating, compiled_infer=found)
-        return replace(config, training=training, validating=validating)
+        if config.training.seed is not None:
+            return config
+        return replace(config, training=replace(config.training, seed=self.payload["config"]["training"]["seed"]))
 
     def check_tasks(self, config: RunConfig) -> None:
         """Check nothing: ``check_resumable`` tells of tasks that come and go."""
@@ -277,7 +270,7 @@ class Restart(FromWeights):
         before, now = self.payload["config"], to_dict(config)
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
-            before = to_dict(config_from_dict(before, str(self.path)))
+            before = to_dict(saved_config(before, str(self.path)))
         came, went = sorted(config.tasks.keys() - self._tasks), sorted(self._tasks - config.tasks.keys())
         found = without_tasks(differences_of(before, now), [*came, *went])
         differences = [d for d in found if not d[0].endswith(_OF_THE_START)]

@@ -21,7 +21,7 @@ from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import ModelSet, nested, unnested
 from deepmd_ema.model.splines import tables_in
 from deepmd_ema.report.tables import ValidationLog
-from deepmd_ema.train.prepare import PreparedTask
+from deepmd_ema.train.start.prepare import PreparedTask
 from deepmd_ema.weights import LIVE
 
 

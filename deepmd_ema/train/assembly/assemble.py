@@ -32,20 +32,20 @@ from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.table import render
 from deepmd_ema.report.tables import LcurveFile, RowTable, ValidationLog
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
-from deepmd_ema.train.bias import refit
-from deepmd_ema.train.compile import compile_models
-from deepmd_ema.train.display import Reporter, start_table
-from deepmd_ema.train.kalman import KalmanStep
-from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
-from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
-from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
-from deepmd_ema.train.splines import SplineControl
-from deepmd_ema.train.start import Start
-from deepmd_ema.train.step import GradientStep, Step, tf32_products
-from deepmd_ema.train.task import Task, TaskMixture
-from deepmd_ema.train.trainer import Callback, Trainer
-from deepmd_ema.train.validate import FullValidation, Validated
+from deepmd_ema.train.assembly.compile_models import compile_models
+from deepmd_ema.train.loop.averages import Hook, snapshot_every, tracked_averages
+from deepmd_ema.train.loop.kalman import KalmanStep
+from deepmd_ema.train.loop.refit_bias import refit
+from deepmd_ema.train.loop.reporter import Reporter, start_table
+from deepmd_ema.train.loop.saver import Saver, Snapshots, StateBuilder
+from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE, parallelize
+from deepmd_ema.train.loop.splines import SplineControl
+from deepmd_ema.train.loop.step import GradientStep, Step, tf32_products
+from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.loop.trainer import Callback, Trainer
+from deepmd_ema.train.loop.validate import FullValidation, Validated
+from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
+from deepmd_ema.train.start.restart import Start
 from deepmd_ema.weights import LIVE
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def assemble(
     splines = SplineControl(models, world)
     splines.begin(batches, start.splines)
     # before the ranks share anything out: one may then compile while others wait for its code
-    used = compile_models(config, models, tasks, batches, prepared.shares, num_steps, world)
+    used = compile_models(config, models, batches, world)
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)

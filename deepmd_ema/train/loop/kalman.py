@@ -17,8 +17,8 @@ from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import Schedule
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import cpu_copy
-from deepmd_ema.train.step import Outcome, Step
-from deepmd_ema.train.task import Task
+from deepmd_ema.train.loop.step import Outcome, Step
+from deepmd_ema.train.loop.task import Task
 
 GROUPS = 4  # updates with forces in a step
 GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit

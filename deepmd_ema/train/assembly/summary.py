@@ -10,7 +10,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.report.progress import duration, errors_in_words
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
-from deepmd_ema.train.trainer import Trainer
+from deepmd_ema.train.loop.trainer import Trainer
 
 
 def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, seconds: float) -> Table:

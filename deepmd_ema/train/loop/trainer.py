@@ -23,15 +23,15 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.tensors import cpu_copy, map_tensors
-from deepmd_ema.train.averages import averages_in_words
-from deepmd_ema.train.bias import Biases
-from deepmd_ema.train.display import Reporter
-from deepmd_ema.train.parallel import check_replicas
-from deepmd_ema.train.saver import Saver
-from deepmd_ema.train.splines import SplineControl
-from deepmd_ema.train.step import Outcome, Step
-from deepmd_ema.train.task import Task, TaskMixture
-from deepmd_ema.train.validate import FullValidation, ValidationAborted
+from deepmd_ema.train.loop.averages import averages_in_words
+from deepmd_ema.train.loop.refit_bias import Biases
+from deepmd_ema.train.loop.reporter import Reporter
+from deepmd_ema.train.loop.saver import Saver
+from deepmd_ema.train.loop.sharding import check_replicas
+from deepmd_ema.train.loop.splines import SplineControl
+from deepmd_ema.train.loop.step import Outcome, Step
+from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.loop.validate import FullValidation, ValidationAborted
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Callback:
 class Trainer:
     """Takes optimizer steps until ``num_steps``, and does what is due after each.
 
-    Every part is built by :mod:`deepmd_ema.train.assemble`; the trainer only decides the order in which they act.
+    Every part is built by :mod:`deepmd_ema.train.assembly.assemble`; the trainer decides the order in which they act.
 
     Attributes:
         tasks: what is trained.

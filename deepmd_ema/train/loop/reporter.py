@@ -24,10 +24,10 @@ from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import LcurveFile
-from deepmd_ema.train.averages import snapshot_lines
-from deepmd_ema.train.prepare import PreparedRun
-from deepmd_ema.train.step import Outcome
-from deepmd_ema.train.task import Task, TaskMixture
+from deepmd_ema.train.loop.averages import snapshot_lines
+from deepmd_ema.train.loop.step import Outcome
+from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.start.prepare import PreparedRun
 from deepmd_ema.weights import LIVE
 
 SHARED = {

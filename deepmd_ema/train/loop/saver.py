@@ -19,8 +19,8 @@ from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
-from deepmd_ema.train.bias import OUT_BIAS, Biases
-from deepmd_ema.train.parallel import saved_state
+from deepmd_ema.train.loop.refit_bias import OUT_BIAS, Biases
+from deepmd_ema.train.loop.sharding import saved_state
 from deepmd_ema.weights import LIVE
 
 logger = logging.getLogger(__name__)

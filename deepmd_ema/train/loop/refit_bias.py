@@ -16,7 +16,7 @@ from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
+from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.weights import LIVE
 
 Biases = Mapping[str, Mapping[str, "Tensor"]]

@@ -13,8 +13,8 @@ from deepmd_ema.config import choose_head
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models
 from deepmd_ema.model.model_set import ModelSet, unnested
-from deepmd_ema.train.fine_tuning import FineTune, Pretrained
-from deepmd_ema.train.start import FromWeights, Restart, Start
+from deepmd_ema.train.start.fine_tuning import FineTune, Pretrained
+from deepmd_ema.train.start.restart import FromWeights, Restart, Start
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
 from deepmd_ema.optim.schedule import Schedule
 from deepmd_ema.tensors import cpu_copy
-from deepmd_ema.train.task import Task, TaskMixture
+from deepmd_ema.train.loop.task import Task, TaskMixture
 
 
 @contextmanager
