@@ -18,7 +18,7 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, model_tree
 from deepmd_ema.model.descriptor import repformer, se_atten_block, se_t_tebd_block, type_embedded
-from deepmd_ema.model.kernels.vjp import with_vjp
+from deepmd_ema.model.ops.vjp import with_vjp
 
 ROUGH = {"smooth": False}
 TERMS = ("conv", "drrd", "grrg", "attn")

@@ -21,8 +21,8 @@ from deepmd_ema.labels import ENERGY, FORCE, HESSIAN
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.filled import fill
-from deepmd_ema.model.kernels.twin import plain_kernels
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.ops.twin import plain_kernels
 from deepmd_ema.report.progress import duration
 from deepmd_ema.train.task import TaskMixture
 
