@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.model.kernels.views import View, view_of
+from deepmd_ema.model.descriptor.views import View, view_of
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import HybridConfig
