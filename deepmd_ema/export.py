@@ -18,10 +18,10 @@ from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.families.linear_ener.module import LinearDescriptor
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.linear import LinearDescriptor
 from deepmd_ema.model.splines import least_distance, make_tables, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)

@@ -9,10 +9,10 @@ import pytest
 from fake_descriptor import FakeConfig
 from helpers import open_data, toy_frame, toy_labels, write_system
 
-from deepmd_ema.config.schema.dpa3 import DPA3Config, RepflowConfig
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.errors import DataError
+from deepmd_ema.families.dpa3.section import DPA3Config, RepflowConfig
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs
 
 ELEMENTS = ["O", "H"]

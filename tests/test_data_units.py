@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels
 
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check import units
 from deepmd_ema.data.check.paths import PathRatios, path_ratios
 from deepmd_ema.data.check.physics import Evidence, Ratio, judge
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 pytestmark = pytest.mark.usefixtures("real_radii")
 
@@ -134,7 +134,7 @@ def test_elements_that_are_unknown_hide_lengths_only(tmp_path):
 
 
 def test_of_many_systems_some_are_judged(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "_MOST_SYSTEMS", 2)
+    monkeypatch.setattr(units, "_MAX_SYSTEMS", 2)
     parts = [copied(MOLECULES, tmp_path / f"s{k}", seed=k, frames=20) for k in range(5)]
     assert (
         report_of(*parts).units.lines()[0].startswith("Units and signs: of 2 of 5 systems, evenly taken, can be told")

@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict
-from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
 from deepmd_ema.errors import CheckpointError, ConfigError, first_few
+from deepmd_ema.families.se_e2_r.section import SeE2RConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.model import faults_in_words, model_from_tree, model_tree
 from deepmd_ema.model.build import build_model

@@ -283,9 +283,9 @@ def _our_trainer(folder: Path, start_file: str | None = "start.pt") -> tuple[Any
     """Return the trainer of ``input.json`` in a folder, from the weights of a file or new, and the config."""
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.world import World
-    from deepmd_ema.train.assemble import assemble
-    from deepmd_ema.train.find_start import find_start
-    from deepmd_ema.train.prepare import prepare
+    from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.prepare import prepare
+    from deepmd_ema.train.start.start_file import find_start
 
     os.chdir(folder)
     start, world = find_start(None, start_file), World()
