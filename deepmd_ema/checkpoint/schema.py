@@ -1,4 +1,4 @@
-"""What a model file must hold: the parts of each kind and the type of every part, checked once, when a file is read."""
+"""Schema of model files: the parts of each kind and the type of every part, checked once, when a file is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepmd_ema.tensors import StoredTensor
 from deepmd_ema.weights import LIVE
 
 Rule: TypeAlias = Callable[[Any, str], Iterator[str]]
-"""Yields what is wrong with a value; the second argument says where it stands."""
+"""Yields the mistakes in a value; the second argument is its place."""
 
 _MAX_COUNT = 1 << 62  # of a count; numpy and torch compute with 64 bits
 _MAX_PROBLEMS = 5
@@ -111,7 +111,7 @@ def _or_none(rule: Rule) -> Rule:
 
 
 def _of_one_or_each_task(test: Callable[[Any], bool], rule: Rule) -> Rule:
-    """Return the rule of a value, or of values by task; ``test`` tells the value itself."""
+    """Return the rule of a value, or of values by task; ``test`` recognizes a single value."""
     return _either(test, rule, _each(rule))
 
 

@@ -142,7 +142,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    with faults_in_words(path):
+    with faults_as_messages(path):
         _check_available(path, tree["model"])
         if tree["model"].get("type") in KINDS:
             tree["model"] = with_own_biases_of_parts(tree["model"])
@@ -180,7 +180,7 @@ def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def faults_in_words(path: Path) -> Iterator[None]:
+def faults_as_messages(path: Path) -> Iterator[None]:
     """Turn what a tree of another form makes fail inside into messages.
 
     Raises:

@@ -171,7 +171,7 @@ class FineTune(Start):
             new = [name for name in model.type_map if name not in source.config.type_map]
             logger.info(
                 "fine-tuning %s%s: %s; %s; fitting network %s", f"task {task} from " * bool(task), self.path,
-                source.loaded.info.in_words(), f"new elements {' '.join(new)}" if new else "no new elements",
+                source.loaded.info.describe(), f"new elements {' '.join(new)}" if new else "no new elements",
                 "fresh" if source.fresh_fitting else "of the file",
             )  # fmt: skip
         if len(by_task) > 1:
