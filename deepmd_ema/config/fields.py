@@ -1,4 +1,4 @@
-"""How an option is declared, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
+"""Declaration of an option, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
-INVALID: Any = object()  # stands where an input has no value that can be used
+INVALID: Any = object()  # in place of a value that cannot be used
 
 
 class InvalidOptionError(Exception):
@@ -27,7 +27,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Option:
-    """What a declaration says about one option of a section.
+    """The declaration of one option of a section.
 
     Attributes:
         name: canonical key.
@@ -77,7 +77,7 @@ class Option:
 
     @property
     def by_type(self) -> bool:
-        """Whether the nested section is one of several, told apart by the key ``type``."""
+        """Whether the nested section is one of several, distinguished by the key ``type``."""
         return bool(self.sections) and hasattr(self.sections[0], "type")
 
     @property
@@ -156,7 +156,7 @@ def listed_types(sections: Iterable[Any]) -> list[str]:
 
 
 def wants(option: Option) -> str:
-    """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
+    """Return text about the values of an option: ``a number > 0``, ``one of tanh, relu``."""
     if option.many:
         return "a list of sections [{...}, {...}]"
     if option.named:

@@ -141,7 +141,7 @@ def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
 
 
 def _as_built(section: Any) -> Any:
-    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever was asked for."""
+    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever its option."""
     if not isinstance(section, Mapping):
         return section
     if str(section.get("type")).lower() in (SeE2RConfig.type, *SeE2RConfig.aliases):

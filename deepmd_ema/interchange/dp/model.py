@@ -163,7 +163,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
 def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
     """Return ``tree`` with facts about its weights.
 
-    What they are and of which step stands in the input as well: it is all that DeePMD-kit keeps of ours when it
+    Their kind and step are in the input as well, which is all that DeePMD-kit keeps of ours when it
     converts a file.
     """
     tree = {**tree, EXTRA: dict(facts)}

@@ -1,4 +1,4 @@
-"""What the trees of all descriptors and fittings share: networks of dense layers, options and arrays."""
+"""Parts of the trees of all descriptors and fittings: networks of dense layers, options and arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 
 class PartTree:
-    """How one kind of descriptor or fitting is written to a tree and read from it.
+    """Writer and reader of the tree of one kind of descriptor or fitting.
 
     What is read is what was written, bitwise.
 
@@ -58,7 +58,7 @@ _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
 
 
 def tree_of(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> PartTree | None:
-    """Return what reads a tree, by its ``type``, or None if nothing does."""
+    """Return the reader of a tree, by its ``type``, or None."""
     return next((tree for tree in known.values() if found.get("type") in tree.names), None)
 
 
