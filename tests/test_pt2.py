@@ -21,6 +21,7 @@ from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_ato
 from deepmd_ema import cli, export, interchange
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
@@ -30,7 +31,7 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
 from deepmd_ema.model.splines import make_tables, seal, splines_of, tabulate
