@@ -225,7 +225,7 @@ def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
                 "that it said."
             ) from error
         # an error of a graph tells in its text where it was traced from
-        lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
+        lines = re.findall(r'deepmd_ema/((?:model|families)/\S+)", line (\d+)', "".join(format_exception(error)))
         places = [f"{file} line {number}" for file, number in lines]
         where = ", ".join([config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]])
         raise NotCompiledError(
