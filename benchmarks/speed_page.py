@@ -8,7 +8,6 @@ from typing import Any
 
 import common
 import speed_bound
-import speed_grow
 from speed_cases import Case, Runner
 
 Found = dict[tuple[str, Case], dict[str, Any]]
@@ -29,7 +28,6 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
         ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
         ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
         ("Molecular dynamics", "Steps per second in ASE, 192 atoms.", _md_rows),
-        ("How the time of a step grows", speed_grow.NOTE, speed_grow.rows),
     ):
         header, rows = make(found, runners)
         if rows:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from error_curves import median_and_each
+from common import median_and_each
 from speed_cases import with_options
 
 RECIPES = common.ROOT / "benchmarks" / "time_to_accuracy.json"

@@ -84,7 +84,7 @@ class Terminated(KeyboardInterrupt):
         super().__init__(message or f"stopped by {name} outside the training steps; nothing was saved")
 
 
-_LONGEST_SHOWN = 300  # letters of a path in a message
+_MAX_PATH_CHARACTERS = 300  # letters of a path in a message
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # what the user can do, by the error of the system
 _TO_DO = {
@@ -109,7 +109,7 @@ def os_error_message(error: OSError) -> str | None:
     place = ""
     if isinstance(error.filename, str | bytes):
         name = os.fsdecode(error.filename)
-        place = f"{name}: " if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}...: "
+        place = f"{name}: " if len(name) <= _MAX_PATH_CHARACTERS else f"{name[:_MAX_PATH_CHARACTERS]}...: "
     return f"{place}{reason_of(error)}. {_advice(error)}".rstrip()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from deepmd_ema.errors import UserError, WriteError, errno_of
 
-_LONGEST_NAME = 255  # bytes, of a file on the file systems in use
+_MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
 _LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
 _PART = re.compile(r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network file systems have no fsync of a folder
@@ -259,7 +259,7 @@ def part_of(final: Path) -> Path:
     """Return the path of the half-written form of a file or folder, which nobody can foresee and `sweep` knows."""
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
-    name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])
+    name = os.fsdecode(os.fsencode(final.name)[: _MAX_NAME_BYTES - len(os.fsencode(mark))])
     return final.with_name(name + mark)
 
 

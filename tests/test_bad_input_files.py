@@ -18,7 +18,7 @@ from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.locks import locked
-from deepmd_ema.train.place import LOCK
+from deepmd_ema.train.start.output_files import LOCK
 
 LAST = 4
 
@@ -485,7 +485,7 @@ def test_a_full_disk_at_the_rows_is_told_and_not_hidden_by_the_end(desk, monkeyp
     def also_full(*_):
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr("deepmd_ema.train.display.Reporter.close", also_full)
+    monkeypatch.setattr("deepmd_ema.train.loop.reporter.Reporter.close", also_full)
     told = desk.train("-v", "ERROR")
     told.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
 

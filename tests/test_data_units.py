@@ -134,7 +134,7 @@ def test_elements_that_are_unknown_hide_lengths_only(tmp_path):
 
 
 def test_of_many_systems_some_are_judged(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "_MOST_SYSTEMS", 2)
+    monkeypatch.setattr(units, "_MAX_SYSTEMS", 2)
     parts = [copied(MOLECULES, tmp_path / f"s{k}", seed=k, frames=20) for k in range(5)]
     assert (
         report_of(*parts).units.lines()[0].startswith("Units and signs: of 2 of 5 systems, evenly taken, can be told")

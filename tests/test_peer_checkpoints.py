@@ -20,7 +20,7 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import read_deepmd_pt, read_dp
-from deepmd_ema.train.find_start import find_start
+from deepmd_ema.train.start.start_file import find_start
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there

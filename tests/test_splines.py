@@ -25,7 +25,7 @@ from deepmd_ema.model.kernels.spline import MAX_ERROR, Spline
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.splines import splines_of
-from deepmd_ema.train.splines import SplineControl
+from deepmd_ema.train.loop.splines import SplineControl
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -339,7 +339,7 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
 
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
-    monkeypatch.setattr("deepmd_ema.train.assemble.SplineControl", partial(SplineControl, interval=7))
+    monkeypatch.setattr("deepmd_ema.train.assembly.assemble.SplineControl", partial(SplineControl, interval=7))
     caplog.set_level(logging.INFO)
     direct = start("direct", 20, {"model__descriptor__embedding_eval": "direct"})
     assert "embedding nets  at each pair" in caplog.text
@@ -362,8 +362,8 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
 def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
     folder = start("run", 10, SPLINE)
     saved = load(folder / "model.ckpt-10.pt")["splines"]["terms"]
-    monkeypatch.setattr("deepmd_ema.train.splines.FIRST_TERMS", 512)
-    monkeypatch.setattr("deepmd_ema.train.splines._first_terms", lambda _: 512)
+    monkeypatch.setattr("deepmd_ema.train.loop.splines.FIRST_TERMS", 512)
+    monkeypatch.setattr("deepmd_ema.train.loop.splines._first_terms", lambda _: 512)
     start("run", 12, SPLINE, restart="model.ckpt.pt")
     assert load(folder / "model.ckpt-12.pt")["splines"]["terms"] == saved
 

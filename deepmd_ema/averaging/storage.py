@@ -67,7 +67,7 @@ class Storage:
         self.tensors[i].copy_(whole(full) if self._gathered[i] else self.shards[i].local_shard(full))
 
     def as_tensor(self, i: int) -> Tensor:
-        """Return tensor ``i``, sharded as its parameter is if it is not kept whole. A collective of ranges."""
+        """Return tensor ``i``, sharded as its parameter is if it is not kept whole."""
         return self.tensors[i] if self._gathered[i] else self.shards[i].as_tensor(self.tensors[i])
 
     def averaged(self, i: int) -> Tensor:

@@ -39,7 +39,7 @@ _NOT_REPLACED = {
     "average": ("the average that the run has saved", "it would be gone"),
     "best": ("one of the best files of the run", "it would be gone"),
 }
-_LONGEST_NAME = 4096  # bytes of a path, on any system
+_MAX_NAME_BYTES = 4096  # bytes of a path, on any system
 
 
 class DeepmdCheckpointError(CheckpointError):
@@ -390,7 +390,7 @@ def _newest_intact_before(path: Path) -> Path | None:
 def _follow(pointer: Path) -> Path:
     try:
         with pointer.open("rb") as file:
-            name = file.read(_LONGEST_NAME).decode().strip()
+            name = file.read(_MAX_NAME_BYTES).decode().strip()
         if not name.isprintable():
             raise ValueError("it is no text")
         named = pointer.parent / name

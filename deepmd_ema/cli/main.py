@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
-MOST_SHOWN = 25  # problems on one screen; `dp-ema check` shows all
+MAX_PROBLEMS = 25  # problems on one screen; `dp-ema check` shows all
 LESS_MEMORY = (
     "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
     "`dp-ema check` estimates what the largest batch takes."
@@ -195,7 +195,7 @@ def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
     where = next((w for w in words if w.endswith((".json", ".yaml", ".yml"))), None)
     place = f" in {where}" if where and isinstance(error, ConfigError) else ""
     place = f" in the data of {where}" if where and isinstance(error, DataError) else place
-    shown = problems if words[:1] == ["check"] else problems[:MOST_SHOWN]
+    shown = problems if words[:1] == ["check"] else problems[:MAX_PROBLEMS]
     lines = [f"{head}: {len(problems)} problems{place}"]
     lines += [f"{number:3d}. {problem}" for number, problem in enumerate(shown, 1)]
     if len(shown) < len(problems):

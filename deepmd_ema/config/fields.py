@@ -46,6 +46,7 @@ class Option:
         choices: the values of a text option; a ``check`` beside them lets other texts pass.
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
+        removed: values that an earlier version took, each with what to use instead; they are refused.
         registry: the types of a nested section that is open to more of them; replaces ``classes``.
         left_out: types of the registry that are not taken here.
     """
@@ -64,6 +65,7 @@ class Option:
     choices: tuple[str, ...] = ()
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
+    removed: Mapping[str, str] | None = None
     registry: Registry | None = None
     left_out: tuple[str, ...] = ()
 

@@ -27,7 +27,7 @@ from deepmd_ema.files import writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
-_MOST_FORMULA = 100  # letters of a folder's name
+_MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 
 Key: TypeAlias = tuple[str, bool]  # name of a group of frames, and whether they are periodic
 
@@ -189,7 +189,7 @@ def _write_part(
     lines, used = [], set[str]()
     for (name, periodic), members in groups.items():
         place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + "_open" * (not periodic)
-        if place.lower() in used or len(place) > _MOST_FORMULA:
+        if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())
         counts = _write_system(folder / place, members, type_map, group_of is _by_size)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Lines = dict[str, list[str]]
 """Lines of text by the name of a task."""
 
-_MOST_NUMBERS = 12  # of neighbors in one line
+_MAX_NUMBERS = 12  # of neighbors in one line
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -282,7 +282,7 @@ def _memory_lines(
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
-        numbers = str(neighbors) if len(neighbors) <= _MOST_NUMBERS else f"of {sum(neighbors)} neighbors together"
+        numbers = str(neighbors) if len(neighbors) <= _MAX_NUMBERS else f"of {sum(neighbors)} neighbors together"
         batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
         yield f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})"

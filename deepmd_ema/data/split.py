@@ -31,7 +31,7 @@ _PAIRS = 256  # drawn to find that distance
 _WINDOW, _COLUMNS = 4, 3  # frames that follow in the order of a number are compared, for so many numbers
 _MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
 _MAX_RMS_RATIO = 2.0  # of the forces of the two parts
-_MOST_KINDS = 16  # in one line
+_MAX_KINDS = 16  # in one line
 # half of the vectors of whole numbers from -1 to 1: those of the other half have the same structure factors
 _WAVES = np.array([h for h in product((-1, 0, 1), repeat=3) if h > (0, 0, 0)])
 _EDGES = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
@@ -345,8 +345,8 @@ def _words(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tupl
         taken = Counter(kind or "without a name" for kind, own in zip(table.kinds, chosen) if own)
         split = [f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]]
         whole = [f"{kind} ({counted(n, 'frame')})" for kind, n in named.items() if not taken[kind]]
-        lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MOST_KINDS)}")
-        lines += [f"  in training alone: {first_few(whole, _MOST_KINDS)}"] * bool(whole)
+        lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MAX_KINDS)}")
+        lines += [f"  in training alone: {first_few(whole, _MAX_KINDS)}"] * bool(whole)
     else:
         lines.append("  at random in each composition of each file or system, near copies in one part")
     squares = np.concatenate(table.forces)

@@ -20,7 +20,7 @@ JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many ma
 PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one has failed: it may be dead
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
-LONGEST_POLL_S = 0.5
+MAX_POLL_INTERVAL_S = 0.5
 REACT_S = 2.0  # for a rank to come back from torch after a signal
 
 
@@ -235,5 +235,5 @@ def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
         waited = time.monotonic() - began
         if waited > seconds:
             return False
-        time.sleep(min(LONGEST_POLL_S, 0.02 + waited / 10))
+        time.sleep(min(MAX_POLL_INTERVAL_S, 0.02 + waited / 10))
     return True

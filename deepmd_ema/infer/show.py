@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict, config_summary, rows_of_tasks, saved_models
+from deepmd_ema.config import config_summary, rows_of_tasks, saved_config, saved_models
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.files import size_of
@@ -107,7 +107,7 @@ def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return how the run was set up; nothing when the file holds a model section only, or is of another version."""
     try:
-        return config_summary(config_from_dict(config)) if "training" in config else []
+        return config_summary(saved_config(config)) if "training" in config else []
     except ConfigError:
         return []
 

@@ -28,7 +28,7 @@ from deepmd_ema.posthoc.profiles import CHUNK, Array, Decay, Track, first_grid
 # S snapshots, L targets, C classes: averages of one gamma that were updated at the same steps
 
 TOLERANCE = 0.05  # largest residual, see doc/decisions/0005-averages-found-after-training.md
-SHORTEST, LONGEST = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
+MIN_SIGMA_REL, MAX_SIGMA_REL = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
 _NUM_CONSIDERED = 49
 _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average
 
@@ -115,7 +115,7 @@ def find_combinations(
 
 def resolvable_range(tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
     """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
-    considered = np.geomspace(SHORTEST, LONGEST, _NUM_CONSIDERED).tolist()
+    considered = np.geomspace(MIN_SIGMA_REL, MAX_SIGMA_REL, _NUM_CONSIDERED).tolist()
     found = zip(considered, find_combinations(tracks, considered, step).combinations)
     stretches = [list(run) for good, run in groupby(found, lambda pair: pair[1].residual <= tolerance) if good]
     longest = max(stretches, key=len, default=None)  # the first of several

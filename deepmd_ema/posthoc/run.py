@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import TaskConfig, config_from_dict
+from deepmd_ema.config import TaskConfig, saved_config
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
@@ -29,7 +29,7 @@ from deepmd_ema.metrics import METRICS, Errors, evaluate
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.posthoc.combination import (
-    LONGEST,
+    MAX_SIGMA_REL,
     TOLERANCE,
     Combination,
     Combinations,
@@ -45,7 +45,7 @@ from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.weights import LIVE, POSTHOC
 
 NUM_SIGMA_RELS = 9  # of a range, where no number is given
-MOST_SIGMA_RELS = 999  # of one range: each is validated
+MAX_SIGMA_RELS = 999  # of one range: each is validated
 LABELS = (ENERGY, FORCE, VIRIAL)
 
 
@@ -105,7 +105,7 @@ def run_posthoc(
     for note in run.notes:
         say(note)
     found, resolvable, left_out = find_asked(run, widths, decays)
-    config = config_from_dict(run.payload["config"], source=str(run.reference))
+    config = saved_config(run.payload["config"], source=str(run.reference))
     task = config.task(head)
     opened = _open(task, run, systems, rglob_patterns)
     models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)
@@ -143,7 +143,7 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
         if not found:
             problems.append(
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_SIGMA_RELS})."
+                f"0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
             )
     if problems:
         raise UserError(problems)
@@ -301,7 +301,7 @@ def _parse_word(word: str) -> list[float]:
         ends = [float(part) for part in (first if len(first) == 2 and last.isdecimal() else [*first, last])]
     except ValueError:
         return []
-    good = all(0 < end <= LONGEST for end in ends) and 1 < count <= MOST_SIGMA_RELS
+    good = all(0 < end <= MAX_SIGMA_REL for end in ends) and 1 < count <= MAX_SIGMA_RELS
     if not good or len(ends) == 1:
         return ends if good else []
     return _spaced(ends[0], ends[1], count) if len(ends) == 2 and ends[0] < ends[1] else []

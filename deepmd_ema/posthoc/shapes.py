@@ -9,7 +9,7 @@ from deepmd_ema.errors import UserError, counted
 from deepmd_ema.posthoc.profiles import SHAPES, Decay, Track, first_grid, percent
 
 DEFAULT_PARTS = (0.05, 0.1, 0.2, 0.4)
-FEWEST_INTERVALS = 4  # between snapshots, in a decay that is not linear: fewer do not tell it from a linear one
+MIN_INTERVALS = 4  # between snapshots, in a decay that is not linear: fewer do not tell it from a linear one
 NONE = "none"
 
 
@@ -75,7 +75,7 @@ def place_decays(
     for request in requests:
         begin = min(marks, key=lambda mark: abs(mark - (1 - request.part) * last))
         nodes = tuple(mark for mark in marks if mark >= begin)
-        fewest = 1 if request.shape == "linear" else FEWEST_INTERVALS
+        fewest = 1 if request.shape == "linear" else MIN_INTERVALS
         if len(nodes) > fewest:
             decays[Decay(request.shape, nodes, start, every)] = None
         else:

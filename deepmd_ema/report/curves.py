@@ -20,7 +20,7 @@ from deepmd_ema.report.tables import BEST_LINE
 from deepmd_ema.weights import LIVE
 
 LCURVE, VALIDATION = "lcurve", "validation"
-LARGEST_STEP = 10**18
+MAX_STEP = 10**18
 
 
 class NoRowsError(UserError):
@@ -150,7 +150,7 @@ def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
 
 
 def _step(value: float, path: Path, number: int) -> int:
-    if not (0 <= value < LARGEST_STEP and value == int(value)):
+    if not (0 <= value < MAX_STEP and value == int(value)):
         raise UserError(f"{path}, line {number}: step {value:g}, expected a whole number.")
     return int(value)
 

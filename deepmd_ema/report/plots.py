@@ -28,8 +28,8 @@ RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", 
 OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))
 LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
-MOST_DOTS = 20_000  # beyond it a density says more than dots
-MOST_MARKED = 2  # averages whose rows are marked by dots; more lines would hide each other
+MAX_DOTS = 20_000  # beyond it a density says more than dots
+MAX_MARKED_AVERAGES = 2  # averages whose rows are marked by dots; more lines would hide each other
 KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
 PANEL = (3.7, 2.9)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
@@ -278,7 +278,7 @@ def _draw_parity(axis: Any, label: Array, predicted: Array) -> None:
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
     ends = (low - margin, high + margin)
     axis.plot(ends, ends, color=INK, lw=0.9, zorder=3)
-    if label.size > MOST_DOTS:
+    if label.size > MAX_DOTS:
         axis.hexbin(label, predicted, gridsize=120, extent=(*ends, *ends), bins="log", mincnt=1, cmap="viridis",
                     linewidths=0.1)  # fmt: skip
     else:
@@ -351,7 +351,7 @@ def _styles(curves: Sequence[Curve]) -> Styles:
     titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)} if len(folders) > 1 else {}
     # the average called ema comes first, so that it has its color whatever stands beside it
     weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
-    averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MOST_MARKED else ""
+    averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MAX_MARKED_AVERAGES else ""
     styles = {}
     for curve in curves:
         own, live = _group(curve), curve.weights == LIVE

@@ -18,8 +18,8 @@ NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the leas
 LARGE_FORCE_RMS = 15.0  # eV/angstrom, far beyond liquids at 3000 K, usual for kcal/mol/angstrom
 LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stresses in kbar are 1,602 times too large
 LARGE_SHEAR_RATIO = 50.0  # of two sets of data; GPa instead of eV/angstrom^3 is 160
-_MOST_NAMED = 3
-_FEWEST_FRAMES = 10  # to judge outliers
+_MAX_NAMES = 3
+_MIN_FRAMES = 10  # to judge outliers
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 
 
@@ -66,7 +66,7 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     """Return warnings about frames far from energies per element fitted to the training frames."""
     known = [np.isfinite(_bound_energy(scan)) for scan in training]
     num_known = sum(int(k.sum()) for k in known)
-    if num_known < _FEWEST_FRAMES:
+    if num_known < _MIN_FRAMES:
         return []
     fit = _energies_of_elements(training, num_known)
     residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
@@ -82,7 +82,7 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
         ]
     if not found:
         return []
-    worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MOST_NAMED])
+    worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MAX_NAMES])
     what = "1 frame has an energy" if len(found) == 1 else f"{len(found):,} frames have energies"
     return [
         f"{what} far from the others (after subtraction of energies per element; half "

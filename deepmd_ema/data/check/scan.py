@@ -18,7 +18,7 @@ from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 # file and kind of fault to the frames that have it, reported in one message about the first
 Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
 
-_LARGEST = 1e30  # of any number; its square still fits
+_MAX_NUMBER = 1e30  # of any number; its square still fits
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
 
 
@@ -137,7 +137,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
             scan.bad_frames.add(chunk.first + row)
 
     for name, array in chunk.arrays.items():
-        bad = ~(np.abs(array) <= _LARGEST)
+        bad = ~(np.abs(array) <= _MAX_NUMBER)
         if not bad.any():
             continue
         if is_per_pair(name):

@@ -28,12 +28,12 @@ _FORCE_UNITS = {
     "kJ/mol/angstrom": _KJ,
     "kJ/mol/nm": 10 * _KJ,
 }
-# What follows was measured on right data: the sets of benchmarks/data_check.py, with those that came later.
+# Measured on right data: the sets of benchmarks/results/2026-11-21-data_check.md, with those that came later.
 _SOFT, _STIFF = 0.2, 20.0  # stiffness of bonds in eV and angstrom: 0.3 in potassium, 1.0 to 12.3 in the sets
 _USUAL_STIFFNESS, _STIFFNESS_SPREAD = 3.6, 0.45  # median in the sets, and mean distance of its logarithm from it
 _RATIO_SPREAD = 0.15  # mean size of the logarithm of a ratio to what a fit gives
 _EXACT_RATIO = 1.5  # between close frames of right data 0.83 to 1.04; an angstrom is 1.89 bohr
-_LEAST_RATIO = 0.25  # of frames farther apart, 0.60 to 1.19: repulsion lowers it; the next unit below is 1 / 3.8
+_MIN_RATIO = 0.25  # of frames farther apart, 0.60 to 1.19: repulsion lowers it; the next unit below is 1 / 3.8
 _FIT_RATIO = 8.0  # of energies to those of a fit: 0.73 to 4.5 in right data, most in Ge; the nearest unit is 14 away
 _FIT_VIRIAL = 4.0  # of virials to those of a fit: 0.82 to 1.41
 _CLOSE_UNIT = 1.1  # of a ratio between close frames to that of a unit that is named: kcal/mol is 1.18 hartree^-1
@@ -41,13 +41,13 @@ _PATH_UNIT = 1.2  # of one between frames farther apart
 _FIT_UNIT = 2.2  # of another ratio: the scatter of one that fits less well, and a bit
 _RARE = 1.0  # cost of Rydberg: of two units that fit alike the other is named first
 _NEXT = 3.0  # of two units with costs closer than this both are named: one of them has a chance of 5 % or more
-_FEWEST_PAIRS = 8  # of neighboring frames: a correlation of _CLOSE_FIT is no chance then
+_MIN_PAIRS = 8  # of neighboring frames: a correlation of _CLOSE_FIT is no chance then
 _CLOSE_FIT = 0.97  # correlation of energy differences and work: of close frames they are one, up to curvature
-_FEWEST_FRAMES = 12  # of a system that is judged for itself: 8 more than a few numbers of composition explain
+_MIN_FRAMES = 12  # of a system that is judged for itself: 8 more than a few numbers of composition explain
 # what is judged in less than about a second, and a minute for all
-_MOST_FRAMES = 64  # of a system
-_MOST_ATOMS = 6000  # of these frames together, if more than _FEWEST_FRAMES
-_MOST_SYSTEMS = 40
+_MAX_FRAMES = 64  # of a system
+_MAX_ATOMS = 6000  # of these frames together, if more than _MIN_FRAMES
+_MAX_SYSTEMS = 40
 COMMON = "a unit common to energies and forces"
 
 
@@ -92,8 +92,8 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
     """Return which systems have other units than eV, eV/angstrom and angstrom, or wrong signs."""
     groups = list(_groups(scans))
     taken = groups
-    if len(groups) > _MOST_SYSTEMS:
-        taken = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MOST_SYSTEMS).round()]
+    if len(groups) > _MAX_SYSTEMS:
+        taken = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MAX_SYSTEMS).round()]
     report = UnitReport(num_systems=len(taken), num_all=len(groups))
     for name, places, close in taken:
         frames = [scan.system.frame(index) for scan, index in places]
@@ -114,7 +114,7 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
     for scan in scans:
         usable = [k for k in np.flatnonzero(np.isfinite(scan.force_rms)).tolist() if k not in scan.bad_frames]
         alike = scan.open_frames in (0, scan.system.num_frames)
-        if len(usable) >= _FEWEST_FRAMES and alike:
+        if len(usable) >= _MIN_FRAMES and alike:
             yield scan.system.name, [(scan, k) for k in _spread(usable, scan)], _close_ratio(scan)
         elif alike:
             small[scan.open_frames == 0] += [(scan, k) for k in usable]
@@ -129,7 +129,7 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
 def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
     """Return some of ``indices``, evenly taken, so that they are quickly judged."""
     atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
-    most = max(_FEWEST_FRAMES, min(_MOST_FRAMES, _MOST_ATOMS // atoms))
+    most = max(_MIN_FRAMES, min(_MAX_FRAMES, _MAX_ATOMS // atoms))
     if len(indices) <= most:
         return list(indices)
     return [indices[int(k)] for k in np.linspace(0, len(indices) - 1, most).round()]
@@ -138,7 +138,7 @@ def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
 def _close_ratio(scan: SystemScan) -> float | None:
     """Return energy differences over the work of the forces between neighboring close frames, if there are such."""
     rise, work = scan.work
-    if len(rise) < _FEWEST_PAIRS:
+    if len(rise) < _MIN_PAIRS:
         return None
     scale = float(np.sqrt((rise**2).sum() * (work**2).sum()))
     product_ = float((rise * work).sum())
@@ -166,7 +166,7 @@ class _Findings:
         if close is not None:
             ratio, self._bounds, self._unit_bound = close, (1 / _EXACT_RATIO, _EXACT_RATIO), _CLOSE_UNIT
         elif path is not None:
-            ratio, self._bounds, self._unit_bound = path, (_LEAST_RATIO, _EXACT_RATIO), _PATH_UNIT
+            ratio, self._bounds, self._unit_bound = path, (_MIN_RATIO, _EXACT_RATIO), _PATH_UNIT
         else:
             self._bounds, self._unit_bound = (1 / _FIT_RATIO, _FIT_RATIO), _FIT_UNIT
         self._ratio = None if ratio is None else ratio * self._length

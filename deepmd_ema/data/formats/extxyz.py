@@ -22,7 +22,7 @@ from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
-_MOST_PROBLEMS = 5  # of one file
+_MAX_PROBLEMS = 5  # of one file
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
@@ -128,7 +128,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
             sizes.append(len(stored.symbols))
             kinds.append(kind_of(stored))
             unread |= {p: None for p, number in taken.items() if not number and p in read}
-        if len(problems) >= _MOST_PROBLEMS:
+        if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
     problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []

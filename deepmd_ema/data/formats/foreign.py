@@ -23,8 +23,8 @@ from deepmd_ema.labels import HESSIAN
 if TYPE_CHECKING:
     from ase import Atoms
 
-_MOST_PROBLEMS = 5
-_MOST_REASON = 1000  # letters of what another program says
+_MAX_PROBLEMS = 5
+_MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 # in the first bytes of files that ASE does not read: the program, and the format of dpdata
 _SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
 _HEAD_BYTES = 20_000
@@ -63,7 +63,7 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
             found.append(frame)
         except DataError as error:
             problems += [text if str(path) in text else f"{path}: frame {number}: {text}" for text in error.problems]
-            if len(problems) >= _MOST_PROBLEMS:
+            if len(problems) >= _MAX_PROBLEMS:
                 break
         number += 1
     problems += [f"{path}: {text}" for text in inventory.problems()] if not problems else []
@@ -231,7 +231,7 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]} ..."
+    return text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} ..."
 
 
 def in_words(path: str, inventory: Inventory, num_atoms: int) -> list[str]:

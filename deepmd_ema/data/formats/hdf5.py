@@ -16,7 +16,7 @@ from deepmd_ema.data.formats.npy import Rows
 from deepmd_ema.data.formats.system import StoredArray
 from deepmd_ema.errors import DataError, first_few
 
-_MOST_REASON = 200  # letters of HDF5's own words
+_MAX_REASON_CHARACTERS = 200  # letters of HDF5's own words
 _SUFFIXES = (".h5", ".hdf5", ".hdf")
 
 
@@ -185,4 +185,4 @@ def _readable(name: str, advice: str = "the file is damaged, or a link in it lea
         yield
     except (OSError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error.args[0] if error.args else error).split())
-        raise DataError(f"{name}: cannot be read as HDF5: {advice} ({reason[:_MOST_REASON]}).") from error
+        raise DataError(f"{name}: cannot be read as HDF5: {advice} ({reason[:_MAX_REASON_CHARACTERS]}).") from error

@@ -26,7 +26,7 @@ _ATYPE, _META = "atype", "__metadata__"
 _PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}
 _NAME_OF = {**_PLURALS, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
 _DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}  # say nothing that is not known
-_MOST_PROBLEMS = 5
+_MAX_PROBLEMS = 5
 
 
 class _Store:
@@ -216,7 +216,7 @@ def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format
             used |= set(np.unique(record[_ATYPE]).tolist())
             _frame(record, plain, any_type, ("", index))
             seen.update(record.keys())
-        if len(problems) >= _MOST_PROBLEMS:
+        if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{path}: the frames after this one were not read."])
     if problems:
         raise DataError(problems)

@@ -31,7 +31,7 @@ _NAMES = {
 KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 _FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 
@@ -120,7 +120,7 @@ class Inventory:
         out = [f"reads {', '.join(self._read_in_words())}"] if self.read else ["reads positions only"]
         if self.left:
             names = [f"{name}{self._in_frames(n)}" for name, n in sorted(self.left.items())]
-            out.append(f"does not read {first_few(names, _MOST_NAMES)}")
+            out.append(f"does not read {first_few(names, _MAX_NAMES)}")
         return out + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
 
     def _read_in_words(self) -> list[str]:
