@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -82,9 +82,14 @@ class Registry(Mapping[str, Family]):
         """Return the number of types that can be used."""
         return len(self._read()[0])
 
+    def sections(self, left_out: Collection[str] = ()) -> tuple[type[Any], ...]:
+        """Return the sections that an input may have, without the types ``left_out``."""
+        records, faults = self._read()
+        return tuple(one.section for name, one in records.items() if name not in left_out and name not in faults)
+
     @property
     def faults(self) -> Mapping[str, str]:
-        """Types of other distributions that cannot be used: what is wrong, and what to do."""
+        """Types that no input may have because of what another distribution adds: what is wrong, and what to do."""
         return self._read()[1]
 
     def _read(self) -> tuple[dict[str, Family], dict[str, str]]:

@@ -33,8 +33,7 @@ def run_arguments(multi_task: bool = False) -> Argument:
         multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
             the parts.
     """
-    kinds = (family.section for registry in (DESCRIPTORS, FITTINGS) for family in registry.values())
-    return _run_arguments(multi_task, tuple(kinds))
+    return _run_arguments(multi_task, DESCRIPTORS.sections() + FITTINGS.sections())
 
 
 @cache

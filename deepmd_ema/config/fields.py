@@ -72,9 +72,7 @@ class Option:
     @property
     def sections(self) -> tuple[type, ...]:
         """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
-        if self.registry is None:
-            return self.classes
-        return tuple(family.section for name, family in self.registry.items() if name not in self.left_out)
+        return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
     @property
     def required(self) -> bool:

@@ -248,7 +248,7 @@ def fill(name: str, target: torch.Tensor | None, value: Any) -> None:
     if found.shape != tuple(target.shape):
         raise ValueError(f"{name}: shape {found.shape}, expected {tuple(target.shape)}")
     with torch.no_grad():
-        target.copy_(torch.from_numpy(np.ascontiguousarray(found)))
+        target.copy_(torch.from_numpy(np.asarray(found, order="C")))
 
 
 def statistics_tree(module: Any) -> Tree:
