@@ -12,13 +12,13 @@ from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.families.dpa2.repformer_attention import Surroundings
 from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, environment, normalised
-from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.repformer import repformer_layers, repformer_layers_and_vjp
-from deepmd_ema.model.kernels.repformer_layer import LayerOptions, LayerWeights
-from deepmd_ema.model.kernels.switch import switch_and_derivative
-from deepmd_ema.model.kernels.twin import kernels_by_hand
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import linear
+from deepmd_ema.model.ops.cpu.repformer import repformer_layers, repformer_layers_and_vjp
+from deepmd_ema.model.ops.cpu.repformer_layer import LayerOptions, LayerWeights
+from deepmd_ema.model.ops.environment import environment_rows
+from deepmd_ema.model.ops.switch import switch_and_derivative
+from deepmd_ema.model.ops.twin import kernels_by_hand
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:

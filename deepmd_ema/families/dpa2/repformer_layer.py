@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa2.repformer_attention import AtomAttention, PairAttention, Surroundings
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
-from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
-from deepmd_ema.model.kernels.repformer_layer import LayerWeights
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, linear
+from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.update import Update
+from deepmd_ema.model.ops.cpu.repformer_layer import LayerWeights
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:

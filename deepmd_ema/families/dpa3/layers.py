@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
-from deepmd_ema.model.kernels.gather import gather_neighbors
-from deepmd_ema.model.kernels.silu import activation_function
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.update import Update
+from deepmd_ema.model.ops.cpu.silu import activation_function
+from deepmd_ema.model.ops.gather import gather_neighbors
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.families.dpa3.layers import Geometry, RepflowLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
-from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.silu import activation_function
-from deepmd_ema.model.kernels.switch import exponential_switch, switch
 from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.ops.cpu.silu import activation_function
+from deepmd_ema.model.ops.environment import environment_rows
+from deepmd_ema.model.ops.switch import exponential_switch, switch
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.build import build_descriptor
-from deepmd_ema.model.kernels.views import View, view_of
+from deepmd_ema.model.descriptor.views import View, view_of
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:

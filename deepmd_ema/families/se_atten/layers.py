@@ -13,16 +13,16 @@ from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
 from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
-from deepmd_ema.model.kernels.attention import LOGIT_SHIFT, attended_moments, occupied_slots
-from deepmd_ema.model.kernels.attention_layer import AttentionOptions
-from deepmd_ema.model.kernels.axis_features import axis_features, axis_features_vjp
-from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.norm import LayerNorm, eps_of
 from deepmd_ema.model.kernels.spline import Spline
-from deepmd_ema.model.kernels.twin import kernels_by_hand
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
+from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
+from deepmd_ema.model.ops.cpu.attention import LOGIT_SHIFT, attended_moments, occupied_slots
+from deepmd_ema.model.ops.cpu.attention_layer import AttentionOptions
+from deepmd_ema.model.ops.environment import environment_rows
+from deepmd_ema.model.ops.twin import kernels_by_hand
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from deepmd_ema.interchange.dp.networks import (
     statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.model.kernels.norm import eps_of
 from deepmd_ema.model.nn.attention import AttentionLayer
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.norm import eps_of
 
 OPTIONS = (
     "rcut", "rcut_smth", "neuron", "axis_neuron", "tebd_dim", "set_davg_zero", "attn", "attn_layer",

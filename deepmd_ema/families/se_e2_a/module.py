@@ -10,11 +10,11 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
-from deepmd_ema.model.kernels.axis_features import axis_features, axis_features_vjp
-from deepmd_ema.model.kernels.env_mat import Environment
 from deepmd_ema.model.kernels.moments import Moments, SplineMoments, moments_kernel, spline_moments
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
+from deepmd_ema.model.ops.environment import Environment
 
 if TYPE_CHECKING:
     from deepmd_ema.families.se_e2_a.section import SeE2AConfig

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
-from deepmd_ema.model.kernels.env_mat import RadialEnvironment
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.environment import RadialEnvironment
 
 if TYPE_CHECKING:
     from deepmd_ema.families.se_e2_r.section import SeE2RConfig

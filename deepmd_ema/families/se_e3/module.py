@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
-from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.vjp import with_vjp
+from deepmd_ema.model.ops.environment import environment_rows
+from deepmd_ema.model.ops.vjp import with_vjp
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp

@@ -12,11 +12,11 @@ from torch.nn import functional
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
-from deepmd_ema.model.kernels.env_mat import environment_rows
-from deepmd_ema.model.kernels.triples import has_kernel, triple_sums, triple_sums_and_vjp
-from deepmd_ema.model.kernels.twin import kernels_by_hand
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot
+from deepmd_ema.model.ops.cpu.triples import has_kernel, triple_sums, triple_sums_and_vjp
+from deepmd_ema.model.ops.environment import environment_rows
+from deepmd_ema.model.ops.twin import kernels_by_hand
 
 if TYPE_CHECKING:
     from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig

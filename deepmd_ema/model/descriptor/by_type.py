@@ -13,9 +13,9 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.kernels.embedding import embed
-from deepmd_ema.model.kernels.env_mat import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.model.kernels.spline_table import tensors_of
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
+from deepmd_ema.model.ops.environment import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.product import add_product_, product
-from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.cpu.product import add_product_, product
+from deepmd_ema.model.ops.twin import Kernel
 
 # A rows of all networks, B rows of one, N inputs and M outputs of a layer
 

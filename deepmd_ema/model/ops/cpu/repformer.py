@@ -1,10 +1,10 @@
 """Layers of the repformer with their gradient and the gradient of that written out, as one function.
 
 Autograd would take some 1,000 operations for two layers, most of them on few numbers, and copies for each of them what
-it differentiates. Notation as in :mod:`~deepmd_ema.model.kernels.repformer_layer`. The layers begin with ``tanh(n)``
+it differentiates. Notation as in :mod:`~deepmd_ema.model.ops.cpu.repformer_layer`. The layers begin with ``tanh(n)``
 and ``g = tanh(s w_0 + b_0)``, s the radial column of the rows of the environment.
 
-As in :mod:`~deepmd_ema.model.kernels.attention`, the gradient of ``g . J t``, t the cotangent of the gradient
+As in :mod:`~deepmd_ema.model.ops.cpu.attention`, the gradient of ``g . J t``, t the cotangent of the gradient
 ``J^T g``, is found together with the gradient by the result: :class:`_LayersVjp` leaves t behind.
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels import repformer_layer as layer
-from deepmd_ema.model.kernels.repformer_layer import LayerOptions, LayerWeights, Neighbors, Pairs, Past
-from deepmd_ema.model.kernels.twin import Kernel, backward_pass
+from deepmd_ema.model.ops.cpu import repformer_layer as layer
+from deepmd_ema.model.ops.cpu.repformer_layer import LayerOptions, LayerWeights, Neighbors, Pairs, Past
+from deepmd_ema.model.ops.twin import Kernel, backward_pass
 
 # A atoms, K neighbor slots, M reverse slots, C channels of an atom, G of a pair
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepmd_ema.config.schema.texts import ActivationName
-from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.ops.twin import Kernel
 
 # With s = sigmoid(z), silu(z) = z s:
 #   silu'(z)  = s (1 + z (1 - s))

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.model.ops.twin import Kernel
 
 # A atoms, J and K neighbor slots, P pairs of neighbors, T types, E numbers of a type embedding, N inputs and M outputs
 # of a layer

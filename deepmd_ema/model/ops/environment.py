@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.switch import exponential_switch, switch, switch_and_derivative
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.ops.switch import exponential_switch, switch, switch_and_derivative
+from deepmd_ema.model.ops.twin import Kernel
 
 # A atoms, K neighbor slots, S slots up to sel, T types
 

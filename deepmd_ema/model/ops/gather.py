@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.model.kernels.twin import Kernel, applied
+from deepmd_ema.model.ops.twin import Kernel, applied
 
 # A atoms, K neighbor slots, M reverse slots, C channels
 

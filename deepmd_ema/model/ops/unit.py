@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.ops.twin import Kernel
 
 EPS = 1e-12  # shorter rows are divided by this number; as torch.nn.functional.normalize
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.ops.twin import Kernel
 
 DEFAULT_EPS = 1e-5
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
 
 # A atoms, K slots of the list, V slots of the view, T types
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.twin import Kernel, applied
+from deepmd_ema.model.ops.twin import Kernel, applied
 
 # A atoms, M channels, X axis channels
 

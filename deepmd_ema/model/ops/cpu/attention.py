@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.attention_layer import (
+from deepmd_ema.model.nn.attention import Weights
+from deepmd_ema.model.nn.norm import normalised
+from deepmd_ema.model.ops.cpu.attention_layer import (
     AttentionOptions,
     Changes,
     Cotangents,
@@ -38,10 +40,8 @@ from deepmd_ema.model.kernels.attention_layer import (
     pull,
     push,
 )
-from deepmd_ema.model.kernels.norm import normalised
-from deepmd_ema.model.kernels.twin import Kernel, backward_pass
-from deepmd_ema.model.kernels.unit import unit_rows
-from deepmd_ema.model.nn.attention import Weights
+from deepmd_ema.model.ops.twin import Kernel, backward_pass
+from deepmd_ema.model.ops.unit import unit_rows
 
 # A atoms, K neighbor slots, M channels of a pair, H hidden width, C columns of rows
 

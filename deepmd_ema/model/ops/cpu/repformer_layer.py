@@ -65,7 +65,7 @@ class LayerOptions:
 
 
 class Neighbors:
-    """Maps between atoms and pairs, as in :mod:`~deepmd_ema.model.kernels.gather`.
+    """Maps between atoms and pairs, as in :mod:`~deepmd_ema.model.ops.gather`.
 
     Args:
         neighbor: (A, K) int64, atom in each slot; ``A`` is none.

@@ -1,6 +1,6 @@
 """The values, the gradient and the second derivatives of a layer of attention, for some of the atoms.
 
-Notation as in :mod:`~deepmd_ema.model.kernels.attention`. ``S`` are the queries, keys and values of a pair times the
+Notation as in :mod:`~deepmd_ema.model.ops.cpu.attention`. ``S`` are the queries, keys and values of a pair times the
 factors ``f = (scaling w, w, 1)``: ``S = f Z / |Z|`` with ``Z = X W_in + b_in`` if rows have the length 1, else
 ``S = f Z``. ``L = q' k'^T + 20 w w^T`` are the logits, ``G = h h^T`` and ``U = P G`` the weights, ``O = U v`` the sums
 and ``R = X + O W_out + b_out`` what is normalised.
