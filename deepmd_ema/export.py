@@ -132,9 +132,11 @@ def freeze(
         difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
 
     if compiled:
+        from deepmd_ema.interchange.pt2 import write_pt2
+
         tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
         model, tables = _with_tables(loaded, target, compress)
-        interchange.write_pt2(path, model, loaded.config, tree, target, check=read_back)
+        write_pt2(path, model, loaded.config, tree, target, check=read_back)
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
     source, only_here = f"{info.in_words()}, from {info.path}", _only_here(loaded.model, loaded.config)

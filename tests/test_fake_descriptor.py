@@ -6,6 +6,10 @@ import ast
 import inspect
 import itertools
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,3 +211,21 @@ def test_no_room_reads_an_option_of_a_descriptor():
 def _is_descriptor(node):
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name == "descriptor"
+
+
+def test_a_model_loads_its_own_families_only():
+    """Nothing imports another descriptor, sums of models, the Kalman filter or compiled files beside what is used."""
+    code = """
+import sys
+from toy_models import toy_model
+import deepmd_ema.export, deepmd_ema.train.run
+toy_model("se_e2_r")
+print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(deepmd_ema.__file__).parents[1])])
+    env = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
+    assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
+    assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended", "deepmd_ema.infer.images",
+                "deepmd_ema.optim.lkf", "deepmd_ema.train.loop.kalman"} & {*found.split()}  # fmt: skip

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_options
 from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
-from deepmd_ema import cli, export, interchange
+from deepmd_ema import cli, export
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
@@ -84,7 +84,7 @@ def as_if_compiled(monkeypatch):
     def compiled_of(path):
         loaded = replace(load_model(path), is_compiled=True)
         function = pt2._with_conditions(loaded.model, loaded.config)
-        monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
+        monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
         return loaded
 
     return compiled_of
@@ -127,7 +127,7 @@ def test_images_of_an_atom_at_one_distance_stay_in_their_order(descriptor, monke
     let_slots_differ(model)
     loaded = LoadedModel(model, config, Provenance("toy", "frozen"))
     function = pt2._with_conditions(model, config)
-    monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
+    monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
     coord, types = toy_atoms(4, 4, spread=2.4)
     plain, other = (
         Potential(replace(loaded, is_compiled=is_compiled)).evaluate(coord, types, 0.8 * TRICLINIC)
