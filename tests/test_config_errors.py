@@ -18,8 +18,10 @@ from deepmd_ema.config import (
     model_config_from_dict,
 )
 from deepmd_ema.config.rules import RULES
-from deepmd_ema.config.schema.model import FITTINGS, EnerFittingConfig
+from deepmd_ema.config.schema.model import FITTINGS
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.families.ener.section import EnerFittingConfig
+from deepmd_ema.registry import Family
 
 NOT_YET = "known to DeePMD-kit, not available in dp-ema "
 
@@ -577,14 +579,18 @@ def test_json_with_a_byte_order_mark_is_read(tmp_path):
     assert load_config(path) == config_from_dict(GOOD)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherFitting(EnerFittingConfig):
+    """Another network."""
+
+    type: ClassVar[str] = "other"
+
+
+OTHER = Family(OtherFitting, "no_package:Other")
+
+
 def test_an_unknown_fitting_is_answered_with_those_of_the_registry(monkeypatch):
-    @dataclass(frozen=True, kw_only=True)
-    class OtherFitting(EnerFittingConfig):
-        """Another network."""
-
-        type: ClassVar[str] = "other"
-
-    monkeypatch.setitem(FITTINGS, "other", OtherFitting)
+    monkeypatch.setitem(FITTINGS.own, "other", f"{__name__}:OTHER")
     with pytest.raises(ConfigError, match=r'model\.fitting_net\.type = "othr": unknown\. Did you mean other\?'):
         config_from_dict(spoiled({"model.fitting_net": {"type": "othr"}}))
     assert isinstance(

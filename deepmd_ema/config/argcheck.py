@@ -33,12 +33,12 @@ def run_arguments(multi_task: bool = False) -> Argument:
         multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
             the parts.
     """
-    return _run_arguments(multi_task, (*DESCRIPTORS, *FITTINGS))
+    return _run_arguments(multi_task, DESCRIPTORS.sections() + FITTINGS.sections())
 
 
 @cache
-def _run_arguments(multi_task: bool, registered: tuple[str, ...]) -> Argument:
-    """Return the declaration for the ``registered`` parts of a model; registries may grow between calls."""
+def _run_arguments(multi_task: bool, registered: tuple[type, ...]) -> Argument:
+    """Return the declaration for the ``registered`` sections; registries may grow between calls."""
     from dargs import Argument  # a third of the time that `--help` may take
 
     section = MultiTaskRun if multi_task else SingleTaskRun

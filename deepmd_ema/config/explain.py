@@ -114,6 +114,8 @@ class _Validator:
         elif (instead := unavailable_type(path, name)) is not None:
             text = f" = {show(name)}: {' '.join(filter(None, (f'{NOT_AVAILABLE}.', instead)))}"
             text += f" Available: {', '.join(known)}."
+        elif option.registry is not None and str(name) in option.registry.faults:
+            text = f" = {show(name)}: {option.registry.faults[str(name)]}"
         else:
             text = _unknown_choice(name, known)
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged

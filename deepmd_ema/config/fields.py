@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from deepmd_ema.registry import Registry, aliases_of
+
 INVALID: Any = object()  # in place of a value that cannot be used
 
 
@@ -45,7 +47,8 @@ class Option:
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
         removed: values that an earlier version took, each with what to use instead; they are refused.
-        registry: the classes of a nested section that is open to more of them, by ``type``; replaces ``classes``.
+        registry: the types of a nested section that is open to more of them; replaces ``classes``.
+        left_out: types of the registry that are not taken here.
     """
 
     name: str
@@ -63,12 +66,13 @@ class Option:
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
     removed: Mapping[str, str] | None = None
-    registry: Mapping[str, type] | None = None
+    registry: Registry | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def sections(self) -> tuple[type, ...]:
         """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
-        return self.classes if self.registry is None else tuple(self.registry.values())
+        return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
     @property
     def required(self) -> bool:
@@ -147,7 +151,7 @@ def is_comment(key: Any) -> bool:
 def type_names(sections: Iterable[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
     chosen: list[Any] = list(sections)
-    return [s.type for s in chosen] + [a for s in chosen for a in getattr(s, "aliases", ())]
+    return [s.type for s in chosen] + [a for s in chosen for a in aliases_of(s)]
 
 
 def listed_types(sections: Iterable[Any]) -> list[str]:
