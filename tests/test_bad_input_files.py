@@ -190,7 +190,7 @@ def test_a_restart_on_data_that_have_grown_says_so(desk):
 
 def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
     cut("model.ckpt-4.pt")
-    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": go on")[0]
+    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": continue")[0]
     desk.train("--restart", named).must_say(code=GOOD)
     assert checkpoint.load("model.ckpt.pt")["step"] == 8
 

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.config.schema.run import Link
 from deepmd_ema.config.schema.training import CompileConfig
@@ -23,7 +24,7 @@ from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compile as compiling
-from deepmd_ema.model.build import DESCRIPTORS, share_parts
+from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.kernels.series import MIN_TERMS

@@ -158,7 +158,7 @@ def _checked(section: type, upgraded: Upgraded, path: Place = ()) -> tuple[dict[
     if not refused:
         return values, []
     found, problems = explain(section, values, path)
-    # what dargs refuses is never accepted, even if it cannot be said better
+    # what dargs refuses is never accepted, even if no other mistake was found
     if not problems and not upgraded.problems:
         problems = [Problem(path, f": {refused}")]
     spelled = Source(paths=upgraded.source_paths).spelled

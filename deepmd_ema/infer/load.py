@@ -112,7 +112,9 @@ class LoadedModel:
             UserError: if the device is not there, or the file is compiled for another one.
         """
         if self.is_compiled:
-            run, where = interchange.load_compiled(self.info.path, device)
+            from deepmd_ema.interchange.pt2 import load_compiled
+
+            run, where = load_compiled(self.info.path, device)
             return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
         where = select_device(device)
         return self.model.to(where).eval(), where

@@ -19,7 +19,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.model import EnerFittingConfig
+    from deepmd_ema.families.ener.section import EnerFittingConfig
     from deepmd_ema.model.interface import Block
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types

@@ -12,13 +12,37 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.families.hybrid.module import HybridDescriptor
+from deepmd_ema.families.linear_ener.layers import PairTableDescriptor, PairTableFitting
+from deepmd_ema.families.linear_ener.section import PairTableConfig
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.build import build_networks
+from deepmd_ema.model.pair_table import PairTable
+from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.families.linear_ener.section import PartFittings
-    from deepmd_ema.model.interface import Block, Fitting, Sums
+    from deepmd_ema.families.linear_ener.section import LinearConfig, PartDescriptors, PartFittings
+    from deepmd_ema.model.interface import Block, Descriptor, Fitting, Sums
 
 # A atoms, D features of all parts together
+
+
+def linear_parts(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting, None]:
+    """Return all parts side by side; each starts from random numbers of its own."""
+    descriptors: list[Descriptor] = []
+    fittings: list[Fitting] = []
+    for index, part in enumerate(config.models):
+        if isinstance(part, PairTableConfig):
+            assert part.neighbors is not None, "sel is resolved"
+            table = PairTable.of_rows(part.rows_for(config.type_map), part.rcut)
+            descriptors.append(PairTableDescriptor(table, sum(part.neighbors)))
+            fittings.append(PairTableFitting(len(config.type_map), tuple(config.atom_exclude_types)))
+        else:
+            made = build_networks(config, part.descriptor, part.fitting_net, seed_for("part", seed, index))
+            descriptors.append(made[0])
+            fittings.append(made[1])
+    widths = [one.dim_out for one in descriptors]
+    section = cast("PartDescriptors", config.descriptor)
+    return LinearDescriptor(section, descriptors), LinearFitting(config.fitting_net, fittings, widths), None
 
 
 class LinearDescriptor(HybridDescriptor):

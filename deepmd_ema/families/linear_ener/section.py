@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.descriptor import DescriptorConfig, HybridConfig
-from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig, StandardConfig
+from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.model import FittingNetConfig, ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
 from deepmd_ema.config.schema.sections import TotalNeighborList
+from deepmd_ema.families.hybrid.section import HybridConfig
 
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 
@@ -37,7 +38,7 @@ class NetworkPartConfig:
         None, doc="Names of the elements of this part; null takes those of the whole model."
     )
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
-    fitting_net: EnerFittingConfig = redefined(StandardConfig, "fitting_net")
+    fitting_net: FittingNetConfig = redefined(StandardConfig, "fitting_net")
 
     @property
     def seen(self) -> DescriptorConfig:
@@ -151,7 +152,7 @@ class PartFittings:
         weights: of each part.
     """
 
-    nets: Sequence[EnerFittingConfig | None]
+    nets: Sequence[FittingNetConfig | None]
     weights: tuple[float, ...]
     type: ClassVar[str] = "linear_ener"
     atom_ener: ClassVar[list[float | None]] = []
@@ -278,7 +279,3 @@ class LinearConfig(ModelConfig):
 def _column(first: int, second: int, num_types: int) -> int:
     """Return the place of the pair of two elements, the first not after the second, among those of ``num_types``."""
     return first * num_types - first * (first - 1) // 2 + second - first
-
-
-# by ``type``; the option ``model`` accepts what stands here
-MODELS: dict[str, type[ModelConfig]] = {section.type: section for section in (StandardConfig, LinearConfig)}

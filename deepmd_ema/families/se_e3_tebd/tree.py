@@ -27,6 +27,8 @@ OPTIONS = (
 class SeE3TebdTree(PartTree):
     """Tree of se_e3_tebd."""
 
+    renamed = ((r"\.se_ttebd\.", "."),)
+
     def write(self, part: SeE3TebdDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         block, options, ntypes = part.block, plain(config.descriptor), len(config.type_map)

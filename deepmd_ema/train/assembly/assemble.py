@@ -25,7 +25,6 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.optim.build import build_optimizer
-from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
@@ -34,7 +33,6 @@ from deepmd_ema.report.tables import LcurveFile, RowTable, ValidationLog
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.assembly.compile_models import compile_models
 from deepmd_ema.train.loop.averages import Hook, snapshot_every, tracked_averages
-from deepmd_ema.train.loop.kalman import KalmanStep
 from deepmd_ema.train.loop.refit_bias import refit
 from deepmd_ema.train.loop.reporter import Reporter, start_table
 from deepmd_ema.train.loop.saver import Saver, Snapshots, StateBuilder
@@ -149,6 +147,9 @@ def _build_step(prepared: PreparedRun, module: nn.Module, num_steps: int, world:
     config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
     schedule = build_schedule(config.learning_rate, num_steps)
     if isinstance(config.optimizer, LKFConfig):
+        from deepmd_ema.optim.lkf import LKF
+        from deepmd_ema.train.loop.kalman import KalmanStep
+
         kalman = LKF(models.named_parameters(), config.optimizer.kf_blocksize, models.tasks_of_parameters())
         return KalmanStep(models, kalman, schedule, config.optimizer, num_steps, prepared.seed)
     optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)

@@ -11,7 +11,6 @@ from typing import Any
 
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.families.linear_ener.section import LinearConfig
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel
@@ -106,7 +105,7 @@ class FineTune(Start):
             return section
         type_map = given.get("type_map", section["type_map"])
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
-        if isinstance(source.config, LinearConfig):
+        if source.config.type == "linear_ener":
             self._refuse_other_elements(elements, section, f"the parts of {self.path} are for")
             return {**given, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
         by_number = [path for n in source.taken for path in _given(section[n], ("exclude_types", "atom_ener"), n)]
