@@ -218,10 +218,12 @@ def _gradients(input_file: Path, start: str | None, parts: tuple[str, ...]) -> d
     from deepmd_ema.dist.world import World
     from deepmd_ema.optim.schedule import build_schedule
     from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.new_run import Start
     from deepmd_ema.train.start.prepare import prepare
-    from deepmd_ema.train.start.start_file import find_start
+    from deepmd_ema.train.start.start_file import load_weights
 
-    world, weights, found = World(), find_start(None, start), {part: [] for part in parts}
+    weights = Start() if start is None else load_weights(start)
+    world, found = World(), {part: [] for part in parts}
     config = weights.adopt_from_checkpoint(load_config(input_file))
     steps = config.training.numb_steps
     rate = build_schedule(config.learning_rate, steps)(1 if start is None else steps)

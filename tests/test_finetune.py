@@ -21,7 +21,7 @@ from deepmd_ema.model.elements import carried_over
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import content_digest
-from deepmd_ema.train.start.start_file import find_start
+from deepmd_ema.train.start.start_file import load_pretrained
 
 PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
@@ -62,7 +62,7 @@ def first_weights(file, config, **options):
     """Return what a run starts from, but for statistics of new elements and the bias."""
     run = config_from_dict(config)
     model = build_model(run.model, seed_for("weights", run.training.seed))
-    start = find_start(None, None, str(file), **options)
+    start = load_pretrained(str(file), **options)
     start.load_weights(ModelSet({"": model}))
     return model.state_dict()
 
@@ -141,7 +141,7 @@ def test_the_model_section_is_taken_from_the_file(trained, desk, capsys):
 def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(tmp_path):
     config, model = toy_model("hybrid", {"exclude_types": [[0, 1]]})
     write_dp(tmp_path / "model.dp", model, config)
-    start = find_start(None, None, str(tmp_path / "model.dp"))
+    start = load_pretrained(str(tmp_path / "model.dp"))
     assert start.model_section({"type_map": TYPES})["descriptor"]["list"][1]["exclude_types"] == [[0, 1]]
     with pytest.raises(ConfigError, match=r"descriptor.list\[0\].exclude_types, descriptor.list\[1\].exclude_types of"):
         start.model_section({"type_map": TYPES[::-1]})
