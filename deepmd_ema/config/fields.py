@@ -10,19 +10,37 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from deepmd_ema.checks import Check, fraction, not_negative, not_negative_int, positive, positive_int
+
+__all__ = [
+    "INVALID",
+    "Check",
+    "InvalidOptionError",
+    "Option",
+    "build",
+    "file_name",
+    "fraction",
+    "input_options",
+    "is_comment",
+    "keys_of",
+    "listed_types",
+    "not_negative",
+    "not_negative_int",
+    "option",
+    "options",
+    "plain",
+    "positive",
+    "positive_int",
+    "redefined",
+    "type_names",
+    "wants",
+]
+
 INVALID: Any = object()  # stands where an input has no value that can be used
 
 
 class InvalidOptionError(Exception):
     """A rule has read an option that is wrong in itself, so the rule has nothing to say."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A test of one value; ``wants`` completes the sentence ``expected ...``."""
-
-    test: Callable[[Any], bool]
-    wants: str
 
 
 @dataclass(frozen=True)
@@ -278,9 +296,4 @@ def _type_words(kind: Any) -> str:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
 _PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
 
-positive = Check(lambda v: v > 0, "a number > 0")
-positive_int = Check(lambda v: v > 0, "a whole number > 0")
-not_negative = Check(lambda v: v >= 0, "a number >= 0")
-not_negative_int = Check(lambda v: v >= 0, "a whole number >= 0")
-fraction = Check(lambda v: 0 <= v < 1, "a number >= 0 and < 1")
 file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")
