@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepmd_ema.model.kernels.product import product
+from deepmd_ema.model.ops.cpu.product import product
 
 # positions of the two factors among the arguments
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "linear": (0, 1), "addmm": (1, 2),

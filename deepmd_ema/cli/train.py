@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
+    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly from a checkpoint")
     start.add_argument("-i", "--init-model", metavar="FILE", type=path,
                        help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
     start.add_argument("-t", "--finetune", metavar="FILE", type=path,

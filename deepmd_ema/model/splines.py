@@ -12,9 +12,9 @@ from torch import nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.env_mat import radial_parts
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.kernels.spline_table import SplineTables, Table
+from deepmd_ema.model.ops.environment import radial_parts
 
 SHORTEST = 0.7  # angstrom, where the shortest distance of the training data is not known
 NEARER = 0.9

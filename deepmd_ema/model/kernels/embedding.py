@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.twin import Kernel
 
 # B rows, N inputs and M outputs of a layer
 

@@ -23,8 +23,8 @@ from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.spline_table import SplitSum
-from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.twin import Kernel
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
 # a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.twin import Kernel
+from deepmd_ema.model.ops.twin import Kernel
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, F functions
 

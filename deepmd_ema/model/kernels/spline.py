@@ -35,8 +35,8 @@ from deepmd_ema.model.kernels import series
 from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.embedding import embed
 from deepmd_ema.model.kernels.series import SeriesSum, Transform
-from deepmd_ema.model.kernels.twin import Kernel, applied
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.twin import Kernel, applied
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch

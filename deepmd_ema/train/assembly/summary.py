@@ -13,7 +13,7 @@ from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import RunConfig, config_summary
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
-from deepmd_ema.report.progress import duration, errors_in_words
+from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
 from deepmd_ema.train.loop.averages import snapshot_lines
@@ -88,13 +88,13 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     refitted = " before the bias was fitted again" * config.training.change_bias_after_training
     when = f"step {trainer.reporter.validated_step:,}{refitted}"
     pairs += [
-        ("errors", f"{name}, {when}, MAE / RMSE: {errors_in_words(errors)}")
+        ("errors", f"{name}, {when}, MAE / RMSE: {describe_errors(errors)}")
         for name, errors in trainer.reporter.validated.items()
     ]
     compiler = trainer.validator.models.compiler
     if compiler is not None:
-        pairs.append(("compiled", f"{compiler.in_words()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
-    pairs.append(("saving", _saving_in_words(saver.writer.times)))
+        pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
+    pairs.append(("saving", _describe_saving(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     model = next(iter(averages.values()), saver.link)
@@ -106,7 +106,7 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     return facts(f"trained model: {saver.link}", pairs)
 
 
-def _saving_in_words(times: WriterTimes) -> str:
+def _describe_saving(times: WriterTimes) -> str:
     if not times.steps:
         return ""
     late = f", {counted(times.waits, 'time')} for files of an earlier step" if times.waits else ""

@@ -70,7 +70,7 @@ def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: in
         yield f"{total / 1e6:,.2f} MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
 
 
-def averages_in_words(bank: AverageBank) -> str:
+def describe_averages(bank: AverageBank) -> str:
     """Return how far every average looks back now, on one line; may wait for the device."""
     facts = ((name, bank.info(name)) for name in bank.names)
     return "; ".join(

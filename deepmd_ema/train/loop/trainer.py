@@ -23,7 +23,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.tensors import cpu_copy, map_tensors
-from deepmd_ema.train.loop.averages import averages_in_words
+from deepmd_ema.train.loop.averages import describe_averages
 from deepmd_ema.train.loop.refit_bias import Biases
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver
@@ -256,7 +256,7 @@ class Trainer:
         self._check_replicas()
         words = ""
         if self.bank is not None:
-            words = f"averages of step {self.step:,}: {averages_in_words(self.bank)}"
+            words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
         with self.times.of("checkpoint"):
             self.saver.save(self.step, self.state_dict, biases, words)
         self._saved = self.step

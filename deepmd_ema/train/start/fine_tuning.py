@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
-from deepmd_ema.config.schema.linear import LinearConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.families.linear_ener.section import LinearConfig
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel
@@ -172,7 +172,7 @@ class FineTune(Start):
             new = [name for name in model.type_map if name not in source.config.type_map]
             logger.info(
                 "fine-tuning %s%s: %s; %s; fitting network %s", f"task {task} from " * bool(task), self.path,
-                source.loaded.info.in_words(), f"new elements {' '.join(new)}" if new else "no new elements",
+                source.loaded.info.describe(), f"new elements {' '.join(new)}" if new else "no new elements",
                 "fresh" if source.fresh_fitting else "of the file",
             )  # fmt: skip
         if len(by_task) > 1:

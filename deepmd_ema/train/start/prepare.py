@@ -212,7 +212,7 @@ def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
     model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
     logger.info(
         "output bias%s moved by a fit of label minus prediction on %s frames: %s", of_task, f"{len(frames):,}",
-        frames.means_in_words(fit.bias - before),
+        frames.describe_means(fit.bias - before),
     )  # fmt: skip
 
 

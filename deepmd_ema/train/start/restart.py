@@ -77,8 +77,8 @@ class Restart(FromWeights):
         """Compare the config with that of the checkpoint."""
         if ("" in self._tasks) != ("" in config.tasks):
             raise ConfigError(
-                f"{self.path}: of a run of {_tasks_in_words(self._tasks)}, and the input has "
-                f"{_tasks_in_words(config.tasks)}: no restart. Start anew from its weights with --finetune, "
+                f"{self.path}: of a run of {_describe_tasks(self._tasks)}, and the input has "
+                f"{_describe_tasks(config.tasks)}: no restart. Start anew from its weights with --finetune, "
                 f"{'and --model-branch' if '' in config.tasks else 'and finetune_head for each task'}."
             )
         before, now = self.payload["config"], to_dict(config)
@@ -200,5 +200,5 @@ def _state_of_tasks(
     return state
 
 
-def _tasks_in_words(tasks: Collection[str]) -> str:
+def _describe_tasks(tasks: Collection[str]) -> str:
     return "one task" if "" in tasks else f"several tasks ({', '.join(sorted(tasks))})"
