@@ -10,31 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
-from deepmd_ema.checks import Check, fraction, not_negative, not_negative_int, positive, positive_int
-
-__all__ = [
-    "INVALID",
-    "Check",
-    "InvalidOptionError",
-    "Option",
-    "build",
-    "file_name",
-    "fraction",
-    "input_options",
-    "is_comment",
-    "keys_of",
-    "listed_types",
-    "not_negative",
-    "not_negative_int",
-    "option",
-    "options",
-    "plain",
-    "positive",
-    "positive_int",
-    "redefined",
-    "type_names",
-    "wants",
-]
+from deepmd_ema.checks import Check as Check
+from deepmd_ema.checks import fraction as fraction
+from deepmd_ema.checks import not_negative as not_negative
+from deepmd_ema.checks import not_negative_int as not_negative_int
+from deepmd_ema.checks import positive as positive
+from deepmd_ema.checks import positive_int as positive_int
 
 INVALID: Any = object()  # stands where an input has no value that can be used
 
