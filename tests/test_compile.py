@@ -224,7 +224,7 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(compiling.Compiler, "trace", fail)
-    values = tiny_input([desk / "train_0"], num_steps=2, **TINY, training__enable_compile=True)
+    values = tiny_input([desk / "train_0"], [desk / "validation"], num_steps=2, **TINY, training__enable_compile=True)
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 2
     message = capsys.readouterr().err

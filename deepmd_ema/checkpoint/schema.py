@@ -248,7 +248,7 @@ SPLINES = _parts({"wanted": _each(TEXT)}, {"terms": _each(COUNT), "needed": _eac
 KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
-         "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
+         "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
         {**_COMMON, "averages": AVERAGES, "best": BEST, "splines": SPLINES,
          "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
