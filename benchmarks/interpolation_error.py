@@ -65,7 +65,7 @@ def rows_of(folder: Path, case: str, steps: int) -> list[list[str]]:
     folder.mkdir()
     training, validation = systems_of(case, folder)
     config = json.loads((EXAMPLE / "input.json").read_text())
-    config["model"]["descriptor"] |= {"precision": precision, "embedding_eval": "spline"}
+    config["model"]["descriptor"] |= {"precision": precision, "interpolate": "always"}
     config["model"]["fitting_net"]["precision"] = precision
     config["learning_rate"] = {"type": "exp", "start_lr": rate, "stop_lr": 0.999 * rate, "decay_steps": steps}
     config["training"]["training_data"]["systems"] = training
@@ -91,14 +91,14 @@ def rows_of(folder: Path, case: str, steps: int) -> list[list[str]]:
 @contextlib.contextmanager
 def _compared(errors: list[float]):
     """Add to ``errors``, before each step, the largest difference of the forces over the largest force."""
-    from deepmd_ema.model.splines import splines_of
+    from deepmd_ema.model.interpolation import interpolations_of
     from deepmd_ema.train.step import GradientStep
 
     take_step = GradientStep.__call__
 
     def compared(self, task, batch, step):
         models = self._parallel_module
-        splines = list(splines_of(models.by_task[task.name]).values())
+        splines = list(interpolations_of(models.by_task[task.name]).values())
         terms = [spline.terms for spline in splines]
         forces = models(task.name, batch, create_graph=True)["force"].detach()
         for spline in splines:

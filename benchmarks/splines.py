@@ -72,7 +72,7 @@ def _input(descriptor: dict, evaluation: str, seed: int, num_steps: int, precisi
     """Return the input of the water example, with another descriptor if one is given."""
     config = common.read_input(common.EXAMPLE / "input.json", None)
     config = common.with_numeric_sel(config)
-    config["model"]["descriptor"] = (descriptor or config["model"]["descriptor"]) | {"embedding_eval": evaluation}
+    config["model"]["descriptor"] = (descriptor or config["model"]["descriptor"]) | {"interpolate": evaluation}
     config["training"] |= {"numb_steps": num_steps, "save_freq": num_steps, "disp_freq": max(1, num_steps // 10)}
     config["learning_rate"]["decay_steps"] = max(1, num_steps // 20)
     config["validating"] |= {"validation_freq": max(1, num_steps // NUM_VALIDATIONS), "save_best": False}
@@ -85,7 +85,7 @@ def errors_by_terms(path: Path, args: argparse.Namespace) -> dict:
 
     from deepmd_ema.data.collate import collate
     from deepmd_ema.infer.load import load_model
-    from deepmd_ema.model.splines import splines_of
+    from deepmd_ema.model.interpolation import interpolations_of
 
     torch.set_num_threads(args.threads)
     model, _ = load_model(path).on(args.device)
@@ -94,7 +94,7 @@ def errors_by_terms(path: Path, args: argparse.Namespace) -> dict:
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def evaluated(terms: int) -> dict:
-        for spline in splines_of(model).values():
+        for spline in interpolations_of(model).values():
             spline.use(terms)
             spline.max_error = 1e9  # also a series that a run would extend
         out = model(batch)
@@ -109,7 +109,7 @@ def errors_by_terms(path: Path, args: argparse.Namespace) -> dict:
         found = evaluated(terms)
         rows[terms] = {name: float((found[name] - value).abs().max() / value.abs().max())
                            for name, value in exact.items()}  # fmt: skip
-    chosen = torch.load(path, weights_only=True)["splines"]["terms"]
+    chosen = torch.load(path, weights_only=True)["interpolation"]["terms"]
     return {"chosen": list(chosen.values()), "rows": rows}
 
 

@@ -99,11 +99,11 @@ def _rows(kind: str, path: Path) -> Iterator[list[str]]:
     from deepmd_ema.infer.evaluate import open_checked
     from deepmd_ema.infer.load import load_model
     from deepmd_ema.labels import ENERGY, FORCE
-    from deepmd_ema.model.splines import splines_of
+    from deepmd_ema.model.interpolation import interpolations_of
 
     model, _ = load_model(path).on("cpu")
     model.train()
-    for spline in splines_of(model).values():
+    for spline in interpolations_of(model).values():
         spline.use(0)  # as on a GPU; and series are made in float64 anyway
     labels = (ENERGY, FORCE)
     system = open_checked([str(VALIDATION)], ReadSpec(tuple(model.type_map), labels), model.layout.rcut)

@@ -36,11 +36,11 @@ from deepmd_ema.train.averages import Hook, snapshot_every, tracked_averages
 from deepmd_ema.train.bias import refit
 from deepmd_ema.train.compile import compile_models
 from deepmd_ema.train.display import Reporter, start_table
+from deepmd_ema.train.interpolation import InterpolationControl
 from deepmd_ema.train.kalman import KalmanStep
 from deepmd_ema.train.parallel import LAST_REPLICATED_STAGE, parallelize
 from deepmd_ema.train.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.train.saver import Saver, Snapshots, StateBuilder
-from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.start import Start
 from deepmd_ema.train.step import GradientStep, Step, tf32_products
 from deepmd_ema.train.task import Task, TaskMixture
@@ -67,8 +67,8 @@ def assemble(
     # of rank 0: all ranks choose series and make code from the same frames, and a restart does again
     first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
     batches = {name: batch.to(world.device) for name, batch in first.items()}
-    splines = SplineControl(models, world)
-    splines.begin(batches, start.splines)
+    interpolation = InterpolationControl(models, world)
+    interpolation.begin(batches, start.interpolation)
     # before the ranks share anything out: one may then compile while others wait for its code
     used = compile_models(config, models, tasks, batches, prepared.shares, num_steps, world)
     module = parallelize(models, world, config.training.zero_stage)
@@ -93,13 +93,13 @@ def assemble(
         times=times,
         num_steps=num_steps,
         world=world,
-        splines=splines,
+        interpolation=interpolation,
         products=_products(config, world),
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
     )
-    for line in render(start_table(prepared, tasks, averages, num_steps, world, splines.describe())):
+    for line in render(start_table(prepared, tasks, averages, num_steps, world, interpolation.describe())):
         logger.info("%s", line)
     for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)

@@ -50,7 +50,7 @@ CONTINUITY = (
 # often changed on purpose, to train longer; the learning rate may follow it, so it is said
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
-_OF_THE_RUN = ("trainable", "seed", "embedding_eval")  # options of a descriptor that say nothing of its features
+_OF_THE_RUN = ("trainable", "seed", "interpolate")  # options of a descriptor that say nothing of its features
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
@@ -69,8 +69,8 @@ class Start:
         return 0
 
     @property
-    def splines(self) -> Mapping[str, Any] | None:
-        """State of the splines of the run that is continued, or None."""
+    def interpolation(self) -> Mapping[str, Any] | None:
+        """State of the interpolated networks of the run that is continued, or None."""
         return None
 
     def model_section(self, given: Any) -> Any:
@@ -242,9 +242,9 @@ class Restart(FromWeights):
         return int(self.payload["step"])
 
     @property
-    def splines(self) -> Mapping[str, Any] | None:
-        """State of the splines of the run that is continued; None in a file of a version without them."""
-        found: Mapping[str, Any] | None = self.payload.get("splines")
+    def interpolation(self) -> Mapping[str, Any] | None:
+        """State of the interpolated networks of the run that is continued; None in a file of a version without them."""
+        found: Mapping[str, Any] | None = self.payload.get("interpolation", self.payload.get("splines"))
         return found
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:

@@ -26,9 +26,9 @@ from deepmd_ema.tensors import cpu_copy, map_tensors
 from deepmd_ema.train.averages import averages_in_words
 from deepmd_ema.train.bias import Biases
 from deepmd_ema.train.display import Reporter
+from deepmd_ema.train.interpolation import InterpolationControl
 from deepmd_ema.train.parallel import check_replicas
 from deepmd_ema.train.saver import Saver
-from deepmd_ema.train.splines import SplineControl
 from deepmd_ema.train.step import Outcome, Step
 from deepmd_ema.train.task import Task, TaskMixture
 from deepmd_ema.train.validate import FullValidation, ValidationAborted
@@ -107,7 +107,7 @@ class Trainer:
         times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
-        splines: as which embedding nets are evaluated.
+        interpolation: of the embedding nets.
         products: context of matrix products in a step.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
@@ -125,7 +125,7 @@ class Trainer:
     times: IntervalTimes
     num_steps: int
     world: World
-    splines: SplineControl
+    interpolation: InterpolationControl
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
@@ -186,7 +186,7 @@ class Trainer:
             with self.times.of("data"):
                 batch = next(task.train_loader).to(self.world.device)
             with self.times.of("step"):
-                self.splines.before_step(number)
+                self.interpolation.before_step(number)
                 with self.products():
                     outcome = self.take_step(task, batch, number)
                 self.step = number
@@ -294,7 +294,7 @@ class Trainer:
             "streams": self.tasks.state_dict(),
             "display": map_tensors(copy, self.reporter.state_dict()),
             "owes_validation": self._owes_validation,
-            "splines": self.splines.state_dict(),
+            "interpolation": self.interpolation.state_dict(),
         }
         if self.validator.rows:
             state["best"] = self.validator.state_dict()
