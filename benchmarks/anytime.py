@@ -30,7 +30,7 @@ from typing import Any
 
 import common
 import numpy as np
-from error_curves import median_and_each
+from common import median_and_each
 
 SETS = ("water", "molecules", "alloy")
 CONSTANT, RAMP = "constant", "exp, ramp"

@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
-from error_curves import COLUMNS, UNITS, median_and_each
+from common import median_and_each
 
 from deepmd_ema.report.curves import read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+COLUMNS = {"energy": "E_RMSE(meV/atom)", "force": "F_RMSE(meV/Å)", "stress": "S_RMSE(meV/Å³)"}
+UNITS = {"energy": "meV/atom", "force": "meV/angstrom", "stress": "meV/angstrom^3"}
 EXAMPLES = ("water", "molecules")
 SCHEDULES = ("decaying", "constant")
 NUM_VALIDATIONS = 10

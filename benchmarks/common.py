@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -286,26 +287,6 @@ def note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
     return now_size
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time, user and system, of a process and of all below it, those that have ended included."""
-    seconds, below = {}, {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # after the name, which may contain anything but ends with the last bracket
-            fields = file.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        process = int(file.parent.name)
-        below.setdefault(int(fields[1]), []).append(process)
-        seconds[process] = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-    found, total = [pid], 0.0
-    while found:
-        process = found.pop()
-        total += seconds.get(process, 0.0)
-        found += below.get(process, [])
-    return total
-
-
 def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict[str, np.ndarray]) -> None:
     """Write frames of one system; without the array ``box`` it is open."""
     (folder / "set.000").mkdir(parents=True)
@@ -377,7 +358,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def ratio_in_words(one: list[float], other: list[float]) -> str:
+def median_and_each(values: Sequence[float]) -> str:
+    """Return a cell with the median and each value."""
+    return f"{statistics.median(values):.4g} ({', '.join(f'{value:.4g}' for value in values)})"
+
+
+def format_ratio(one: list[float], other: list[float]) -> str:
     """Return the median of the ratios of pairs, with the least and the largest."""
     ratios = [a / b for a, b in zip(one, other)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""

@@ -52,7 +52,6 @@ AVERAGES = [
     {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 5},
     {"name": "flat", "type": "swa", "start_step": 2, "update_every": 2, "device": "cpu"},
     {"name": "whole", "decay": 0.9, "layout": "full_tensor", "dtype": "float64"},
-    {"name": "ranged", "type": "swa", "layout": "rank_range"},
 ]
 PARTS = {"weights": ("model",), "moments": ("optimizer",), "averages": ("averages",)}
 CURVES = ("lcurve.out", "lcurve_slow.out")
@@ -160,8 +159,8 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
     """
     import torch
 
+    from deepmd_ema.train.loop.trainer import Callback
     from deepmd_ema.train.run import run_training
-    from deepmd_ema.train.trainer import Callback
 
     class Compare(Callback):
         """Compares what a restart would save before its first step with what it was made of."""

@@ -1,8 +1,8 @@
-"""Speed beside DeePMD-kit: steps, start-up, validation, checkpoints, MD, memory; the bound, and how cost grows.
+"""Speed beside DeePMD-kit: steps, start-up, validation, checkpoints, MD, memory, and the bound.
 
 usage: python benchmarks/speed.py [--peer DIR] [--stage step bound ...] [--kinds "dpa3" ...] [--output PAGE]
 
-The models are those of compile.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
+The models are those of models.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
 else. Both programs get the same input, precision, batch size and threads, and take turns; a ratio is the median of the
 ratios of the turns. Results are kept in --work and not measured again, so each stage may be run at another time:
 
@@ -18,7 +18,6 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
   checkpoint with an average is written after it.
 - ``md``: steps per second in ASE with a ``.dp`` and a ``.pt2`` here and the ``.pth`` that `dp convert-backend` makes of
   the ``.dp``, of models that were trained for a few steps.
-- ``grow``: time of a step against atoms, batch, neighbors, types and ranks (:mod:`speed_grow`), drawn with --plot.
 
 --set adds ways to run dp-ema, which stand beside the others in all stages: --set spline:model.descriptor.KEY=VALUE.
 """
@@ -42,16 +41,15 @@ from typing import Any
 
 import common
 import speed_cases
-import speed_grow
 import speed_page
 from speed_cases import Case, Runner
 
-STAGES = ("step", "bound", "start", "validation", "checkpoint", "md", "grow")
+STAGES = ("step", "bound", "start", "validation", "checkpoint", "md")
 ROW_S = 0.3  # between two rows of lcurve.out, about
 PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
 MD_TRAINING = 200  # steps
 QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "turns": 2, "seconds": 0.5,
-         "repeats": 1, "axes": ["atoms"]}  # fmt: skip
+         "repeats": 1}  # fmt: skip
 Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
 
 
@@ -67,7 +65,6 @@ def main() -> None:
         "validation": (_validation, _once(cases)),
         "checkpoint": (_checkpoint, _once(cases)),
         "md": (_md, _once(cases)),
-        "grow": (speed_grow.measure, _once(cases, "float64")),
     }
     for stage, (measure, its_cases) in stages.items():
         for case in its_cases:
@@ -75,9 +72,6 @@ def main() -> None:
             if result is not None:
                 found[stage, case] = result
     common.publish(speed_page.page(found, runners, args), args.output)
-    if args.plot is not None:
-        grown = {case: result for (stage, case), result in found.items() if stage == "grow"}
-        speed_grow.plot(grown, args.axes, args.plot)
 
 
 def _arguments() -> argparse.Namespace:
@@ -89,8 +83,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint")
     parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
-    parser.add_argument("--axes", nargs="+", default=list(speed_grow.AXES), choices=speed_grow.AXES)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw how the cost grows here")
     parser.add_argument("--quick", action="store_true", help="one small model, few turns: about two minutes")
     parser.set_defaults(threads=1)
     args = parser.parse_args()
@@ -100,10 +92,9 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _once(cases: list[Case], precision: str | None = None) -> list[Case]:
+def _once(cases: list[Case]) -> list[Case]:
     """Return the cases with the first batch size alone, for what does not depend on it."""
-    batch = cases[0].batch
-    return [case for case in cases if case.batch == batch and precision in (None, case.precision)]
+    return [case for case in cases if case.batch == cases[0].batch]
 
 
 def _result(
@@ -315,7 +306,7 @@ def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
 
 def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of an MD step of 192 atoms in blocks that take turns, by program, or program and form of file."""
-    from md_runs import OURS, PEER, MdRun
+    from md import OURS, PEER, MdRun
 
     jobs, failed = {}, {}
     for runner in runners:

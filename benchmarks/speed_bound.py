@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepmd_ema.model.kernels.product import product
+from deepmd_ema.model.ops.cpu.product import product
 
 # positions of the two factors among the arguments
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "linear": (0, 1), "addmm": (1, 2),
@@ -108,9 +108,9 @@ def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.train.assemble import assemble
-    from deepmd_ema.train.find_start import find_start
-    from deepmd_ema.train.prepare import prepare
+    from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.prepare import prepare
+    from deepmd_ema.train.start.start_file import find_start
 
     with chdir(folder):
         config, start = load_config("input.json"), find_start(None, None)

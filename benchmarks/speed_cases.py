@@ -11,7 +11,7 @@ from typing import Any
 
 import common
 
-MODELS = common.ROOT / "benchmarks" / "compile.json"
+MODELS = common.ROOT / "benchmarks" / "models.json"
 CASES = common.ROOT / "benchmarks" / "speed.json"
 FITTING = [120, 120, 120]
 LARGEST = 64 * 192  # atoms in all frames of a system

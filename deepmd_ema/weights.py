@@ -9,7 +9,7 @@ POSTHOC = "posthoc"  # the average that `dp-ema posthoc` makes
 
 DEVICES = (LIVE, "cpu")
 DTYPES = ("float32", "float64")
-LAYOUTS = ("local_shard", "full_tensor", "rank_range")
+LAYOUTS = ("local_shard", "full_tensor")
 BUFFERS = ("copy", "average")
 
 # width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696, section 3.1)

@@ -18,7 +18,7 @@ from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.locks import locked
-from deepmd_ema.train.place import LOCK
+from deepmd_ema.train.start.output_files import LOCK
 
 LAST = 4
 
@@ -80,12 +80,12 @@ BAD_STARTS = {
     "truncated": (
         lambda desk: cut("model.ckpt-4.pt"),
         ["--restart", "model.ckpt.pt"],
-        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: go on from that one."],
+        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: continue from that one."],
     ),
     "one bit of it changed": (
         lambda desk: flip("model.ckpt-4.pt"),
         ["--restart", "model.ckpt.pt"],
-        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: go on from that one."],
+        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: continue from that one."],
     ),
     "its target is gone": (
         lambda desk: Path("model.ckpt-4.pt").unlink(),
@@ -473,7 +473,7 @@ def test_a_path_that_the_system_refuses_is_one_message(clean, kind):
 def test_a_log_that_cannot_be_written_any_more_is_told_once(clean):
     Path("train.log").symlink_to("/dev/full")
     told = clean.train("-l", "train.log")
-    told.must_say("cannot be written any more (No space left on device): goes on without it", code=GOOD)
+    told.must_say("cannot be written any more (No space left on device): the run continues without it", code=GOOD)
     assert told.text.count("/train.log") == 1
     assert len(told.text.splitlines()) < 100
 
@@ -485,7 +485,7 @@ def test_a_full_disk_at_the_rows_is_told_and_not_hidden_by_the_end(desk, monkeyp
     def also_full(*_):
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr("deepmd_ema.train.display.Reporter.close", also_full)
+    monkeypatch.setattr("deepmd_ema.train.loop.reporter.Reporter.close", also_full)
     told = desk.train("-v", "ERROR")
     told.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
 

@@ -28,7 +28,6 @@ from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation import interpolations_of
 from deepmd_ema.model.interpolation.series import MIN_TERMS
-from deepmd_ema.train import compile as train_compile
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 
@@ -217,53 +216,19 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     assert "compiled  2 graphs in" in caplog.text
 
 
-def test_auto_goes_on_eagerly_where_a_run_is_short_and_a_restart_adopts_that(desk, caplog):
-    caplog.set_level("INFO")
-    auto = train(desk / "auto", training__enable_compile="auto")
-    assert "the run goes on eagerly" in caplog.text
-    assert auto[0]["config"]["training"]["enable_compile"] is False
-    caplog.clear()
-    train(desk / "auto", "--restart", "model.ckpt-3.pt", training__enable_compile="auto")
-    assert "training.enable_compile = auto" not in caplog.text
-
-
-@pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa3"])
-def test_the_estimate_counts_tasks_of_one_structure_once_whatever_their_first_batches_are(descriptor):
-    models = [toy_model(descriptor, SMALL, NET, seed=seed)[1].train() for seed in range(len(FRAMES))]
-    steps = [(0.25, model, batch) for model, batch in zip(models, batches_of(models[0]), strict=True)]
-    alone, together, twice = (train_compile._Probe.measure(tasks) for tasks in (steps[:1], steps, [*steps, *steps]))
-    assert alone.operations == together.operations == twice.operations > 500
-    other = toy_model("se_e2_r", SMALL, NET)[1].train()
-    assert train_compile._Probe.measure([*steps, (0.5, other, next(batches_of(other)))]).operations > alone.operations
-
-
-def test_auto_takes_compiled_code_if_a_step_is_measured_to_be_faster(desk, caplog, monkeypatch):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)
-    monkeypatch.setattr(train_compile, "FASTER", 1e9)
-    compiled = train(desk / "fast", training__enable_compile="auto")
-    assert compiled[0]["config"]["training"]["enable_compile"] is True
-    assert "it is tried" in caplog.text
-    assert "training goes on compiled" in caplog.text
-
-
-def test_without_a_compiler_the_message_says_what_to_install_and_auto_goes_on(desk, caplog, monkeypatch, capsys):
+def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, capsys):
     def fail(*_):
         from torch._inductor.exc import InvalidCxxCompiler
 
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(compiling.Compiler, "trace", fail)
-    monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)
-    caplog.set_level("INFO")
-    train(desk / "auto", training__enable_compile="auto")
-    assert "Install g++" in caplog.text
-    assert "The run goes on eagerly." in caplog.text
     values = tiny_input([desk / "train_0"], num_steps=2, **TINY, training__enable_compile=True)
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 2
     message = capsys.readouterr().err
     assert "training.enable_compile: no C++ compiler was found" in message
+    assert "Install g++" in message
     assert "Traceback" not in message
     with pytest.raises(UserError, match="could not compile the model"), explained("here", "Leave it out"):
         raise RuntimeError("no kernel for this")

@@ -202,6 +202,7 @@ BAD = [
     ({**SLOW, "device": "gpu"}, '.device = "gpu"', ["Known: live, cpu"]),
     ({**SLOW, "dtype": "float16"}, '.dtype = "float16"', ["Known: float32, float64"]),
     ({**SLOW, "layout": "full"}, '.layout = "full"', ["Known: local_shard, full_tensor"]),
+    ({**SLOW, "layout": "rank_range"}, '.layout = "rank_range"', ["was removed", "Use local_shard"]),
     ({**SLOW, "buffers": "averaged"}, '.buffers = "averaged"', ["Did you mean average?"]),
     ({**SLOW, "full_validation": "yes"}, '.full_validation = "yes"', ["Write true, without quotes"]),
     ({**SLOW, "lcurve": None}, ".lcurve = null", ["true or false"]),

@@ -125,7 +125,12 @@ BAD = [
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
     ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1", [NOT_YET]),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", [NOT_YET]),
-    ({"training.enable_compile": "yes"}, 'training.enable_compile = "yes"', ['"auto"']),
+    ({"training.enable_compile": "yes"}, 'training.enable_compile = "yes"', ["true or false", "Write true"]),
+    (
+        {"training.enable_compile": "auto"},
+        'training.enable_compile = "auto"',
+        ["was removed", "Use true for long"],
+    ),
     ({"training.compile_options": {"mode": "fast"}}, 'training.compile_options.mode = "fast"', ["reduce-overhead"]),
     ({"training.enable_tf32": "high"}, 'training.enable_tf32 = "high"', ["true or false"]),
     ({"training.acc_freq": 2}, "training.acc_freq = 2", [NOT_YET]),

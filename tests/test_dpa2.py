@@ -16,9 +16,12 @@ from deepmd_ema.config.notices import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.families.dpa2 import repformer
+from deepmd_ema.families.se_atten import layers as se_atten_block
+from deepmd_ema.families.se_e3_tebd import layers as se_t_tebd_block
 from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, model_tree
-from deepmd_ema.model.descriptor import repformer, se_atten_block, se_t_tebd_block, type_embedded
-from deepmd_ema.model.kernels.vjp import with_vjp
+from deepmd_ema.model.descriptor import type_embedded
+from deepmd_ema.model.ops.vjp import with_vjp
 
 ROUGH = {"smooth": False}
 TERMS = ("conv", "drrd", "grrg", "attn")

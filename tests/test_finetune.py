@@ -21,7 +21,7 @@ from deepmd_ema.model.elements import carried_over
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import content_digest
-from deepmd_ema.train.find_start import find_start
+from deepmd_ema.train.start.start_file import find_start
 
 PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,

@@ -11,21 +11,24 @@ from torch.utils._pytree import tree_leaves
 from toy_models import REPFORMER, TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.schema.dpa2 import RepformerConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.descriptor.repformer import Repformer
-from deepmd_ema.model.descriptor.repformer_attention import Surroundings
+from deepmd_ema.families.dpa2.repformer import Repformer
+from deepmd_ema.families.dpa2.repformer_attention import Surroundings
+from deepmd_ema.families.dpa2.section import RepformerConfig
 from deepmd_ema.model.interpolation.series import SeriesSum
-from deepmd_ema.model.kernels import attention, dense, env_mat, moments, norm, silu, triples, unit  # noqa: F401  (they register)
-from deepmd_ema.model.kernels.attention import attended_moments
-from deepmd_ema.model.kernels.attention_layer import AttentionOptions
-from deepmd_ema.model.kernels.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.kernels.repformer import repformer_layers
-from deepmd_ema.model.kernels.switch import exponential_switch, switch, switch_and_derivative
-from deepmd_ema.model.kernels.twin import KERNELS, plain_kernels
+from deepmd_ema.model.kernels import moments  # noqa: F401  (it registers)
+from deepmd_ema.model.nn import norm  # noqa: F401
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops import environment, unit  # noqa: F401
+from deepmd_ema.model.ops.cpu import attention, silu, triples
+from deepmd_ema.model.ops.cpu.attention import attended_moments
+from deepmd_ema.model.ops.cpu.attention_layer import AttentionOptions
+from deepmd_ema.model.ops.cpu.repformer import repformer_layers
+from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.ops.switch import exponential_switch, switch, switch_and_derivative
+from deepmd_ema.model.ops.twin import KERNELS, plain_kernels
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)

@@ -20,8 +20,8 @@ from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.report import tables
+from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
-from deepmd_ema.train.trainer import Callback
 
 BEFORE, LAST = 2, 4  # the run stands after BEFORE; all writes of the next step are hit; LAST is its end
 MOST_WRITES = 80  # of one restart and one step

@@ -24,7 +24,7 @@ from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import DESCRIPTORS, build_model
-from deepmd_ema.model.kernels.twin import plain_kernels
+from deepmd_ema.model.ops.twin import plain_kernels
 
 SAME_MATH = 1e-11  # sums in another order
 STEP, DIFFERENCES = 2e-5, 2e-7  # of central differences, angstrom; their error

@@ -15,9 +15,9 @@ from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.model import energy
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.kernels import moments
-from deepmd_ema.model.kernels.twin import plain_kernels
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.twin import plain_kernels
 
 SAME_MATH = 1e-12
 ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",

@@ -73,6 +73,26 @@ def test_a_restart_from_an_earlier_version_goes_on_as_that_version_did(folder, t
     assert [int(row.split()[0]) for row in Path("val_flat.log").read_text().splitlines() if row[:1] != "#"] == [6]
 
 
+@pytest.mark.parametrize("folder", BANKS, ids=lambda p: p.name)
+def test_a_checkpoint_with_a_removed_layout_is_read_and_restarted(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    payload = checkpoint.load(folder / "model.ckpt-4.pt")
+    old = {"layout": "rank_range"}
+    averages, sections = payload["averages"]["profiles"], payload["config"]["training"]["averaging"]
+    payload["averages"]["profiles"] = {name: {**average, **old} for name, average in averages.items()}
+    payload["config"]["training"]["averaging"] = [{**section, **old} for section in sections]
+    (tmp_path / "old").mkdir()
+    checkpoint.save(tmp_path / "old" / "model.ckpt-4.pt", payload)
+    shutil.copy(folder / "input.json", tmp_path / "old")
+    go_on(tmp_path / "old", 6)
+    assert "layout was rank_range in the checkpoint and is local_shard from now on" in caplog.text
+    kept = np.load(folder / "predictions.npz")
+    for name in {name.rpartition("_")[0] for name in kept if "ckpt-6" in name}:
+        assert_predicts_as_kept(name, kept)
+    assert main(["show", "model.ckpt-4.pt"]) == 0
+    assert main(["freeze", "-c", "model.ckpt-4.pt", "--average", next(iter(averages)), "-o", "a.dp"]) == 0
+
+
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
 def test_every_part_of_old_and_new_files_is_documented(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

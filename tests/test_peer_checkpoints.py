@@ -20,7 +20,7 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import read_deepmd_pt, read_dp
-from deepmd_ema.train.find_start import find_start
+from deepmd_ema.train.start.start_file import find_start
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there
@@ -58,13 +58,13 @@ def test_a_checkpoint_of_deepmd_kit_gives_its_numbers(name):
 def test_the_average_in_a_checkpoint_is_that_of_its_averaged_file():
     loaded = load_model(FILES / "pt.pt", use_average=True)
     assert_same(predict(loaded), "pt_ema")
-    assert loaded.info.in_words() == "averaged weights (ema) of step 4: decay 0.5"
+    assert loaded.info.describe() == "averaged weights (ema) of step 4: decay 0.5"
 
 
 def test_a_checkpoint_says_what_its_weights_are():
-    assert load_model(FILES / "pt.pt").info.in_words() == "live weights of step 4"
-    assert load_model(FILES / "pt_expt.pt").info.in_words() == "live weights of step 4"
-    assert "does not say whether they are live" in load_model(FILES / "pt_ema.pt").info.in_words()
+    assert load_model(FILES / "pt.pt").info.describe() == "live weights of step 4"
+    assert load_model(FILES / "pt_expt.pt").info.describe() == "live weights of step 4"
+    assert "does not say whether they are live" in load_model(FILES / "pt_ema.pt").info.describe()
 
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml", ".pt"])

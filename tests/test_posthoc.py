@@ -227,7 +227,7 @@ def test_a_snapshot_is_a_model_as_well(run, capsys):
     assert "average p05: sigma_rel 0.05, gamma 16.97, 200 updates, mean age 10.0 steps, step 200" in said
     assert (
         load_model(path)
-        .info.in_words()
+        .info.describe()
         .startswith("averaged weights (p05) of step 200: sigma_rel 0.05, gamma 16.97, 200 updates")
     )
 

@@ -251,7 +251,7 @@ def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(run, c
 
 def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_path):
     loaded = load_model(compiled.path)
-    assert loaded.info.in_words() == load_model(run[0], use_average=True).info.in_words()
+    assert loaded.info.describe() == load_model(run[0], use_average=True).info.describe()
     again = export.freeze(loaded, tmp_path / "again.dp")
     assert max(again.difference.values()) == 0
     with zipfile.ZipFile(compiled.path) as package:

@@ -23,7 +23,7 @@ def test_lists_of_tensors_are_changed_by_one_call(name):
 
 
 def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_one_outside():
-    from deepmd_ema.model.kernels.twin import backward_pass
+    from deepmd_ema.model.ops.twin import backward_pass
 
     seen = []
     x = torch.ones(1, requires_grad=True)
@@ -31,12 +31,12 @@ def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_on
     y.register_hook(lambda _: seen.append(backward_pass()))
     y.backward(retain_graph=True)
     y.backward()
-    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/kernels/twin.py")
+    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/ops/twin.py")
     assert backward_pass() == -1
 
 
 def test_products_in_float32_are_found_by_a_probe():
-    from deepmd_ema.model.kernels import product
+    from deepmd_ema.model.ops.cpu import product
 
     a, b = torch.randn(64, 300), torch.randn(300, 70)
     torch.testing.assert_close(product.product(a, b), a @ b, rtol=1e-4, atol=1e-4)
@@ -45,7 +45,7 @@ def test_products_in_float32_are_found_by_a_probe():
 
 
 def test_an_operation_of_onednn_with_other_arguments_is_not_used(monkeypatch):
-    from deepmd_ema.model.kernels import product
+    from deepmd_ema.model.ops.cpu import product
 
     def changed(a, b):
         raise TypeError("_linear_pointwise() takes 7 arguments")

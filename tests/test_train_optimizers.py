@@ -16,8 +16,8 @@ from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.optim.lkf import LKF
-from deepmd_ema.train import kalman
-from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
+from deepmd_ema.train.loop import kalman
+from deepmd_ema.train.loop.kalman import KalmanStep, measure_energy, measure_force
 from deepmd_ema.train.run import run_training
 
 KINDS = {

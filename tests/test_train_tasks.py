@@ -20,11 +20,11 @@ from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.train.assemble import assemble
-from deepmd_ema.train.find_start import find_start
-from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.start import FromWeights, Start
-from deepmd_ema.train.trainer import Callback
+from deepmd_ema.train.assembly.assemble import assemble
+from deepmd_ema.train.loop.trainer import Callback
+from deepmd_ema.train.start.prepare import prepare
+from deepmd_ema.train.start.restart import FromWeights, Start
+from deepmd_ema.train.start.start_file import find_start
 
 pytestmark = pytest.mark.timeout(480)
 

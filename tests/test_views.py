@@ -9,7 +9,7 @@ from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.kernels.views import view_of
+from deepmd_ema.model.descriptor.views import view_of
 
 LIST = NeighborLayout(4.0, (60,), 3, by_type=False, type_sel=(20, 20, 20))
 BY_TYPE = NeighborLayout(4.0, (20, 20, 20), 3)

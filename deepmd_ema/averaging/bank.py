@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
-from deepmd_ema.averaging.binding import Binding, RangeShard, canonical, unwrap
+from deepmd_ema.averaging.binding import Binding, canonical, unwrap
 from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signals_wait
 from deepmd_ema.averaging.profile import LIVE, Profile
 from deepmd_ema.averaging.storage import lerp
@@ -257,8 +257,6 @@ class AverageBank:
         averages = {}
         for profile in self._profiles:
             shards = [*self._binding.shards, *(self._binding.buffers if profile.buffers == "average" else [])]
-            if profile.layout == "rank_range":
-                shards = [shard if shard.is_sharded else RangeShard(shard) for shard in shards]
             average = averages[profile.name] = Average(profile, shards)
             if profile.name in self._averages:
                 average.carry_over(self._averages[profile.name])

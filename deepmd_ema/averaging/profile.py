@@ -36,8 +36,7 @@ class Profile:
             weights in float32 loses updates that are smaller than its rounding: at the end of a run in which the
             learning rate decays, 7 to 10 % of its distance from the live weights (decay 0.999 to 0.9999).
         layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
-            weights at each update and holds the whole average on every rank; ``rank_range`` lets each rank average
-            a range of every tensor that all ranks hold, gathered to swap and to save only.
+            weights at each update and holds the whole average on every rank.
         buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
             floating-point ones that are in the state dict. Integer and bool ones never are.
         should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start

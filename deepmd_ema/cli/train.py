@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
+    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly from a checkpoint")
     start.add_argument("-i", "--init-model", metavar="FILE", type=path,
                        help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
     start.add_argument("-t", "--finetune", metavar="FILE", type=path,
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_input(path: str) -> None:
-    """Check the input before torch is imported, so that a mistake is told at once; several ranks agree on it later."""
+    """Check the input before torch is imported, so that a mistake is reported at once; ranks agree on it later."""
     with libraries_of_torch():
         from deepmd_ema.config import load_config
 

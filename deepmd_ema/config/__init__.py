@@ -8,6 +8,7 @@ from deepmd_ema.config.load import (
     load_config,
     model_config_from_dict,
     model_configs,
+    saved_config,
     saved_models,
 )
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options, rows_of_tasks
@@ -31,6 +32,7 @@ __all__ = [
     "model_configs",
     "rows_of_tasks",
     "run_arguments",
+    "saved_config",
     "saved_models",
     "to_dict",
 ]

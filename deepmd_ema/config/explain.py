@@ -125,6 +125,8 @@ def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
 
     if is_unavailable_text(path, value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
+    if option.removed and isinstance(value, str) and value in option.removed:
+        return f" = {show(value)}: was removed. {option.removed[value]}"
     if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
         return _bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")
     if any(isinstance(v, str) and not is_bounded(v) for v in leaves(value)):

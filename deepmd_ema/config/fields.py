@@ -44,6 +44,7 @@ class Option:
         choices: the values of a text option; a ``check`` beside them lets other texts pass.
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
+        removed: values that an earlier version took, each with what to use instead; they are refused.
         registry: the classes of a nested section that is open to more of them, by ``type``; replaces ``classes``.
     """
 
@@ -61,6 +62,7 @@ class Option:
     choices: tuple[str, ...] = ()
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
+    removed: Mapping[str, str] | None = None
     registry: Mapping[str, type] | None = None
 
     @property

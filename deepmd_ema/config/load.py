@@ -64,6 +64,21 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
     return _load(values, source, {})
 
 
+def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
+    """Return the run that the config of a checkpoint describes, with removed values replaced.
+
+    Raises:
+        ConfigError: with every mistake of the config.
+    """
+    training = values.get("training")
+    averages = training.get("averaging") if isinstance(training, Mapping) else None
+    if isinstance(training, Mapping) and isinstance(averages, list):
+        # a checkpoint holds whole averages, however the ranks held them
+        kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
+        values = {**values, "training": {**training, "averaging": kept}}
+    return config_from_dict(values, source)
+
+
 def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> ModelConfig:
     """Return the section ``model`` that a dictionary describes.
 
@@ -110,7 +125,7 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
         sections = values["model"]["model_dict"]
         own = {name: model_config_from_dict(section, source) for name, section in sections.items()}
         return SavedModels(own, (), {name: {"model": section} for name, section in sections.items()})
-    run = config_from_dict(values, source)
+    run = saved_config(values, source)
     configs = {name: task.model for name, task in run.tasks.items()}
     return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
 

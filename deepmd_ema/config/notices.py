@@ -27,7 +27,6 @@ _LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrai
 _FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
 _KEPT_BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
 _WHOLE = "every process holds all weights at zero_stage {0.run.training.zero_stage}"
-_SHARDED = "every process holds a part of the weights only at zero_stage {0.run.training.zero_stage}"
 
 
 def ignored_options(config: RunConfig) -> list[str]:
@@ -185,7 +184,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
             "validating.full_val_start = 1 means never",
         ),
         ("layout", lambda a: a.average.layout == "full_tensor" and not a.run.training.shards_weights, _WHOLE),
-        ("layout", lambda a: a.average.layout == "rank_range" and a.run.training.shards_weights, _SHARDED),
     ),
     "training": (
         ("max_ckpt_keep", lambda training: training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),

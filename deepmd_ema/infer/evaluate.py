@@ -42,7 +42,7 @@ _AXES = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]} 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What a test has found.
+    """Errors of a model on labelled frames.
 
     Attributes:
         info: which weights were tested.
@@ -66,7 +66,7 @@ class ErrorReport:
     def text(self) -> str:
         """Return errors per system and over all, forces per element, and the worst frames."""
         systems = self.by_system
-        lines = [f"{self.info.path}: {self.info.in_words()}"]
+        lines = [f"{self.info.path}: {self.info.describe()}"]
         for name, errors in systems.items():
             lines += ["# ---------------output of dp-ema test----------- ", f"# testing system : {name}"]
             lines += [f"# number of test data : {errors.summary()['num_frames']:.0f} ", *_error_lines(errors), _LINE]
@@ -79,8 +79,8 @@ class ErrorReport:
     def write_details(self, prefix: str | Path) -> list[Path]:
         """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
 
-        One block per system, headed by its name; atoms stand as in the files of the data, without virtual atoms, and
-        nan stands for a label that a frame does not have.
+        One block per system, headed by its name; atoms are in the order of the files of the data, without virtual
+        atoms; nan is written for a label that a frame does not have.
         """
         written = []
         for label in LABELS.values():
@@ -113,7 +113,7 @@ class ErrorReport:
                 "Virial": (*pair(VIRIAL, True), "eV/atom"),
             },
             path,
-            f"{self.info.path.name}: {self.info.in_words()}; {count}",
+            f"{self.info.path.name}: {self.info.describe()}; {count}",
         )
 
     def forces_by_element(self) -> Table:

@@ -43,7 +43,7 @@ _AVERAGE_WORDS = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where weights come from.
+    """Origin of weights.
 
     Attributes:
         path: the file.
@@ -71,22 +71,22 @@ class Provenance:
     head: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a frozen file records of its weights, as plain values."""
+        """Return the record of the weights for a frozen file, as plain values."""
         facts = {"step": self.step, "kind": self.kind, "average": dict(self.average)}
         more = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
         return facts | {name: fact for name, fact in more.items() if fact}
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return one line: which of several models, live or which average, of which step."""
-        return ", ".join(filter(None, (self.head, self._weights_in_words())))
+        return ", ".join(filter(None, (self.head, self._describe_weights())))
 
-    def _weights_in_words(self) -> str:
+    def _describe_weights(self) -> str:
         step = "an unknown step" if self.step is None else f"step {self.step:,}"
         if not self.weights:
             return f"weights of {step}; the file does not say whether they are live or averaged"
         if self.weights == LIVE:
             return f"live weights of {step}"
-        return ": ".join(filter(None, (f"averaged weights ({self.weights}) of {step}", average_in_words(self.average))))
+        return ": ".join(filter(None, (f"averaged weights ({self.weights}) of {step}", describe_average(self.average))))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class LoadedModel:
     is_compiled: bool = False
 
     def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
-        """Return what evaluates batches, and where: on ``device``, or by default where the file or the machine says.
+        """Return the model that evaluates batches, and its device: ``device``, or that of the file or of the machine.
 
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
@@ -144,7 +144,7 @@ def load_model(
         head: which model of a file that holds several.
 
     Raises:
-        CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
+        CheckpointError: if the file is missing, damaged or not a model, or lacks an average that is requested.
     """
     name = str(path)
     (loaded,) = _load(Path(path), use_average, average, lambda names: [choose_head(names, head, name)]).models.values()
@@ -162,8 +162,8 @@ def load_models(
     return _load(Path(path), use_average, average, choose)
 
 
-def average_in_words(average: Mapping[str, Any]) -> str:
-    """Return what people want to know of an average, of whatever type, on one line."""
+def describe_average(average: Mapping[str, Any]) -> str:
+    """Return a line that describes an average of any type."""
     facts = dict(average)
     if "gamma" in facts:
         facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))

@@ -66,7 +66,7 @@ def write_pt2(
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
-        with _failures_in_words(path, config):
+        with _failures_as_messages(path, config):
             exported = _exported(model, config, device)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
         with zipfile.ZipFile(made, "a") as package:
@@ -204,7 +204,7 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
+def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
     """Say what torch could not compile, and where that stands; its errors have no type of their own."""
     try:
         yield

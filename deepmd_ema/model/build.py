@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from deepmd_ema.batch import both_orders
-from deepmd_ema.config.schema.linear import LinearConfig, PairTableConfig
 from deepmd_ema.config.schema.model import StandardConfig
-from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
-from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
-from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
-from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
-from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
-from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
-from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
-from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
+from deepmd_ema.families.dpa2.module import DPA2Descriptor
+from deepmd_ema.families.dpa3.module import DPA3Descriptor
+from deepmd_ema.families.ener.module import EnergyFitting
+from deepmd_ema.families.hybrid.module import HybridDescriptor
+from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
+from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig
+from deepmd_ema.families.se_atten.module import DPA1Descriptor
+from deepmd_ema.families.se_e2_a.module import SeE2ADescriptor
+from deepmd_ema.families.se_e2_r.module import SeE2RDescriptor
+from deepmd_ema.families.se_e3.module import SeE3Descriptor
+from deepmd_ema.families.se_e3_tebd.module import SeE3TebdDescriptor
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.fitting.ener import EnergyFitting
-from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_energy import PairTableDescriptor, PairTableFitting

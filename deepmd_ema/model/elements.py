@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import first_few
-from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
+from deepmd_ema.families.hybrid.module import HybridDescriptor
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 if TYPE_CHECKING:

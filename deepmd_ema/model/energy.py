@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
-from deepmd_ema.model.kernels.gather import sum_over_reverse
-from deepmd_ema.model.kernels.twin import kernels_by_hand, plain_kernels
+from deepmd_ema.model.ops.gather import sum_over_reverse
+from deepmd_ema.model.ops.twin import kernels_by_hand, plain_kernels
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block, Descriptor, Fitting

@@ -18,7 +18,7 @@ from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.twin import exported_kernels
+from deepmd_ema.model.ops.twin import exported_kernels
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L slots as given,
 # T types, P frame parameters, Q atom parameters

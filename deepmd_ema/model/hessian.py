@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.kernels.gather import sum_over_reverse
+from deepmd_ema.model.ops.gather import sum_over_reverse
 
 # A atoms, K neighbor slots, D directions: coordinates of an atom of each frame, N atoms of a frame
 

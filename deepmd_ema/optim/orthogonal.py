@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepmd_ema.model.kernels.product import products
+from deepmd_ema.model.ops.cpu.product import products
 
 Coefficients = Sequence[tuple[float, float, float]]
 """a, b and c of each step ``X <- a X + b (X X^T) X + c (X X^T)^2 X``."""

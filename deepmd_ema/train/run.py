@@ -16,13 +16,13 @@ from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.report.table import Table, render
-from deepmd_ema.train.assemble import assemble
-from deepmd_ema.train.averages import Hook
-from deepmd_ema.train.ending import end_table
-from deepmd_ema.train.find_start import find_start
-from deepmd_ema.train.place import check_place, lock_place, write_config
-from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.trainer import Callback, Trainer
+from deepmd_ema.train.assembly.assemble import assemble
+from deepmd_ema.train.assembly.summary import end_table
+from deepmd_ema.train.loop.averages import Hook
+from deepmd_ema.train.loop.trainer import Callback, Trainer
+from deepmd_ema.train.start.output_files import check_place, lock_place, write_config
+from deepmd_ema.train.start.prepare import prepare
+from deepmd_ema.train.start.start_file import find_start
 
 logger = logging.getLogger(__name__)
 

@@ -81,10 +81,9 @@ class _Average:
     layout: str = option(
         "local_shard",
         choices=LAYOUTS,
+        removed={"rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."},
         doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
-        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3); `rank_range`: each "
-        "averages a range of the weights that all of them hold, so that the average takes one copy of the weights over "
-        "all ranks together (zero_stage 0 and 1).",
+        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3).",
     )
     buffers: str = option(
         "copy",
@@ -133,7 +132,7 @@ class _Average:
         if self.update_every > 1:
             yield every_steps(self.update_every)
         said = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
-                "rank_range": "a range of it on each process", "average": "with averaged buffers"}  # fmt: skip
+                "average": "with averaged buffers"}  # fmt: skip
         yield from (said[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in said)
 
 

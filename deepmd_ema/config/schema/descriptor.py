@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from deepmd_ema.config.fields import option
-from deepmd_ema.config.schema.dpa2 import DPA2Config
-from deepmd_ema.config.schema.dpa3 import DPA3Config
-from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
-from deepmd_ema.config.schema.se_e3 import SeE3Config
-from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+from deepmd_ema.families.dpa2.section import DPA2Config
+from deepmd_ema.families.dpa3.section import DPA3Config
+from deepmd_ema.families.se_atten.section import SeAttenConfig, SeAttenV2Config
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.families.se_e2_r.section import SeE2RConfig
+from deepmd_ema.families.se_e3.section import SeE3Config
+from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics

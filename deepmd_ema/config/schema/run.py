@@ -8,7 +8,6 @@ from typing import Any
 
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.messages import Place, Source, path_of
-from deepmd_ema.config.schema.linear import MODELS
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import (
@@ -21,6 +20,7 @@ from deepmd_ema.config.schema.training import (
     ValidationDataConfig,
 )
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.families.linear_ener.section import MODELS
 from deepmd_ema.weights import LIVE
 
 

@@ -13,32 +13,32 @@ import torch
 from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.descriptor import HybridConfig
-from deepmd_ema.config.schema.dpa2 import DPA2Config
-from deepmd_ema.config.schema.dpa3 import DPA3Config
-from deepmd_ema.config.schema.linear import LinearConfig, PairTableConfig, Part
 from deepmd_ema.config.schema.model import EnerFittingConfig, StandardConfig
-from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
-from deepmd_ema.config.schema.se_e3 import SeE3Config
-from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
-from deepmd_ema.interchange.dp.dpa3 import DPA3Tree
-from deepmd_ema.interchange.dp.ener import EnerTree
+from deepmd_ema.families.dpa2.section import DPA2Config
+from deepmd_ema.families.dpa2.tree import DPA2Tree
+from deepmd_ema.families.dpa3.section import DPA3Config
+from deepmd_ema.families.dpa3.tree import DPA3Tree
+from deepmd_ema.families.ener.tree import EnerTree
+from deepmd_ema.families.hybrid.tree import HybridTree
+from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
+from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig, Part
+from deepmd_ema.families.linear_ener.tree import KINDS, linear_tree, table_section, weights_of, with_own_biases_of_parts
+from deepmd_ema.families.se_atten.section import SeAttenConfig, SeAttenV2Config
+from deepmd_ema.families.se_atten.tree import SeAttenTree
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.families.se_e2_a.tree import SeE2ATree, SeE2RTree, SeE3Tree
+from deepmd_ema.families.se_e2_r.section import SeE2RConfig
+from deepmd_ema.families.se_e3.section import SeE3Config
+from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
+from deepmd_ema.families.se_e3_tebd.tree import SeE3TebdTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
-from deepmd_ema.interchange.dp.hybrid import HybridTree
-from deepmd_ema.interchange.dp.linear import KINDS, linear_tree, table_section, weights_of, with_own_biases_of_parts
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tree_of
 from deepmd_ema.interchange.dp.parts import part_tree, table_entries
-from deepmd_ema.interchange.dp.se_atten import SeAttenTree
-from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree, SeE3Tree
-from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
 from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting
-from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
 from deepmd_ema.model.pair_energy import PairTableDescriptor
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
@@ -142,7 +142,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    with faults_in_words(path):
+    with faults_as_messages(path):
         _check_available(path, tree["model"])
         if tree["model"].get("type") in KINDS:
             tree["model"] = with_own_biases_of_parts(tree["model"])
@@ -180,7 +180,7 @@ def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def faults_in_words(path: Path) -> Iterator[None]:
+def faults_as_messages(path: Path) -> Iterator[None]:
     """Turn what a tree of another form makes fail inside into messages.
 
     Raises:

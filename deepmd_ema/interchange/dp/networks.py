@@ -12,8 +12,8 @@ import torch
 from deepmd_ema.config.fields import type_names
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.model.kernels.norm import LayerNorm
 from deepmd_ema.model.nn.layers import Layer, Network
+from deepmd_ema.model.nn.norm import LayerNorm
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 

@@ -13,15 +13,15 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interpolation import Interpolation, NeighborSum
-from deepmd_ema.model.kernels.env_mat import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
+from deepmd_ema.model.ops.environment import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-    from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
-    from deepmd_ema.config.schema.se_e3 import SeE3Config
+    from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+    from deepmd_ema.families.se_e2_r.section import SeE2RConfig
+    from deepmd_ema.families.se_e3.section import SeE3Config
 
 E = TypeVar("E", Environment, RadialEnvironment)
 

@@ -11,15 +11,15 @@ from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
-from deepmd_ema.model.kernels.vjp import with_vjp
 from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
+from deepmd_ema.model.ops.vjp import with_vjp
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_atten import SeAttenV2Config
-    from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+    from deepmd_ema.families.se_atten.section import SeAttenV2Config
+    from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, S slots up to sel, T types, D features, E numbers of a type embedding

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.model.interpolation.sums import NeighborSum, inputs_at
-from deepmd_ema.model.kernels.twin import Kernel, applied
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.twin import Kernel, applied
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, P panels, F functions
 

@@ -181,7 +181,7 @@ def make_table(
         precision: of the net, for the accuracy.
         like: with the precision and the device of the sums.
     """
-    width, given = (high - low) / PANELS, {"dtype": like.dtype, "device": like.device}
+    width, given = (high - low) / PANELS, dict[str, Any](dtype=like.dtype, device=like.device)
     # not like.new_tensor: of a tensor inside torch.func it would be one that ends there
     centres = torch.tensor([low + (k + 0.5) * width for k in range(PANELS)], **given)
     half = torch.tensor(max(0.5 * STRETCH * width, MIN_HALF), **given)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.kernels.twin import Kernel
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.twin import Kernel
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
 # a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]

@@ -11,7 +11,7 @@ from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.kernels.norm import LayerNorm
+    from deepmd_ema.model.nn.norm import LayerNorm
 
 # A atoms, K neighbor slots, M channels of a pair, H hidden width
 

@@ -1,0 +1,1 @@
+"""The fitting network ener."""

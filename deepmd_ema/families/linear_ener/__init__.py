@@ -1,0 +1,1 @@
+"""The model linear_ener."""

@@ -1,0 +1,1 @@
+"""The descriptor se_e3."""

@@ -1,0 +1,1 @@
+"""Operations written for eager mode on a CPU, with gradients written out."""
