@@ -35,8 +35,8 @@ def assemble(
     # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
     first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
     batches = {name: batch.to(world.device) for name, batch in first.items()}
-    splines = loop.SplineControl(models, world)
-    splines.begin(batches, start.splines)
+    interpolation = loop.InterpolationControl(models, world)
+    interpolation.begin(batches, start.interpolation)
     # before the models are sharded: one rank may then compile while others wait for its code
     used = compile_models(config, models, batches, world)
     module = loop.parallelize(models, world, config.training.zero_stage)
@@ -66,13 +66,13 @@ def assemble(
         times=times,
         num_steps=num_steps,
         world=world,
-        splines=splines,
+        interpolation=interpolation,
         products=loop.context_of_products(config, world.device),
         refit=partial(loop.refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or loop.Callback(),
     )
-    for line in render(start_table(prepared, tasks, bank, num_steps, world, splines.describe())):
+    for line in render(start_table(prepared, tasks, bank, num_steps, world, interpolation.describe())):
         logger.info("%s", line)
     for warning in (*tasks.warnings, *config_warnings(config, num_steps, tasks.steps_per)):
         logger.warning("%s", warning)

@@ -1,11 +1,11 @@
 """The training loop and its parts."""
 
 from deepmd_ema.train.loop.averages import Hook, build_bank
+from deepmd_ema.train.loop.interpolation import InterpolationControl
 from deepmd_ema.train.loop.refit_bias import refit
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver, StateBuilder, build_store
 from deepmd_ema.train.loop.sharding import parallelize
-from deepmd_ema.train.loop.splines import SplineControl
 from deepmd_ema.train.loop.step import GradientStep, Step, context_of_products
 from deepmd_ema.train.loop.task import TaskMixture
 from deepmd_ema.train.loop.trainer import Callback, Trainer
@@ -16,9 +16,9 @@ __all__ = [
     "FullValidation",
     "GradientStep",
     "Hook",
+    "InterpolationControl",
     "Reporter",
     "Saver",
-    "SplineControl",
     "StateBuilder",
     "Step",
     "TaskMixture",

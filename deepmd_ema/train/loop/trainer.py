@@ -24,11 +24,11 @@ from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.tensors import cpu_copy, map_tensors
 from deepmd_ema.train.loop.averages import describe_averages
+from deepmd_ema.train.loop.interpolation import InterpolationControl
 from deepmd_ema.train.loop.refit_bias import Biases
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver
 from deepmd_ema.train.loop.sharding import check_replicas
-from deepmd_ema.train.loop.splines import SplineControl
 from deepmd_ema.train.loop.step import Outcome, Step
 from deepmd_ema.train.loop.task import Task, TaskMixture
 from deepmd_ema.train.loop.validate import FullValidation, ValidationAborted
@@ -107,7 +107,7 @@ class Trainer:
         times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
-        splines: as which embedding nets are evaluated.
+        interpolation: of the embedding nets.
         products: context of matrix products in a step.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
@@ -125,7 +125,7 @@ class Trainer:
     times: IntervalTimes
     num_steps: int
     world: World
-    splines: SplineControl
+    interpolation: InterpolationControl
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
@@ -186,7 +186,7 @@ class Trainer:
             with self.times.of("data"):
                 batch = next(task.train_loader).to(self.world.device)
             with self.times.of("step"):
-                self.splines.before_step(number)
+                self.interpolation.before_step(number)
                 with self.products():
                     outcome = self.take_step(task, batch, number)
                 self.step = number
@@ -294,7 +294,7 @@ class Trainer:
             "streams": self.tasks.state_dict(),
             "display": map_tensors(copy, self.reporter.state_dict()),
             "validation_pending": self._validation_pending,
-            "splines": self.splines.state_dict(),
+            "interpolation": self.interpolation.state_dict(),
         }
         if self.validator.rows:
             state["best"] = self.validator.state_dict()

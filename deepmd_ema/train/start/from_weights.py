@@ -23,7 +23,7 @@ from deepmd_ema.train.start.new_run import Start, digest
 logger = logging.getLogger(__name__)
 
 _SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
-_OF_THE_RUN = ("trainable", "seed", "embedding_eval")  # options of a descriptor that say nothing of its features
+_OF_THE_RUN = ("trainable", "seed", "interpolate")  # options of a descriptor that do not change its features
 
 
 @dataclass(frozen=True)

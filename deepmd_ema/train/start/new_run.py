@@ -25,8 +25,8 @@ class Start:
         return 0
 
     @property
-    def splines(self) -> Mapping[str, Any] | None:
-        """State of the splines of the run that is continued, or None."""
+    def interpolation(self) -> Mapping[str, Any] | None:
+        """State of the interpolated networks of the run that is continued, or None."""
         return None
 
     def model_section(self, given: Any) -> Any:

@@ -55,9 +55,9 @@ class Restart(FromWeights):
         return int(self.payload["step"])
 
     @property
-    def splines(self) -> Mapping[str, Any] | None:
-        """State of the splines of the run that is continued; None in a file of a version without them."""
-        found: Mapping[str, Any] | None = self.payload.get("splines")
+    def interpolation(self) -> Mapping[str, Any] | None:
+        """State of the interpolated networks of the run that is continued; None in a file of a version without them."""
+        found: Mapping[str, Any] | None = self.payload.get("interpolation", self.payload.get("splines"))
         return found
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
