@@ -22,7 +22,7 @@ from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
-from deepmd_ema.model.splines import least_distance, make_tables, tabulate
+from deepmd_ema.model.interpolation import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
@@ -160,11 +160,11 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
                 "Leave it out."
             )
         return loaded.model, ""
-    sizes = sorted({table.intervals for table in found})
+    sizes = sorted({series.terms for series in found})
     return model, (
-        f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} intervals, derivatives "
-        f"within {max(table.error for table in found):.0e} of the largest; pairs nearer than "
-        f"{least_distance(model):.2f} angstrom by the networks\n"
+        f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
+        f"within {max(series.error for series in found):.0e} of the largest; pairs nearer than "
+        f"{min_table_distance(model):.2f} angstrom by the networks\n"
     )
 
 

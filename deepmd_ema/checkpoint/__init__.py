@@ -39,6 +39,7 @@ _NOT_REPLACED = {
     "average": ("the average that the run has saved", "it would be gone"),
     "best": ("one of the best files of the run", "it would be gone"),
 }
+_RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
 _MAX_NAME_BYTES = 4096  # bytes of a path, on any system
 
 
@@ -358,7 +359,7 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
 
 
 def _checked(path: Path, payload: Any) -> dict[str, Any]:
-    """Return ``payload`` without its digest, once it is clear that a run has written it and that it is whole."""
+    """Return ``payload`` under the keys of this version, without its digest, once a run is known to have written it."""
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
         found = payload["format"]
         if not isinstance(found, int) or not 1 <= found <= FORMAT:
@@ -366,8 +367,9 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
                 f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
                 f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
+        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
         check_content(payload, path)
-        return {name: part for name, part in payload.items() if name != DIGEST}
+        return payload
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
     if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
         raise DeepmdCheckpointError(path, payload)

@@ -243,13 +243,15 @@ def _distance_is_of_the_tasks(payload: Any, place: str) -> Iterator[str]:
         yield f"min_nbor_dist is {_kind(distance)}, expected a number, or one for each of several tasks"
 
 
+INTERPOLATION = _parts({"choice": _each(TEXT), "terms": _each(COUNT), "needed": _each(COUNT)}, {})
+# as version 0.1 has it
 SPLINES = _parts({"wanted": _each(TEXT)}, {"terms": _each(COUNT), "needed": _each(COUNT), "checked": _each(COUNT)})
 
 KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
-         "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
-        {**_COMMON, "averages": AVERAGES, "best": BEST, "splines": SPLINES,
+         "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
+        {**_COMMON, "averages": AVERAGES, "best": BEST, "interpolation": INTERPOLATION, "splines": SPLINES,
          "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from deepmd_ema.checks import Check as Check
+from deepmd_ema.checks import fraction as fraction
+from deepmd_ema.checks import not_negative as not_negative
+from deepmd_ema.checks import not_negative_int as not_negative_int
+from deepmd_ema.checks import positive as positive
+from deepmd_ema.checks import positive_int as positive_int
 from deepmd_ema.registry import Registry, aliases_of
 
 INVALID: Any = object()  # in place of a value that cannot be used
@@ -17,14 +23,6 @@ INVALID: Any = object()  # in place of a value that cannot be used
 
 class InvalidOptionError(Exception):
     """A rule has read an option that is wrong in itself, so the rule has nothing to say."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A test of one value; ``wants`` completes the sentence ``expected ...``."""
-
-    test: Callable[[Any], bool]
-    wants: str
 
 
 @dataclass(frozen=True)
@@ -282,9 +280,4 @@ def _type_words(kind: Any) -> str:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
 _PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
 
-positive = Check(lambda v: v > 0, "a number > 0")
-positive_int = Check(lambda v: v > 0, "a whole number > 0")
-not_negative = Check(lambda v: v >= 0, "a number >= 0")
-not_negative_int = Check(lambda v: v >= 0, "a whole number >= 0")
-fraction = Check(lambda v: 0 <= v < 1, "a number >= 0 and < 1")
 file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")

@@ -187,7 +187,7 @@ def _load(path: Path, use_average: bool, average: str | None, choose: Choose) ->
         try:
             found = _load_checkpoint(path, checkpoint.load(path), use_average, average, choose)
         except checkpoint.DeepmdCheckpointError as error:
-            return _load_deepmd(path, error.content, use_average, average, choose)
+            return models_of_deepmd(path, error.content, use_average, average, choose)
     info = next(iter(found.models.values())).info
     if use_average and info.weights in (LIVE, ""):
         raise CheckpointError(
@@ -226,9 +226,15 @@ def _load_checkpoint(
     return ModelFile(found, payload["config"])
 
 
-def _load_deepmd(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+@without_modes()
+def models_of_deepmd(
+    path: Path,
+    payload: Mapping[str, Any],
+    use_average: bool = False,
+    average: str | None = None,
+    choose: Choose = lambda names: names,
 ) -> ModelFile:
+    """Return the models in the content of a checkpoint of DeePMD-kit, see :func:`load_models`."""
     found = {}
     for head in choose(interchange.heads_of(payload, path) or {"": ()}):
         own = interchange.read_deepmd_pt(payload, path, head or None, use_average)

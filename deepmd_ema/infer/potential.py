@@ -28,7 +28,7 @@ from deepmd_ema.infer.surroundings import refrain_from_lost_threads, without_mod
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.splines import tabulate
+from deepmd_ema.model.interpolation import tabulate
 
 if TYPE_CHECKING:
     from deepmd_ema.infer.images import Images

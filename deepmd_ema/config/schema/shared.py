@@ -155,14 +155,25 @@ def precision_option() -> Any:
     return option("default", choices=choices, doc="Precision of the parameters; `default` is float64.")
 
 
-def embedding_eval_option(
-    doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: "
-    "interpolated, by a polynomial while training and by the knots of a spline in evaluation, so that derivatives "
-    "differ by less than 1e-9 of the largest (1e-6 in float32), which is ensured in every evaluation; on a CPU only. "
-    "`auto`: `spline` where there are many pairs. The trained networks are ordinary ones.",
+_OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called
+
+
+def interpolate_choice(value: str | bool) -> str:
+    """Return the value of ``interpolate`` of today: ``auto``, ``always`` or ``never``."""
+    if isinstance(value, bool):
+        return "always" if value else "never"
+    return _OLD_VALUES.get(value, value)
+
+
+def interpolate_option(
+    doc: str = "Whether the embedding networks are interpolated, on a CPU only: `auto` where there are many pairs of "
+    "neighbors, `always` (or true), or `never` (or false). Derivatives then differ by less than 1e-9 of the largest "
+    "(1e-6 in float32), which is ensured in every evaluation. The trained networks are ordinary ones.",
 ) -> Any:
-    """Declare an option ``embedding_eval``."""
-    return option("auto", choices=("auto", "spline", "direct"), doc=doc)
+    """Declare an option ``interpolate``."""
+    older = Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false")
+    about: dict[str, Any] = {"choices": ("auto", "always", "never"), "check": older, "convert": interpolate_choice}
+    return option("auto", also=(bool,), alias=("embedding_eval",), doc=doc, **about)
 
 
 def seed_option() -> Any:

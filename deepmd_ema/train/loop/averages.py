@@ -10,6 +10,7 @@ from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.errors import ConfigError, counted, every_steps
+from deepmd_ema.model.model_set import ModelSet
 
 Hook = Callable[[int, float], bool]
 
@@ -39,6 +40,14 @@ def tracked_averages(
         known = ", ".join(profile.name for profile in profiles) or "none"
         raise ConfigError(f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}.")
     return profiles
+
+
+def build_bank(
+    config: RunConfig, models: ModelSet, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None = None
+) -> AverageBank | None:
+    """Return the averages of a run, or None if it has none; ``models`` may be sharded."""
+    profiles = tracked_averages(config, steps_per, should_update)
+    return AverageBank(models.by_task, profiles, around=models) if profiles else None
 
 
 def snapshot_every(section: AverageConfig, save_freq: int) -> int:

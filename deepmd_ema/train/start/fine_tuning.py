@@ -15,7 +15,8 @@ from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.train.start.restart import Start, digest, tell_differences
+from deepmd_ema.train.start.from_weights import tell_differences
+from deepmd_ema.train.start.new_run import Start, digest
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.start.restart import Start
+from deepmd_ema.train.start.new_run import Start
 
 logger = logging.getLogger(__name__)
 
