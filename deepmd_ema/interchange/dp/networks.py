@@ -68,7 +68,7 @@ _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
 
 
 def tree_by_type(kinds: Registry, name: str) -> PartTree:
-    """Return what writes and reads the trees of a registered type.
+    """Return the tree of a registered type.
 
     Raises:
         CheckpointError: if the format does not have it.

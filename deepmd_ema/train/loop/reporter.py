@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema import __version__
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.batch import Batch
@@ -28,6 +27,7 @@ from deepmd_ema.train.loop.averages import snapshot_lines
 from deepmd_ema.train.loop.step import Outcome
 from deepmd_ema.train.loop.task import Task, TaskMixture
 from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.version import __version__
 from deepmd_ema.weights import LIVE
 
 SHARED = {

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepmd_ema import __version__, checkpoint
+from deepmd_ema import checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, model_configs, saved_config, to_dict
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.fields import plain
@@ -25,10 +25,7 @@ from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import StoredTensor, check_weights, whole
 from deepmd_ema.train.start import changed_tasks
-
-if TYPE_CHECKING:
-    from deepmd_ema.train.loop.trainer import Trainer
-
+from deepmd_ema.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +51,21 @@ _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
 )
+
+
+class Resumable(Protocol):
+    """A trainer that can continue a run.
+
+    Attributes:
+        tasks: what is trained, with the streams of frames.
+        num_steps: last step of the run.
+    """
+
+    tasks: Any
+    num_steps: int
+
+    def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
+        """Load the state after ``step``."""
 
 
 class Start:
@@ -131,7 +143,7 @@ class Start:
     def load_shards(self, models: ModelSet) -> None:
         """Put this rank's shards of the weights of the file into ``models``, which are sharded."""
 
-    def resume(self, trainer: Trainer) -> None:
+    def resume(self, trainer: Resumable) -> None:
         """Load the state of the continued run into ``trainer``; nothing for a new run."""
 
 
@@ -329,7 +341,7 @@ class Restart(FromWeights):
                 local_shard(tensor).copy_(shard_like(found[name], tensor))
         logger.info("weights of %s (%s, step %d), by shards", self.path, self.payload["weights"], self.step)
 
-    def resume(self, trainer: Trainer) -> None:
+    def resume(self, trainer: Resumable) -> None:
         """Continue optimizer, averages, streams and logs after the step of the checkpoint."""
         state = self.payload
         if self._tasks != {task.name for task in trainer.tasks}:
