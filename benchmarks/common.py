@@ -363,7 +363,7 @@ def median_and_each(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.4g} ({', '.join(f'{value:.4g}' for value in values)})"
 
 
-def ratio_in_words(one: list[float], other: list[float]) -> str:
+def format_ratio(one: list[float], other: list[float]) -> str:
     """Return the median of the ratios of pairs, with the least and the largest."""
     ratios = [a / b for a, b in zip(one, other)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""

@@ -128,7 +128,7 @@ def _summary(model: Path) -> str:
     from deepmd_ema.infer.load import load_model
 
     loaded = load_model(model)
-    return f"{loaded.config.descriptor.summary()}, {loaded.info.in_words()}"
+    return f"{loaded.config.descriptor.summary()}, {loaded.info.describe()}"
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,11 @@ def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.new_run import Start
     from deepmd_ema.train.start.prepare import prepare
-    from deepmd_ema.train.start.start_file import find_start
 
     with chdir(folder):
-        config, start = load_config("input.json"), find_start(None, None)
+        config, start = load_config("input.json"), Start()
         with open_world(device, find_launch()) as world:
             trainer = assemble(prepare(config, start, world, skip_neighbor_stat=True), start, world)
             try:

@@ -176,7 +176,7 @@ def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespa
     """Return by how much longer DeePMD-kit takes; the time of its steps does not depend on the target."""
     times = [[found["time"].get((name, seed, key)) for seed in args.seeds] for key in ("peer", recipe)]
     pairs = [(theirs["seconds"], ours["seconds"]) for theirs, ours in zip(*times) if theirs and ours]
-    return common.ratio_in_words(*zip(*pairs)) if pairs else ""
+    return common.format_ratio(*zip(*pairs)) if pairs else ""
 
 
 def _reached(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:

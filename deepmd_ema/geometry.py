@@ -162,7 +162,7 @@ class KeptPairs:
         self._offset: Array | float = 0.0  # (P, 3) shifts of the pairs in angstrom
 
     def find(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
-        """Return what ``find_pairs`` returns; arguments and errors are the same."""
+        """Return the pairs as ``find_pairs`` does; arguments and errors are the same."""
         kept = self.reaching(coord, box, rcut)
         vector = coord[kept.j] - coord[kept.i] + self._offset
         distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
@@ -280,7 +280,7 @@ def neighbor_statistics(
     by_rank = np.empty(0)
     nearest = np.full((num_types, num_types), np.inf)
     frame_min, frame_pair = [], []
-    # of the cores that this process may use, which macOS does not tell
+    # of the cores that this process may use, unknown on macOS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     remaining = iter(frames)
     with ThreadPoolExecutor(threads or min(4, cores)) as pool:
@@ -360,7 +360,7 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
 
 
 def _by_rank(i: Array, j: Array, distance: Array, natoms: int) -> Array:
-    """Return the shortest distance of any atom to its first, second, ... neighbor, from pairs that stand once."""
+    """Return the shortest distance of any atom to its first, second, ... neighbor, from pairs that occur once."""
     near_first = np.argsort(distance)
     atom = np.stack([i[near_first], j[near_first]], 1).ravel()
     order = stable_argsort(atom, natoms)
@@ -397,7 +397,7 @@ def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tu
 
 
 def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict[str, Array]:
-    """Return what vesin returns, by its names, from the distances of all atoms to all images near the cell.
+    """Return the quantities of vesin, by its names, from the distances of all atoms to all images near the cell.
 
     For few atoms in a cell not larger than the cutoff it is faster than vesin, and several threads search at once.
     """
@@ -420,7 +420,7 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     rows = max(1, _MAX_SINGLE_THREAD_PRODUCTS // max(1, right.size))
     for first in range(0, len(start), rows):
         np.matmul(left[first : first + rows], right.T, out=square[first : first + rows])
-    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair stands twice
+    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair occurs twice
     i, k = np.divmod(np.flatnonzero(square < rcut**2 * (1 + _ROUNDING)), len(end))
     j = other[k]
     shift = (images[image] - cell[other])[k] + cell[i]

@@ -1,4 +1,4 @@
-"""How the C library of the process treats memory that is freed."""
+"""Settings of the C library for memory that is freed."""
 
 from __future__ import annotations
 

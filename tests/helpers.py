@@ -235,7 +235,7 @@ def training_parts():
     """Return what a checkpoint of a run must hold beside its weights, as little as possible."""
     streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
     return {"optimizer": {"type": "Adam", "state": {}}, "streams": streams, "display": display,
-            "owes_validation": False}  # fmt: skip
+            "validation_pending": False}  # fmt: skip
 
 
 def assert_same(a, b, path=""):

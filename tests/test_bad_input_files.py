@@ -80,12 +80,12 @@ BAD_STARTS = {
     "truncated": (
         lambda desk: cut("model.ckpt-4.pt"),
         ["--restart", "model.ckpt.pt"],
-        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: go on from that one."],
+        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: continue from that one."],
     ),
     "one bit of it changed": (
         lambda desk: flip("model.ckpt-4.pt"),
         ["--restart", "model.ckpt.pt"],
-        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: go on from that one."],
+        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: continue from that one."],
     ),
     "its target is gone": (
         lambda desk: Path("model.ckpt-4.pt").unlink(),
@@ -190,7 +190,7 @@ def test_a_restart_on_data_that_have_grown_says_so(desk):
 
 def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
     cut("model.ckpt-4.pt")
-    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": go on")[0]
+    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": continue")[0]
     desk.train("--restart", named).must_say(code=GOOD)
     assert checkpoint.load("model.ckpt.pt")["step"] == 8
 
@@ -473,7 +473,7 @@ def test_a_path_that_the_system_refuses_is_one_message(clean, kind):
 def test_a_log_that_cannot_be_written_any_more_is_told_once(clean):
     Path("train.log").symlink_to("/dev/full")
     told = clean.train("-l", "train.log")
-    told.must_say("cannot be written any more (No space left on device): goes on without it", code=GOOD)
+    told.must_say("cannot be written any more (No space left on device): the run continues without it", code=GOOD)
     assert told.text.count("/train.log") == 1
     assert len(told.text.splitlines()) < 100
 

@@ -26,8 +26,8 @@ from deepmd_ema.model import compile as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import run
-from deepmd_ema.model.kernels.series import MIN_TERMS
-from deepmd_ema.model.splines import splines_of
+from deepmd_ema.model.interpolation import interpolations_of
+from deepmd_ema.model.interpolation.series import MIN_TERMS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 
@@ -140,9 +140,9 @@ def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
 
 
 def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_again_eagerly():
-    _, model = toy_model("se_e2_a_spline", {"neuron": [4, 8]})
-    (spline,) = splines_of(model.train()).values()
-    spline.use(MIN_TERMS)
+    _, model = toy_model("se_e2_a_interpolated", {"neuron": [4, 8]})
+    (interpolation,) = interpolations_of(model.train()).values()
+    interpolation.use(MIN_TERMS)
     compiler = Compiler(TRACED)
     (batch, *_) = batches_of(model)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_agai
     graph = compiler._evaluate(model, batch, compiler._up)
     assert torch.isnan(graph["energy"]).any()
     found = outputs_loss_and_gradients(compiler, model, batch)
-    spline.use(0)
+    interpolation.use(0)
     assert_same(found, outputs_loss_and_gradients(run, model, batch), 1e-7)
 
 
@@ -223,7 +223,7 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(compiling.Compiler, "trace", fail)
-    values = tiny_input([desk / "train_0"], num_steps=2, **TINY, training__enable_compile=True)
+    values = tiny_input([desk / "train_0"], [desk / "validation"], num_steps=2, **TINY, training__enable_compile=True)
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 2
     message = capsys.readouterr().err

@@ -50,7 +50,7 @@ BAD = [
         ["Did you mean numb_step or numb_steps?"],
     ),
     # required keys
-    ({"model": REMOVE}, "model", ["required, but missing", "what is trained"]),
+    ({"model": REMOVE}, "model", ["required, but missing", "the model that is trained"]),
     ({"learning_rate": REMOVE}, "learning_rate", ["required, but missing"]),
     ({"learning_rate.start_lr": REMOVE}, "learning_rate.start_lr", ["required, but missing", "a number > 0"]),
     ({"model.type_map": REMOVE}, "model.type_map", ["required, but missing", '["O", "H"]']),
@@ -161,7 +161,7 @@ def test_a_mistake_gets_one_message_with_its_place(changes, place, phrases):
 
 # what does not fit together in the section `model` -> changes, where the message stands, what it says
 BROKEN_MODELS = {
-    "elements_stand_once": ({"model.type_map": ["H", "H"]}, "model.type_map", "H stands more than once"),
+    "elements_stand_once": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "smoothing_begins_inside_cutoff": (
         {"model.descriptor.rcut_smth": 6},
         "model.descriptor.rcut_smth = 6",
@@ -226,7 +226,7 @@ def test_what_does_not_fit_together_in_a_model_is_told(changes, place, phrase):
 
 # name of a rule -> changes that break it, where the message stands, what it says
 BROKEN_RULES = {
-    "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H stands more than once"),
+    "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "descriptor_fits_together": (
         {"model.descriptor.axis_neuron": 41},
         "model.descriptor.axis_neuron = 41",
@@ -529,7 +529,7 @@ BROKEN_YAML = [
     ("a: " + "[" * 200 + "]" * 200, ["nested too deeply"]),
     (
         "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]),
-        ["anchors that stand for more than 100,000 values"],
+        ["anchors that expand to more than 100,000 values"],
     ),
     ("a: *nowhere\n", ["not YAML", "found undefined alias"]),
 ]

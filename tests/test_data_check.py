@@ -370,7 +370,7 @@ def test_a_set_of_very_many_elements_fits_the_screen(tmp_path):
 def test_neighbors_of_large_sets_are_searched_in_some_frames_only(water):
     report = check(["water"], max_searched=5)
     assert report.num_searched == 5
-    assert any("(in 5 frames, evenly taken)" in line for line in report.lines())
+    assert any("(in 5 frames, evenly spaced)" in line for line in report.lines())
 
 
 def test_long_tables_are_cut(tmp_path):

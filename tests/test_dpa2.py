@@ -74,7 +74,7 @@ def test_forces_are_the_derivative_of_the_energy_with_every_option(option):
 def test_the_written_out_gradient_is_that_of_torch_func(kind, changes, monkeypatch):
     """Energies, forces, virials and parameter gradients of all of them."""
     changes = (SUMS_ONLY if kind == "dpa2" else {}) | changes
-    _, model = toy_model(kind, changes | ({} if kind == "se_e3_tebd" else {"embedding_eval": "spline"}))
+    _, model = toy_model(kind, changes | ({} if kind == "se_e3_tebd" else {"interpolate": "always"}))
     batch, results = batch_of(model.train(), frame(), frame(6)), []
     for by_hand in (True, False):
         calls = []

@@ -16,9 +16,8 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.families.dpa2.repformer import Repformer
 from deepmd_ema.families.dpa2.repformer_attention import Surroundings
 from deepmd_ema.families.dpa2.section import RepformerConfig
+from deepmd_ema.model.interpolation.series import SeriesSum
 from deepmd_ema.model.kernels import moments  # noqa: F401  (it registers)
-from deepmd_ema.model.kernels.series import SeriesSum
-from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
 from deepmd_ema.model.nn import norm  # noqa: F401
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
@@ -58,38 +57,14 @@ def arguments(name):
         Network([4, 4, 8, 16, 16, 5], "tanh", timestep=True, dtype=torch.float64, seed=k, num_out=1) for k in range(3)
     )
     rows = draw(num_atoms, num_slots, 4).detach()
-    s, (low, spacing) = rows[..., 0], torch.tensor([-4.0, 0.5], dtype=torch.float64)
-    first = ((s - low) / spacing).floor().long()
-    pieces = torch.from_numpy(_pieces_and_slopes())
-    coefficients = draw(23, 8, seed=3).detach()
+    s, (centre, half) = rows[..., 0], torch.tensor([0.0, 4.0], dtype=torch.float64)
     return {
         "gather_neighbors": (draw(num_atoms, 5), hood.neighbor, hood.reverse),
         "sum_over_reverse": (draw(num_atoms, num_slots, 5), hood.neighbor, hood.reverse),
         "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "tanh_moments": (rows, net),
-        # coefficients are constant; the gradient is no function of anything that is differentiated
-        "spline_sum": (
-            draw(num_atoms, num_slots, 4),
-            s.clone().requires_grad_(),
-            coefficients,
-            low,
-            spacing,
-            pieces,
-            23,
-        ),
-        "spline_sum_vjp": (
-            draw(num_atoms, 4, 8).detach(),
-            coefficients,
-            rows,
-            first,
-            draw(*first.shape, 2, 8).detach(),
-            23,
-        ),
-        "series_sum": (rows, s, draw(16, 8, seed=4), low + 4, -low, 8),
-        "series_vjp": (draw(num_atoms, 2, 5), draw(32, 5, seed=4), rows, draw(8, *s.shape).detach()),
-        "series_rows_vjp": (draw(num_atoms, 4, 5), draw(16, 5, seed=4), rows, draw(8, *s.shape).detach()),
-        "tanh_network": (draw(6, 2), Network([2, 4, 8, 8, 5], "tanh", timestep=False, dtype=torch.float64, seed=1)),
+        "series_sum": (rows, s, draw(16, 8, seed=4), centre, half, 8),
         "axis_features": (draw(6, 4, 8), 3),
         "axis_features_vjp": (draw(6, 24), draw(6, 4, 8, seed=1), 3),
         "tanh_gradients": (draw(6, 4), wide, (4, 0, 2)),
@@ -144,7 +119,7 @@ def repformer_arguments(hood, smooth=True, **changed):
 def tensors_of(found):
     if isinstance(found, (torch.Tensor, tuple)):
         return [found] if isinstance(found, torch.Tensor) else list(found)
-    return [found.value] if isinstance(found, (SeriesSum, SplineSum)) else [found.value, found.jet]
+    return [found.value] if isinstance(found, SeriesSum) else [found.value, found.jet]
 
 
 def leaves_of(args):

@@ -21,7 +21,7 @@ CHECKED = ("deepmd_ema/seeds.py",)
 NAMES = {
     r"^_*(MOST|FEWEST|LARGEST|LEAST|WORTH|SHORTEST|LONGEST|SMALLEST)(?=_|$)": "MAX_, MIN_, *_THRESHOLD",
     r"(^|_)in_words($|_)": "describe, format_",
-    r"(^|_)(told|tells?|untold)($|_)": "reported, reports",
+    r"(^|_)(told|tells|untold)($|_)|^_*tell_": "reported, reports",
     r"(^|_)(asked|asks)($|_)": "requested",
     r"(^|_)(stands|stood)($|_)": "is",
     r"(^|_)hood($|_)": "neighborhood",

@@ -16,7 +16,7 @@ from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.interpolation import Interpolation
 
 TYPES = ["O", "H", "Na"]
 FLOW = DESCRIPTORS["dpa3"].example["repflow"]
@@ -49,17 +49,21 @@ VARIANTS = {
         {},
     ),
     "hybrid_of_messages": ("hybrid", {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]}, {}),
-    "se_e2_a_spline": ("se_e2_a", {"embedding_eval": "spline"}, {}),
-    "se_e2_r_spline": ("se_e2_r", {"embedding_eval": "spline", "type_one_side": False}, {}),
-    "se_atten_spline": ("se_atten", {"embedding_eval": "spline", "attn_layer": 0}, {}),
-    "se_atten_spline_one_side": ("se_atten", {"embedding_eval": "spline", "attn_layer": 0, "type_one_side": True}, {}),
-    "se_atten_spline_strip": (
+    "se_e2_a_interpolated": ("se_e2_a", {"interpolate": "always"}, {}),
+    "se_e2_r_interpolated": ("se_e2_r", {"interpolate": "always", "type_one_side": False}, {}),
+    "se_atten_interpolated": ("se_atten", {"interpolate": "always", "attn_layer": 0}, {}),
+    "se_atten_interpolated_one_side": (
         "se_atten",
-        {"embedding_eval": "spline", "attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {"interpolate": "always", "attn_layer": 0, "type_one_side": True},
         {},
     ),
-    "se_atten_v2_spline": ("se_atten_v2", {"embedding_eval": "spline", "attn_layer": 0}, {}),
-    "dpa2_spline": ("dpa2", {"embedding_eval": "spline"}, {}),
+    "se_atten_interpolated_strip": (
+        "se_atten",
+        {"interpolate": "always", "attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {},
+    ),
+    "se_atten_v2_interpolated": ("se_atten_v2", {"interpolate": "always", "attn_layer": 0}, {}),
+    "dpa2_interpolated": ("dpa2", {"interpolate": "always"}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
     "table_dpa3": ("dpa3", {}, TABLE),
 }
@@ -111,7 +115,7 @@ def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=Non
     config = model_config_from_dict(model_section(descriptor, descriptor_changes, fitting_changes, **changes))
     model = build_model(config, seed).eval()
     for module in model.modules():  # which a training run chooses
-        if isinstance(module, Spline) and module.wanted == "spline":
+        if isinstance(module, Interpolation) and module.choice == "always":
             module.use(128)
     disturb(model)
     return config, model

@@ -1,4 +1,4 @@
-"""Which tensors of modules are averaged, under the names of a checkpoint, and the shard of each on this process."""
+"""Selection of the tensors that are averaged, by their names in a checkpoint, and the shard of each on this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Binding:
-    """Which tensors of the modules are averaged, found at construction.
+    """The tensors of the modules that are averaged, selected at construction.
 
     Args:
         modules: by task name, as :class:`deepmd_ema.averaging.AverageBank` takes them.

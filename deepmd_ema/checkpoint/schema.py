@@ -1,4 +1,4 @@
-"""What a model file must hold: the parts of each kind and the type of every part, checked once, when a file is read."""
+"""Schema of model files: the parts of each kind and the type of every part, checked once, when a file is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepmd_ema.tensors import StoredTensor
 from deepmd_ema.weights import LIVE
 
 Rule: TypeAlias = Callable[[Any, str], Iterator[str]]
-"""Yields what is wrong with a value; the second argument says where it stands."""
+"""Yields the mistakes in a value; the second argument is its place."""
 
 _MAX_COUNT = 1 << 62  # of a count; numpy and torch compute with 64 bits
 _MAX_PROBLEMS = 5
@@ -111,7 +111,7 @@ def _or_none(rule: Rule) -> Rule:
 
 
 def _of_one_or_each_task(test: Callable[[Any], bool], rule: Rule) -> Rule:
-    """Return the rule of a value, or of values by task; ``test`` tells the value itself."""
+    """Return the rule of a value, or of values by task; ``test`` recognizes a single value."""
     return _either(test, rule, _each(rule))
 
 
@@ -243,13 +243,15 @@ def _distance_is_of_the_tasks(payload: Any, place: str) -> Iterator[str]:
         yield f"min_nbor_dist is {_kind(distance)}, expected a number, or one for each of several tasks"
 
 
+INTERPOLATION = _parts({"choice": _each(TEXT), "terms": _each(COUNT), "needed": _each(COUNT)}, {})
+# as version 0.1 has it
 SPLINES = _parts({"wanted": _each(TEXT)}, {"terms": _each(COUNT), "needed": _each(COUNT), "checked": _each(COUNT)})
 
 KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
-         "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
-        {**_COMMON, "averages": AVERAGES, "best": BEST, "splines": SPLINES,
+         "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
+        {**_COMMON, "averages": AVERAGES, "best": BEST, "interpolation": INTERPOLATION, "splines": SPLINES,
          "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),

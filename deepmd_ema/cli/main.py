@@ -68,7 +68,7 @@ INSTALL = {
 
 
 class Command(Protocol):
-    """What the file of a sub-command has; it imports what it needs when it runs, so that ``--help`` is quick."""
+    """Module of a sub-command; it imports its dependencies when it runs, so that ``--help`` is quick."""
 
     SUMMARY: str
 
@@ -93,7 +93,7 @@ COMMANDS: dict[str, Command] = {
     "plot": plot,
     "doc": doc,
 }
-WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print what was asked for, and nothing else
+WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print their result and nothing else
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,9 +170,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
     if is_out_of_memory(error):
         return EXIT_USER, f"{head}: {_first_line(error)}. {LESS_MEMORY}"
-    told = os_error_message(error) if isinstance(error, OSError) else None
-    if told is not None:
-        return EXIT_USER, f"{head}: {told}"
+    message = os_error_message(error) if isinstance(error, OSError) else None
+    if message is not None:
+        return EXIT_USER, f"{head}: {message}"
     top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if top in INSTALL:
         return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}"
@@ -183,8 +183,8 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
 
 
 def _first_line(error: BaseException) -> str:
-    asked = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
-    return f"out of memory ({asked[0].lower()})" if asked else "out of memory"
+    requested = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
+    return f"out of memory ({requested[0].lower()})" if requested else "out of memory"
 
 
 def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
@@ -231,7 +231,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    # defaults of the parser would overwrite what stands before the command
+    # defaults of the parser would overwrite options before the command
     args, rest = parser.parse_known_args(list(words), argparse.Namespace(debug=False, log_level="INFO", log_path=None))
     if args.log_path is not None and args.command in WITHOUT_LOG:
         name = args.command

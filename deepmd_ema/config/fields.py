@@ -1,4 +1,4 @@
-"""How an option is declared, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
+"""Declaration of an option, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from deepmd_ema.checks import Check as Check
+from deepmd_ema.checks import fraction as fraction
+from deepmd_ema.checks import not_negative as not_negative
+from deepmd_ema.checks import not_negative_int as not_negative_int
+from deepmd_ema.checks import positive as positive
+from deepmd_ema.checks import positive_int as positive_int
 from deepmd_ema.registry import Registry, aliases_of
 
-INVALID: Any = object()  # stands where an input has no value that can be used
+INVALID: Any = object()  # in place of a value that cannot be used
 
 
 class InvalidOptionError(Exception):
@@ -20,16 +26,8 @@ class InvalidOptionError(Exception):
 
 
 @dataclass(frozen=True)
-class Check:
-    """A test of one value; ``wants`` completes the sentence ``expected ...``."""
-
-    test: Callable[[Any], bool]
-    wants: str
-
-
-@dataclass(frozen=True)
 class Option:
-    """What a declaration says about one option of a section.
+    """The declaration of one option of a section.
 
     Attributes:
         name: canonical key.
@@ -81,7 +79,7 @@ class Option:
 
     @property
     def by_type(self) -> bool:
-        """Whether the nested section is one of several, told apart by the key ``type``."""
+        """Whether the nested section is one of several, distinguished by the key ``type``."""
         return bool(self.sections) and hasattr(self.sections[0], "type")
 
     @property
@@ -160,7 +158,7 @@ def listed_types(sections: Iterable[Any]) -> list[str]:
 
 
 def wants(option: Option) -> str:
-    """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
+    """Return text about the values of an option: ``a number > 0``, ``one of tanh, relu``."""
     if option.many:
         return "a list of sections [{...}, {...}]"
     if option.named:
@@ -282,9 +280,4 @@ def _type_words(kind: Any) -> str:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
 _PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
 
-positive = Check(lambda v: v > 0, "a number > 0")
-positive_int = Check(lambda v: v > 0, "a whole number > 0")
-not_negative = Check(lambda v: v >= 0, "a number >= 0")
-not_negative_int = Check(lambda v: v >= 0, "a whole number >= 0")
-fraction = Check(lambda v: 0 <= v < 1, "a number >= 0 and < 1")
 file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")

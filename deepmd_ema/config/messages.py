@@ -22,7 +22,7 @@ _OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training
 
 @dataclass(frozen=True)
 class Source:
-    """Where an input comes from, so that messages can name its places.
+    """Origin of an input, so that messages can name its places.
 
     Attributes:
         name: the file.

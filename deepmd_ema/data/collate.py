@@ -384,7 +384,7 @@ def _vectors(one: PairedFrame) -> Array:
 
 
 def _in_order(parts: Sequence[Array], order: Array) -> Array:
-    """Return what atoms of the frames have, frame after frame in ``parts``, by row of the batch."""
+    """Return values of atoms, given frame after frame in ``parts``, by row of the batch."""
     return np.take(np.concatenate(parts), order, axis=0)
 
 
@@ -407,7 +407,7 @@ def _join_labels(
     labels, has_label = {}, {}
     for name in names:
         if LABELS[name].per_pair and not any(name in f.labels for f in frames):
-            continue  # so many zeros tell nothing, and without them nothing is computed to compare with
+            continue  # zeros carry no information, and without them nothing is computed to compare with
         has_label[name] = _tensor(np.array([float(name in f.labels) for f in frames]))
         label = LABELS[name]
         parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in frames]

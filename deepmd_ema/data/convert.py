@@ -17,7 +17,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
-from deepmd_ema.data.formats.foreign import in_words, stored_frames
+from deepmd_ema.data.formats.foreign import describe_file, stored_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of, parse_choice
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
@@ -54,7 +54,7 @@ class _Labelled:
 
 @dataclass
 class _Reading:
-    """All frames of all files, how many had nothing to learn from, and what was said of each file."""
+    """All frames of all files, the number of frames without labels, and remarks on each file."""
 
     frames: list[_Labelled] = field(default_factory=list)
     empty: int = 0
@@ -130,7 +130,7 @@ def _read(inputs: Sequence[str], file_format: str | None) -> _Reading:
             for index, frame in enumerate(stored):
                 with collect_problems(problems, f"{name}: frame {index} (from 0): "):
                     _add(reading, number, frame, inventory)
-            reading.lines += in_words(given, inventory, sum(len(frame.symbols) for frame in stored))
+            reading.lines += describe_file(given, inventory, sum(len(frame.symbols) for frame in stored))
     if problems:
         raise DataError(problems)
     return reading

@@ -68,7 +68,7 @@ class Loader:
         self._ahead: deque[Future[Batch]] = deque()
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
-        """Return where the frames of batch ``n`` come from: (system, frame number)."""
+        """Return the origin of the frames of batch ``n``: (system, frame number)."""
         system, frames = self.sampler.batch(n)
         return tuple(self.systems[system].frame(k).source for k in frames)
 
@@ -140,7 +140,7 @@ def sequential_batches(
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
-    """Return how many batches :func:`sequential_batches` makes of all frames, for all ranks together."""
+    """Return the number of batches that :func:`sequential_batches` makes of all frames, for all ranks together."""
     return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
 
 

@@ -43,7 +43,7 @@ Stratum: TypeAlias = tuple[str, str, str]
 
 @dataclass
 class FrameTable:
-    """What a split needs of frames, in their order.
+    """Properties of frames that a split needs, in their order.
 
     Attributes:
         kinds: name of the kind of calculation of each frame; empty where the data name none.
@@ -78,7 +78,7 @@ class FrameTable:
 
 @dataclass(frozen=True)
 class Split:
-    """Which frames are for validation.
+    """A choice of frames for validation.
 
     Attributes:
         chosen: (frames,) whether each is.
@@ -92,7 +92,7 @@ class Split:
 
     @property
     def digest(self) -> str:
-        """What tells this choice from others."""
+        """Hash of the chosen frames."""
         return hashlib.sha256(str(len(self.chosen)).encode() + np.packbits(self.chosen).tobytes()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _keep_elements(table: FrameTable, clusters: Sequence[Sequence[int]], chosen:
 
 
 def _words(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Return what went where, and warnings."""
+    """Return lines about the two parts, and warnings."""
     lines = [f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"]
     named = Counter(kind or "without a name" for kind in table.kinds)
     if set(table.kinds) != {""}:

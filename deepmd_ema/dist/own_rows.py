@@ -9,7 +9,7 @@ from torch import Tensor
 from deepmd_ema.dist.dtensor import first_row, full_tensor, is_row_sharded, local_shard, rows_of
 from deepmd_ema.tensors import HostCopies, RowShard
 
-SMALL = 4096  # elements: rank 0 writes replicated tensors of fewer, which cost more to share out than to write
+SMALL = 4096  # elements: rank 0 writes replicated tensors of fewer, which cost more to distribute than to write
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class OwnRows:
     """Copies the rows of tensors that this rank writes to host memory.
 
     Of a tensor that is sharded these are the rows that the rank holds, without communication. Rows of one that every
-    rank holds are shared out evenly.
+    rank holds are distributed evenly over the ranks.
 
     Attributes:
         rank: of this process.

@@ -21,7 +21,7 @@ from deepmd_ema.config.fields import type_names
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import CheckpointError, ConfigError, first_few
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.model import faults_in_words, model_from_tree, model_tree
+from deepmd_ema.interchange.dp.model import faults_as_messages, model_from_tree, model_tree
 from deepmd_ema.interchange.dp.networks import tree_by_type
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -86,7 +86,7 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
     Raises:
         CheckpointError: if there is no average, or the model is not available here.
     """
-    with faults_in_words(path):
+    with faults_as_messages(path):
         extra = _extra_of(payload, path)
         name, section = head or _ONLY, extra["model_params"]
         section = section if head is None else section["model_dict"][head]
@@ -108,7 +108,7 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
 
 def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
     """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where there is one."""
-    with faults_in_words(path):
+    with faults_as_messages(path):
         models = _extra_of(payload, path)["model_params"].get("model_dict", {})
         return {name: list(map(str, section.get("model_branch_alias") or ())) for name, section in models.items()}
 
@@ -139,7 +139,7 @@ def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
 
 
 def _as_built(section: Any) -> Any:
-    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever was asked for."""
+    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever its option."""
     if not isinstance(section, Mapping):
         return section
     if str(section.get("type")).lower() in type_names([DESCRIPTORS["se_e2_r"].section]):

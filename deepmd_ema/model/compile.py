@@ -133,7 +133,7 @@ class Compiler:
             " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
         )  # fmt: skip
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return how many graphs there are and what they took."""
         cached = sum(graph.cached for graph in self.graphs)
         return f"{counted(len(self.graphs), 'graph')} in {self.seconds:.1f} s, code of {cached} from the cache"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
-from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.twin import kernels_by_hand, plain_kernels
 
@@ -75,13 +74,6 @@ class EnergyModel(nn.Module):
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of; tables that were made inside torch.func are wrapped, and cannot be copied."""
-        for module in self.modules():
-            if isinstance(module, Spline) and module.tables is not None:
-                module.tables.settle()
-        return dict(vars(self))
 
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False

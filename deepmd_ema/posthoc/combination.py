@@ -140,19 +140,19 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int,
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
-    *others, last = [missing_in_words(one, tolerance) for one in bad]
+    *others, last = [describe_missing(one, tolerance) for one in bad]
     raise UserError([*others, f"{last} {advice}"])
 
 
-def missing_in_words(one: Combination, tolerance: float = TOLERANCE) -> str:
+def describe_missing(one: Combination, tolerance: float = TOLERANCE) -> str:
     """Return why a combination is not used."""
     missing = f"{100 * one.residual:.2g} % of its profile would be missing"
-    return f"{one.target.in_words()}: {missing}, more than {100 * tolerance:g} %."
+    return f"{one.target.describe()}: {missing}, more than {100 * tolerance:g} %."
 
 
 @dataclass
 class _Axis:
-    """Where the updates of all averages lie: place m is step ``origin + m * stride``, m = 1, 2, ..."""
+    """Steps of the updates of all averages: place m is step ``origin + m * stride``, m = 1, 2, ..."""
 
     origin: int
     stride: int

@@ -160,7 +160,7 @@ def _read_all(
             elif step > payload["step"]:
                 beyond.append(path.name)
             elif (hook := average.get("should_update")) is not None:
-                problems.append(f"{path}: was updated when {hook} said so, and not at known steps.")
+                problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
             elif average["updates"] > 0:
                 track = Track.of(average, step)
                 # counted while it was averaged: differs if the settings were others in some part of the run

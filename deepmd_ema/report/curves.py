@@ -90,7 +90,7 @@ def curve_files(path: str | Path) -> list[Path]:
 def read_curve(path: str | Path) -> Curve:
     """Return the content of a learning curve or validation log.
 
-    A header that stands again after a restart is skipped, and of a step that was done twice the last row counts.
+    A header that is repeated after a restart is skipped, and of a step that was done twice the last row counts.
 
     Raises:
         NoRowsError: if the file is missing or has no rows.
@@ -133,7 +133,7 @@ def read_curve(path: str | Path) -> Curve:
 
 
 def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
-    """Return whose errors a file holds: a line of a best file tells it, otherwise its name."""
+    """Return the weights whose errors a file holds: from a line of a best file, otherwise from its name."""
     values: Mapping[str, Any] = {}
     with suppress(OSError, ValueError):
         values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))

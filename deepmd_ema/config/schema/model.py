@@ -1,4 +1,4 @@
-"""The section ``model``: what every type of it tells, and the standard one, of a descriptor and a fitting network."""
+"""The section ``model``: its protocol, and the standard type, of a descriptor and a fitting network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _type_map = Check(
 
 
 class FittingConfig(Protocol):
-    """What the rest of the program asks of a fitting network, or of those of all parts of a model together.
+    """Protocol of the section of a fitting network, or of those of all parts of a model together.
 
     Attributes:
         type: its name.
@@ -30,14 +30,14 @@ class FittingConfig(Protocol):
         default_fparam: frame parameters where the data have none.
         atom_ener: energies of isolated atoms, eV; null is fitted.
         rcond: of the fit of the energies of the elements.
-        dim_case_embd: numbers that tell the tasks of a run apart.
+        dim_case_embd: length of the vector that distinguishes the tasks of a run.
     """
 
     type: ClassVar[str]
 
     @property
     def dim_case_embd(self) -> int:
-        """Return the length of the input that tells tasks apart."""
+        """Return the length of the case embedding, which distinguishes tasks."""
 
     @property
     def numb_fparam(self) -> int:
@@ -67,7 +67,7 @@ class FittingNetConfig(FittingConfig, Protocol):
         """Yield the option and the rest of the message of what does not fit together."""
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
 
 
 FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY"})
@@ -94,11 +94,11 @@ class ModelConfig:
 
         @property
         def descriptor(self) -> DescriptorConfig:
-            """Return the section of the descriptor, or one that stands for those of all parts."""
+            """Return the section of the descriptor, or one that represents those of all parts."""
 
         @property
         def fitting_net(self) -> FittingConfig:
-            """Return the section of the fitting network, or one that stands for those of all parts."""
+            """Return the section of the fitting network, or one that represents those of all parts."""
 
     @property
     def precisions(self) -> set[str]:
@@ -118,7 +118,7 @@ class ModelConfig:
         names = self.type_map
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
-            yield "type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+            yield "type_map", f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once."
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
             if wrong:
@@ -145,13 +145,13 @@ class ModelConfig:
         raise NotImplementedError
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is allowed but likely not meant."""
+        """Yield settings that are allowed but likely mistakes."""
         yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandardConfig(ModelConfig):
-    """What is trained: elements, descriptor and fitting network."""
+    """The model that is trained: elements, descriptor and fitting network."""
 
     type: ClassVar[str] = "standard"
     is_usual: ClassVar[bool] = True  # the manual names its options without the type
@@ -189,7 +189,7 @@ class StandardConfig(ModelConfig):
         "",
         doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
         "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
-        "own, for `--finetune`: without it a task goes on from the model of its name, or has a fresh fitting network.",
+        "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
     )
 
     use_srtab: list[list[float]] | None = option(
@@ -240,7 +240,7 @@ class StandardConfig(ModelConfig):
             yield "short range", f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together, of the table as well."""
+        """Yield options that contradict each other, also with the table."""
         yield from super().problems()
         if self.use_srtab is not None:
             texts = table_problems(self.use_srtab, len(self.type_map), self.descriptor.cutoff)
@@ -248,11 +248,11 @@ class StandardConfig(ModelConfig):
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
 
     def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the descriptor."""
+        """Yield options of the descriptor that contradict each other."""
         yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
 
     def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the fitting network."""
+        """Yield options of the fitting network that contradict each other."""
         yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
@@ -310,7 +310,7 @@ MODELS = Registry(
 
 
 def _values_of(key: str, tree: Any) -> Iterator[Any]:
-    """Yield what stands under ``key`` anywhere in nested dictionaries and lists."""
+    """Yield the values of ``key`` anywhere in nested dictionaries and lists."""
     if isinstance(tree, dict):
         yield from (value for name, value in tree.items() if name == key)
     for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():

@@ -20,13 +20,13 @@ Section = TypeVar("Section", bound="NeighborList")
 def _is_list_sel(value: Any) -> bool:
     if isinstance(value, str):
         return shared.is_auto_sel(value)
-    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.LARGEST_SIZE
+    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.MAX_SIZE
 
 
 _list_sel = Check(
     _is_list_sel,
-    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.LARGEST_SIZE:,} together, "
-    f'or "auto" or "auto:1.2", the number from 1 to {shared.LARGEST_RATIO}',
+    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.MAX_SIZE:,} together, "
+    f'or "auto" or "auto:1.2", the number from 1 to {shared.MAX_SEL_RATIO}',
 )
 
 

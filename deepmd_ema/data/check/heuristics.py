@@ -141,10 +141,10 @@ def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) ->
     ]
 
 
-def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
-    """Return a warning about forces that are very large, unless it is one of the systems ``told`` already."""
+def large_force_warnings(scans: Sequence[SystemScan], reported: Collection[str]) -> list[str]:
+    """Return a warning about forces that are very large, unless the system is one of ``reported``."""
     rms = [(float(np.nanmedian(s.force_rms)), s) for s in scans if np.isfinite(s.force_rms).any()]
-    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS and s.system.name not in told]
+    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS and s.system.name not in reported]
     if not large:
         return []
     value, scan = max(large, key=lambda pair: pair[0])
@@ -154,10 +154,10 @@ def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> 
     ]
 
 
-def large_virial_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
-    """Return a warning about virials larger than those of any material, unless of the systems ``told`` already."""
+def large_virial_warnings(scans: Sequence[SystemScan], reported: Collection[str]) -> list[str]:
+    """Return a warning about virials larger than those of any material, unless of a system in ``reported``."""
     found = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
-    large = [(rms, name) for rms, name in found if rms > LARGE_VIRIAL_RMS and name not in told]
+    large = [(rms, name) for rms, name in found if rms > LARGE_VIRIAL_RMS and name not in reported]
     if not large:
         return []
     rms, name = max(large)

@@ -28,7 +28,7 @@ _MIN_FRAMES = 8  # in the pairs; unrelated numbers of so many frames reach 0.9 o
 
 
 class PathRatios(NamedTuple):
-    """Ratios that are 1 where units and signs are right; None where no near frames tell.
+    """Ratios that are 1 where units and signs are right; None without near frames.
 
     Attributes:
         energy: energy differences over the work of the forces.

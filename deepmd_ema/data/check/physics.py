@@ -1,4 +1,4 @@
-"""What frames say about their own units: energies along paths, a fitted pair potential, stiffness and bond lengths."""
+"""Evidence of frames about their units: energies along paths, a fitted pair potential, stiffness, bond lengths."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RA
 
 
 class Ratio(NamedTuple):
-    """How much two quantities that should be equal differ: their ratio, with the sign of their correlation."""
+    """Ratio of two quantities that should be equal, with the sign of their correlation."""
 
     value: float
     correlation: float
@@ -70,7 +70,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What some frames say about their units; None where they say nothing.
+    """Evidence of frames about their units; None where there is none.
 
     Attributes:
         num_frames: how many were looked at.
@@ -98,15 +98,15 @@ class Evidence:
 
 
 def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
-    """Return what frames with forces, all with or all without a cell, say about their units.
+    """Return the evidence about units of frames with forces, all with or all without a cell.
 
     Between near frames energies change by the work of forces and virials, which is exact. Where no frames are near, a
     pair potential is fitted to the forces alone. It gives differences of energies between frames of one composition,
     and virials, to within tens of percent in liquids, molecules, metals and salts, but energies of covalent solids
     several times too small, however well they correlate.
 
-    Forces are fitted on at most 200 atoms of a frame, evenly taken. Of frames with more than about 500,000 pairs the
-    nearest are taken; energies and virials of such frames may then not be told.
+    Forces are fitted on at most 200 atoms of a frame, evenly spaced. Of frames with more than about 500,000 pairs the
+    nearest are used; energies and virials of such frames may then not be judged.
     """
     types = np.unique(np.concatenate([frame.atom_type for frame in frames]))
     radii = np.array([COVALENT_RADII.get(name, math.nan) for name in type_map])
@@ -254,11 +254,11 @@ class _Fit:
 
     @staticmethod
     def _chosen(frame: Frame) -> Array:
-        """Return the atoms whose forces are fitted, evenly taken."""
+        """Return the atoms whose forces are fitted, evenly spaced."""
         return np.unique(np.linspace(0, frame.num_atoms - 1, min(frame.num_atoms, _MAX_FITTED)).astype(np.int64))
 
     def weights(self) -> Array:
-        """Return what each function counts."""
+        """Return the weight of each function."""
         ridge = _RIDGE * float(np.trace(self._normal)) / len(self._normal) + 1e-300
         return np.linalg.solve(self._normal + ridge * np.eye(len(self._normal)), self._right)
 
@@ -277,7 +277,7 @@ class _Fit:
 
 
 class _Free:
-    """Takes out of numbers per frame what forces cannot tell of them.
+    """Removes from numbers per frame the part that forces do not determine.
 
     That is what composition and volume explain and, of a pair of elements, how many pairs are on this and on that side
     of a distance that never occurs: no force says by how much the potential rises there. So isomers and arrangements of
@@ -302,7 +302,7 @@ class _Free:
         self._volume = np.array(volume).T if len(volume[0]) else np.zeros((len(frames), 0))
 
     def of(self, values: Array, use: Array, with_volume: bool) -> tuple[Array, int]:
-        """Return what is left of (frames, numbers), and how many frames it is worth."""
+        """Return the remainder of (frames, numbers), and the number of frames left free."""
         known = np.concatenate([self._same, self._volume], axis=1)[use] if with_volume else self._same[use]
         known = known / np.maximum(np.abs(known).max(axis=0, initial=0.0), 1e-300)
         left = values[use] - known @ np.linalg.lstsq(known, values[use], rcond=1e-9)[0]

@@ -42,7 +42,7 @@ _MAX_ELEMENTS = 12  # elements, or pairs of them, in one line
 
 @dataclass
 class DataReport:
-    """What the checks found.
+    """Results of the checks of a data set.
 
     Attributes:
         problems: faults that make training impossible, each with file and frame.
@@ -73,7 +73,7 @@ class DataReport:
 
     @property
     def notes(self) -> list[str]:
-        """Return how sources of other formats are read, one line per file and remark, and what isolated atoms offer."""
+        """Return remarks on sources of other formats, one line each, and on frames of isolated atoms."""
         every = self.training + self.validation
         # a source whose frames are in both parts is there twice
         sources = dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
@@ -95,7 +95,7 @@ class DataReport:
         pairs = [f"{names[a]}-{names[b]} {nearest[a, b]:.3f}" for a, b in found]
         most = _largest(self.neighbors.max_neighbors, names, "{n} {name}")
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in self.training + self.validation)
-        seen = f" (in {self.num_searched:,} frames, evenly taken)" if self.num_searched < usable else ""
+        seen = f" (in {self.num_searched:,} frames, evenly spaced)" if self.num_searched < usable else ""
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
             *out,
@@ -151,8 +151,8 @@ def check_systems(
     if not report.problems:  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
-    told = report.units.suspicious if report.units is not None else []
-    report.warnings += large_force_warnings(every, told)
+    reported = report.units.suspicious if report.units is not None else []
+    report.warnings += large_force_warnings(every, reported)
     report.warnings += large_virial_warnings(every, report.units.of_virials if report.units is not None else [])
     report.warnings += shear_ratio_warnings(report.training, report.validation)
     report.warnings += net_force_warnings(every)

@@ -23,7 +23,7 @@ _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames fo
 
 
 class SystemScan:
-    """What one pass over a source finds.  F frames, T types.
+    """Results of one pass over a source.  F frames, T types.
 
     Args:
         system: the source.
@@ -153,7 +153,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
     coord = np.where(exists, chunk.arrays[COORD], 0.0)
     for k, fault in frame_faults(coord, box, exists.sum(axis=(1, 2)), rcut).items():
-        if chunk.first + k not in scan.bad_frames:  # else it is told already
+        if chunk.first + k not in scan.bad_frames:  # else it is reported already
             add(k, COORD if "position" in fault or box is None else BOX, "geometry", fault)
 
 

@@ -53,7 +53,7 @@ COMMON = "a unit common to energies and forces"
 
 @dataclass
 class UnitReport:
-    """What is known about units.
+    """Result of the check of units and signs.
 
     Attributes:
         warnings: one for each system in which something is wrong.
@@ -61,8 +61,8 @@ class UnitReport:
         of_virials: names of those with suspicious virials.
         num_systems: systems, or groups of small ones, that were judged.
         num_all: systems and groups there are.
-        told: number of judged ones in which each quantity could be told.
-        untold: names of those in which it has data and could not.
+        verified: number of judged ones in which each quantity could be verified.
+        unverified: names of those in which it has data and could not.
     """
 
     warnings: list[str] = field(default_factory=list)
@@ -70,32 +70,32 @@ class UnitReport:
     of_virials: list[str] = field(default_factory=list)
     num_systems: int = 0
     num_all: int = 0
-    told: dict[str, int] = field(default_factory=dict)
-    untold: dict[str, list[str]] = field(default_factory=dict)
+    verified: dict[str, int] = field(default_factory=dict)
+    unverified: dict[str, list[str]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Return what could be told and what not, as text."""
+        """Return lines with the quantities that could be verified and those that could not."""
         if not self.num_systems:
-            return ["Units and signs: cannot be told without forces"]
+            return ["units and signs: cannot be verified without forces"]
         many = counted(self.num_systems, "system")
         if self.num_systems < self.num_all:
-            many = f"{self.num_systems:,} of {self.num_all:,} systems, evenly taken"
-        told = ", ".join(f"{what} in {count:,}" for what, count in self.told.items())
-        out = [f"Units and signs: of {many}, can be told: {told}"]
-        for what, names in self.untold.items():
+            many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
+        verified = ", ".join(f"{what} in {count:,}" for what, count in self.verified.items())
+        out = [f"units and signs verified: {verified} of {many}"]
+        for what, names in self.unverified.items():
             if names:
-                out.append(f"  cannot be told: {what} of {first_few(names, 3)}")
+                out.append(f"  not verified: {what} of {first_few(names, 3)}")
         return out
 
 
 def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
-    """Return which systems have other units than eV, eV/angstrom and angstrom, or wrong signs."""
+    """Return warnings about systems with other units than eV, eV/angstrom and angstrom, or with wrong signs."""
     groups = list(_groups(scans))
-    taken = groups
+    chosen = groups
     if len(groups) > _MAX_SYSTEMS:
-        taken = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MAX_SYSTEMS).round()]
-    report = UnitReport(num_systems=len(taken), num_all=len(groups))
-    for name, places, close in taken:
+        chosen = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MAX_SYSTEMS).round()]
+    report = UnitReport(num_systems=len(chosen), num_all=len(groups))
+    for name, places, close in chosen:
         frames = [scan.system.frame(index) for scan, index in places]
         evidence = judge(frames, type_map)
         findings = _Findings(evidence, close)
@@ -127,7 +127,7 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
 
 
 def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
-    """Return some of ``indices``, evenly taken, so that they are quickly judged."""
+    """Return some of ``indices``, evenly spaced, so that they are quickly judged."""
     atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
     most = max(_MIN_FRAMES, min(_MAX_FRAMES, _MAX_ATOMS // atoms))
     if len(indices) <= most:
@@ -146,14 +146,14 @@ def _close_ratio(scan: SystemScan) -> float | None:
 
 
 class _Findings:
-    """What evidence means: texts of what is wrong, and which quantities it tells about."""
+    """Conclusions from evidence: texts of mistakes, and the quantities that it verifies."""
 
     def __init__(self, evidence: Evidence, close: float | None) -> None:
         self.texts: list[str] = []
-        self.told: set[str] = set()
+        self.verified: set[str] = set()
         self._length = 1 / BOHR if evidence.in_bohr else 1.0  # of an angstrom in the file
         if evidence.bond is not None and evidence.bond < NO_BONDS:
-            self.told.add("lengths")
+            self.verified.add("lengths")
         if evidence.in_bohr:
             self.texts.append(
                 f"lengths look like bohr: neighbors are {evidence.bond:.2g} sums of covalent radii apart, expected 0.7 "
@@ -173,16 +173,16 @@ class _Findings:
         stiff = evidence.stiffness if (evidence.bond or 0.0) < NO_BONDS else None
         self._stiffness = None if stiff is None else stiff / self._length**2
         if self._ratio is not None:
-            self.told |= {ENERGY, FORCE}
+            self.verified |= {ENERGY, FORCE}
         if stiff is not None:
-            self.told |= {FORCE, COMMON}
+            self.verified |= {FORCE, COMMON}
         signs, units = self._judge_signs(), self._judge_units()
         energy, force = (sign * unit for sign, unit in zip(signs, units))
         if evidence.paths.virial is not None:
-            self.told.add(VIRIAL)
+            self.verified.add(VIRIAL)
             self._judge_virial(evidence.paths.virial * energy, evidence.volume or 1.0, "the energies of strained cells")
         elif evidence.virial is not None and evidence.virial.is_clear:
-            self.told.add(VIRIAL)
+            self.verified.add(VIRIAL)
             self._judge_virial(evidence.virial.value * self._length * force, evidence.volume or 1.0, "the forces")
 
     def _judge_signs(self) -> tuple[float, float]:
@@ -225,7 +225,7 @@ class _Findings:
         return _ENERGY_UNITS[best[0]], _FORCE_UNITS[best[1]]
 
     def _costs(self, bound: float) -> dict[tuple[str, str], float]:
-        """Return how badly each wrong pair of units fits, of those that fit within a factor ``bound``."""
+        """Return the cost of each wrong pair of units that fits within a factor ``bound``."""
         return {
             (energy, force): cost + _RARE * ("Rydberg" in energy + force)
             for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
@@ -273,27 +273,27 @@ class _Findings:
         return f"from frame to frame the energy changes by {ratio:.2g} times what the forces give"
 
 
-def _go_together(energy: str, force: str, energies_told: bool) -> bool:
+def _go_together(energy: str, force: str, has_ratio: bool) -> bool:
     """Whether someone may have units of energies and forces: one of them right, or both of one kind."""
-    if not energies_told:
+    if not has_ratio:
         return not energy
     return not energy or not force or force.startswith(energy)
 
 
 def _name(energy: str, force: str) -> str:
-    """Return which units energies and forces look like, in words."""
+    """Return text that names the units that energies and forces look like."""
     if energy and force:
         return f"energies and forces look like {energy} and {force}"
     return f"the forces look like {force}" if force else f"the energies look like {energy}"
 
 
 def _count(report: UnitReport, name: str, frames: Sequence[Frame], findings: _Findings) -> None:
-    """Note which quantities of a system could be told."""
+    """Count the quantities of a system that could be verified."""
     present = {label for frame in frames for label in frame.labels}
     for what, label in {"lengths": FORCE, "forces": FORCE, "energies": ENERGY, "virials": VIRIAL}.items():
         if label in present:
-            told = ("lengths" if what == "lengths" else label) in findings.told
-            report.told[what] = report.told.get(what, 0) + told
-            report.untold.setdefault(what, []).extend([] if told else [name])
-    if ENERGY in findings.told and COMMON not in findings.told:
-        report.untold.setdefault(COMMON, []).append(name)
+            verified = ("lengths" if what == "lengths" else label) in findings.verified
+            report.verified[what] = report.verified.get(what, 0) + verified
+            report.unverified.setdefault(what, []).extend([] if verified else [name])
+    if ENERGY in findings.verified and COMMON not in findings.verified:
+        report.unverified.setdefault(COMMON, []).append(name)

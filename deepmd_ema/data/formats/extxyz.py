@@ -63,7 +63,7 @@ class ExtxyzFile:
 
     @property
     def notes(self) -> list[str]:
-        """What is read from which names, and what is not."""
+        """Lines with the names that are read, and those that are not."""
         return self.inventory.lines()
 
     def files(self) -> list[Path]:
@@ -101,7 +101,7 @@ def is_extxyz(path: Path) -> bool:
 
 
 def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
-    """Return what opens ``file``; ``choice`` is what the user has written after ``#``."""
+    """Return the function that opens ``file``; ``choice`` is the text after ``#`` in the input."""
     return [partial(open_extxyz, file, parse_choice(choice))]
 
 
@@ -175,7 +175,7 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 class _Head(NamedTuple):
-    """What a comment line says: name and value pairs, and for each property its first and last column and kind."""
+    """Content of a comment line: name and value pairs; first and last column and kind of each property."""
 
     values: dict[str, str]
     columns: dict[str, tuple[int, int, str]]

@@ -126,7 +126,7 @@ class Hdf5Array:
 
 
 def _rows_in_file(dataset: Any, path: Path) -> Rows | None:
-    """Return where the rows of a dataset stand in its file, None if they are chunked or compressed."""
+    """Return the position of the rows of a dataset in its file, None if they are chunked or compressed."""
     offset = dataset.id.get_offset()
     if offset is None or not dataset.shape:
         return None
@@ -173,7 +173,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
             raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
         found = {"": root[top]}  # name below the group to group
         root[top].visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Group) else None)
-        # a link that leads nowhere counts: it is told when it is read
+        # a link that leads nowhere counts: it is reported when it is read
         systems = sorted((name, group) for name, group in found.items() if group.id.links.exists(b"type.raw"))
     return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]
 

@@ -39,7 +39,7 @@ class StoredArray(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """Path, for messages."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class ArrayStore(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """Path, for messages."""
 
     def set_names(self) -> list[str]:
         """Return the names of the set.* parts, sorted."""
@@ -92,7 +92,7 @@ class FrameSet:
 
 @dataclass(frozen=True, eq=False)
 class DeepmdSystem:
-    """Frames of one system: a :class:`FrameSource` whose frames are read when asked for.
+    """Frames of one system: a :class:`FrameSource` whose frames are read on demand.
 
     Attributes:
         name: path, for messages.

@@ -48,7 +48,7 @@ class RepinitConfig:
     activation_function: ActivationName = shared.activation_option("Activation function of the embedding networks.")
     resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
     type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
-    embedding_eval: str = shared.embedding_eval_option("As of se_e2_a, for the networks of the distances of neighbors.")
+    interpolate: str = shared.interpolate_option("As of se_e2_a, for the networks of the distances of neighbors.")
     use_three_body: bool = option(
         False, doc="Whether features of the angles between neighbors stand beside those of the neighbors."
     )

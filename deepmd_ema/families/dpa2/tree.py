@@ -34,7 +34,7 @@ OPTIONS = (
     "concat_output_tebd", "smooth", "exclude_types", "env_protection", "trainable", "add_tebd_to_repinit_out",
     "use_econf_tebd", "use_tebd_bias",
 )  # fmt: skip
-OWN_OPTIONS = ("embedding_eval",)  # that DeePMD-kit does not have, and refuses
+OWN_OPTIONS = ("interpolate",)  # that DeePMD-kit does not have, and refuses
 LAYER_OPTIONS = (
     "rcut", "rcut_smth", "g1_dim", "g2_dim", "axis_neuron", "update_g1_has_conv", "update_g1_has_drrd",
     "update_g1_has_grrg", "update_g1_has_attn", "attn1_hidden", "attn1_nhead", "attn2_hidden", "attn2_nhead",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-_width = Check(lambda v: 0 < v <= shared.LARGEST_SIZE, f"a whole number from 1 to {shared.LARGEST_SIZE:,}")
+_width = Check(lambda v: 0 < v <= shared.MAX_SIZE, f"a whole number from 1 to {shared.MAX_SIZE:,}")
 
 
 @dataclass(frozen=True, kw_only=True)

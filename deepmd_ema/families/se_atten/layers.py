@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
-from deepmd_ema.model.descriptor.env_statistics import environment, normalised
+from deepmd_ema.model.descriptor.env_statistics import environment, normalised, radial_range
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
-from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.interpolation import InterpolatedNets, Interpolation, NeighborSum, numbers_per_pair
 from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.norm import LayerNorm, eps_of
@@ -50,7 +50,7 @@ class SeAttenBlock(ElementBlock):
     def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__(options, sel, num_types, dtype, seed, num_elements=1 if options.type_one_side else 2)
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
-        self.spline = Spline(options.embedding_eval, dtype)
+        self.interpolation = Interpolation(options.interpolate, dtype)
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
@@ -80,6 +80,11 @@ class SeAttenBlock(ElementBlock):
     def dim_out(self) -> int:
         """Number of features of an atom."""
         return self.num_channels * self.num_axis
+
+    def interpolated_nets(self, min_distance: float) -> InterpolatedNets:
+        """Return the network of ``s``, and the range of ``s`` for atoms that are not nearer (angstrom)."""
+        width = numbers_per_pair(self.embedding)
+        return InterpolatedNets(self.interpolation, width, *radial_range(self, min_distance))
 
     def forward(
         self, vector: Tensor, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
@@ -115,8 +120,8 @@ class SeAttenBlock(ElementBlock):
                 rows, lambda s, *others: self._embed(s, table, *others), inputs, counts, mask, switch, direction,
                 self.sel, weights, self.attends,
             )  # fmt: skip
-        elif self._series_serve(batch):
-            moments = self._moments_of_series(rows, table, neighbor_type, switch, batch)
+        elif self._is_interpolated(batch):
+            moments = self._interpolated_moments(rows, table, neighbor_type, switch, batch)
         else:
             pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
             moments = torch.bmm(rows.transpose(1, 2), pairs)
@@ -124,7 +129,7 @@ class SeAttenBlock(ElementBlock):
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
-        return kernels_by_hand() and self.pair_embedding is None and self._series_serve(batch)
+        return kernels_by_hand() and self.pair_embedding is None and self._is_interpolated(batch)
 
     def features_and_vjp(
         self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
@@ -138,7 +143,7 @@ class SeAttenBlock(ElementBlock):
         distance = torch.linalg.vector_norm(hood.vector, dim=-1)
         matrix = environment(self, hood.vector, distance, dropped, batch.atom_type)
         rows, of_type = matrix.rows, one_hot(_neighbor_type(mask, batch), len(table), self.dtype).unsqueeze(2)
-        sums = self._sums_of_series((rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], table, batch)
+        sums = self._interpolated_sums((rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], table, batch)
         moments = joined([one.value for one in sums])
         moments = self._of_all_slots(moments, None, rows.shape[1], table, batch)
 
@@ -151,11 +156,11 @@ class SeAttenBlock(ElementBlock):
 
         return axis_features(moments, self.num_axis), vjp
 
-    def _series_serve(self, batch: Batch) -> bool:
-        """Whether embedding nets are evaluated by series or tables for a batch."""
+    def _is_interpolated(self, batch: Batch) -> bool:
+        """Whether embedding nets are evaluated by an interpolation for a batch."""
         # functions for each element of the centre need atoms in the order of their types, which images may lack
         in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(self.mean)
-        return self.spline.serves(batch) and not self.layers and in_order
+        return self.interpolation.serves(batch) and not self.layers and in_order
 
     def _of_all_slots(self, moments: Tensor, counts: Tensor | None, width: int, table: Tensor, batch: Batch) -> Tensor:
         """Return means over all slots (A, 4, M) from the sums over the first ``counts`` (A,), or ``width`` if None."""
@@ -184,27 +189,31 @@ class SeAttenBlock(ElementBlock):
         of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
         return pick(of_pair, centre).unflatten(-1, (num_types, -1))
 
-    def _moments_of_series(self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch) -> Tensor:
-        """Return the moments (A, 4, M) of all slots from series or splines of the network of ``s``."""
+    def _interpolated_moments(
+        self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch
+    ) -> Tensor:
+        """Return the moments (A, 4, M) of all slots from interpolations of the network of ``s``."""
         num_types, s = len(table), rows[..., 0]
         of_type = one_hot(neighbor, num_types, rows.dtype)
         if self.pair_embedding is not None:  # G(s) (1 + gate): one function, summed by element
             gated = of_type * switch[..., None] if self.smooth else of_type
             by_type = (rows[..., None] * gated[..., None, :]).flatten(2)
-            summed = self.spline(torch.cat([rows, by_type], -1), s, self.embedding).value
+            summed = self.interpolation(torch.cat([rows, by_type], -1), s, self.embedding).value
             gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
             return summed[:, :4] + (summed[:, 4:].unflatten(1, (4, num_types)) * gates).sum(2)
         left = (rows[..., None] * of_type[..., None, :]).flatten(2)
-        return joined([one.value for one in self._sums_of_series(left, s, table, batch)])
+        return joined([one.value for one in self._interpolated_sums(left, s, table, batch)])
 
-    def _sums_of_series(self, left: Tensor, s: Tensor, table: Tensor, batch: Batch) -> list[Any]:
+    def _interpolated_sums(self, left: Tensor, s: Tensor, table: Tensor, batch: Batch) -> list[NeighborSum]:
         """Return the sums of ``left`` (A, K, 4 T) times the network of ``s`` and elements: for all atoms or by type."""
         if self.one_side:
-            return [self.spline(left, s, self.embedding, table)]
+            return [self.interpolation(left, s, self.embedding, table)]
         # a function for each element of the centre as well: atoms of one element at once
         parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
         return [
-            self.spline(of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number)
+            self.interpolation(
+                of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number
+            )
             for number, (of_centre, its_s, centre) in enumerate(parts)
         ]
 

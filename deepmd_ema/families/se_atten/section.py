@@ -58,7 +58,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
 
-    embedding_eval: str = shared.embedding_eval_option(
+    interpolate: str = shared.interpolate_option(
         "As of se_e2_a; without effect beside attention layers, which see each pair."
     )
 
@@ -73,8 +73,8 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield what attention layers leave without effect."""
-        if self.attn_layer and self.embedding_eval == "spline":
-            yield "embedding_eval", f"attn_layer = {self.attn_layer}"
+        if self.attn_layer and self.interpolate == "always":
+            yield "interpolate", f"attn_layer = {self.attn_layer}"
 
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
-from deepmd_ema.model.kernels.moments import Moments, SplineMoments, moments_kernel, spline_moments
-from deepmd_ema.model.kernels.spline import Spline
-from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, Sums, joined, of_atoms
+from deepmd_ema.model.descriptor.env_statistics import radial_range
+from deepmd_ema.model.interpolation import InterpolatedNets, Interpolation, numbers_per_pair
+from deepmd_ema.model.kernels.moments import moments_kernel
 from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
 from deepmd_ema.model.ops.environment import Environment
 
@@ -35,38 +35,34 @@ class SeE2ADescriptor(ByTypeDescriptor):
         super().__init__(config, num_types, seed)
         self.num_axis = config.axis_neuron
         self._moments = moments_kernel(self.networks)
-        self.spline = Spline(config.embedding_eval, self.dtype)
+        self.interpolation: Interpolation = Interpolation(config.interpolate, self.dtype)
 
     @property
     def dim_out(self) -> int:
         """Number of features of an atom."""
         return self.num_channels * self.num_axis
 
+    def interpolated_nets(self, min_distance: float) -> InterpolatedNets:
+        """Return the networks, and the range of their input for atoms that are not nearer (angstrom)."""
+        width = numbers_per_pair(self.networks[0])
+        return InterpolatedNets(self.interpolation, width, *radial_range(self, min_distance))
+
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2AVjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""
         env = self._environment_matrix(Environment, batch)
         parts = self._rows_by_net(env.rows, batch)
-        groups: list[list[Moments | SplineMoments]]
-        if self.spline.serves(batch) and self.spline.tables is None:
-            groups, embedded = self._series(parts)
+        groups: list[list[Sums]]
+        embedded = None
+        if self.interpolation.serves(batch):
+            sums, embedded = self._interpolated(parts, lambda rows: rows)
+            groups = [[(one.value, one.rows_vjp) for one in group] for group in sums]
         else:
-            moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self._moments
-            groups, embedded = [[moments_of(rows, net) for rows, net in part] for part in parts], None
-        summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
+            moments_of = [[self._moments(rows, net) for rows, net in part] for part in parts]
+            groups = [[(one.value, one.vjp) for one in group] for group in moments_of]
+        summed = [reduce(torch.add, [value for value, _ in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch, embedded)) / sum(self.sel)
         features = axis_features(moments, self.num_axis)
         return features, SeE2AVjp(env, groups, moments, self.num_axis, sum(self.sel))
-
-    def _series(
-        self, parts: list[list[tuple[Tensor, Network]]]
-    ) -> tuple[list[list[Moments | SplineMoments]], list[Tensor]]:
-        """Return the moments of rows from series, and of each section the embedding of its empty slots (T S, M)."""
-        found = [
-            [self.spline.series(rows, rows[..., 0], net, None, s) for (rows, net), s in zip(part, padding, strict=True)]
-            for part, padding in zip(parts, self._padding(), strict=True)
-        ]
-        embedded = [joined([beyond for _, beyond in section]) for section in zip(*found, strict=True)]
-        return [[SplineMoments(summed) for summed, _ in group] for group in found], embedded
 
     def _trimmed_moments(self, batch: Batch, embedded: list[Tensor] | None) -> Tensor:
         """Return what the empty slots beyond those of the batch add to the moments (A, 4, M)."""
@@ -83,7 +79,7 @@ class SeE2AVjp:
     def __init__(
         self,
         env: Environment,
-        groups: list[list[Moments | SplineMoments]],
+        groups: list[list[Sums]],
         moments: Tensor,
         num_axis: int,
         num_slots: int,
@@ -94,6 +90,6 @@ class SeE2AVjp:
     def __call__(self, grad_features: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, M X)."""
         grad_moments = axis_features_vjp(grad_features, self._moments, self._num_axis) / self._num_slots
-        parts = grad_moments.split([group[0].rows.shape[0] for group in self._groups])
+        parts = grad_moments.split([group[0][0].shape[0] for group in self._groups])
         groups = zip(parts, self._groups, strict=True)
-        return self._env.vjp(joined([joined([m.vjp(part) for m in group], 1) for part, group in groups]))
+        return self._env.vjp(joined([joined([vjp(part) for _, vjp in group], 1) for part, group in groups]))

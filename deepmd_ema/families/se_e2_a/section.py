@@ -32,7 +32,7 @@ class SeE2AConfig(DescriptorOptions, PerElementSection):
     set_davg_zero: bool = option(
         False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
     )
-    embedding_eval: str = shared.embedding_eval_option()
+    interpolate: str = shared.interpolate_option()
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield what does not fit together."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
-from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, GradRows, Sums, joined, of_atoms
+from deepmd_ema.model.descriptor.env_statistics import radial_range
+from deepmd_ema.model.interpolation import InterpolatedNets, Interpolation, NeighborSum, numbers_per_pair
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.environment import RadialEnvironment
 
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from deepmd_ema.families.se_e2_r.section import SeE2RConfig
 
 # A atoms, K neighbor slots, S slots up to sel, M channels
-
-GradRows: TypeAlias = Callable[[Tensor], Tensor]
-"""From the gradient of sums (A, M) to that of rows (A, K, 1)."""
-
-Sums: TypeAlias = tuple[Tensor, GradRows]
-"""The sums of a net over the neighbors of each atom (A, M), and their vector-Jacobian product."""
 
 SCALE = 1 / 5  # of the features, as DeePMD-kit has it
 
@@ -45,29 +39,38 @@ class SeE2RDescriptor(ByTypeDescriptor):
 
     def __init__(self, config: SeE2RConfig, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed)
-        self.spline = Spline(config.embedding_eval, self.dtype)
+        self.interpolation: Interpolation = Interpolation(config.interpolate, self.dtype)
 
     @property
     def dim_out(self) -> int:
         """Number of features of an atom."""
         return self.num_channels
 
+    def interpolated_nets(self, min_distance: float) -> InterpolatedNets:
+        """Return the networks, and the range of their input for atoms that are not nearer (angstrom)."""
+        width = numbers_per_pair(self.networks[0])
+        return InterpolatedNets(self.interpolation, width, *radial_range(self, min_distance))
+
     def forward(self, batch: Batch) -> tuple[Tensor, SeE2RVjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
         env = self._environment_matrix(RadialEnvironment, batch)
         # sums over the neighbors of each section, for all atoms or for those of each type
-        sums_of = self._spline_sums if self.spline.serves(batch) else _direct_sums
-        groups = [[sums_of(rows, net) for rows, net in part] for part in self._rows_by_net(env.rows, batch)]
+        parts, embedded = self._rows_by_net(env.rows, batch), None
+        if self.interpolation.serves(batch):
+            sums, embedded = self._interpolated(parts, torch.ones_like)
+            groups = [[_radial(one) for one in group] for group in sums]
+        else:
+            groups = [[_direct_sums(rows, net) for rows, net in part] for part in parts]
         summed = joined([reduce(torch.add, [value for value, _ in group]) for group in groups])
-        trimmed = reduce(torch.add, [(embedded * beyond).sum(1) for _, embedded, beyond in self._trimmed(batch)])
+        trimmed = reduce(torch.add, [(values * beyond).sum(1) for _, values, beyond in self._trimmed(batch, embedded)])
         scale = SCALE / sum(self.sel)
         vjps = [[vjp for _, vjp in group] for group in groups]
         counts = [group[0][0].shape[0] for group in groups]
         return (summed + of_atoms(trimmed, batch)) * scale, SeE2RVjp(env, vjps, counts, scale)
 
-    def _spline_sums(self, rows: Tensor, net: Network) -> Sums:
-        found = self.spline(torch.ones_like(rows), rows[..., 0], net)
-        return found.value[:, 0], lambda grad: found.vjp(grad[:, None])[1][..., None]
+
+def _radial(summed: NeighborSum) -> Sums:
+    return summed.value[:, 0], lambda grad: summed.vjp(grad[:, None])[1][..., None]
 
 
 def _direct_sums(rows: Tensor, net: Network) -> Sums:

@@ -24,4 +24,4 @@ class SeE2RConfig(DescriptorOptions, PerElementSection):
         "and do not read a model with false.",
     )
     set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero")
-    embedding_eval: str = redefined(SeE2AConfig, "embedding_eval")
+    interpolate: str = redefined(SeE2AConfig, "interpolate")

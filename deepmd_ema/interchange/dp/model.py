@@ -112,7 +112,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    with faults_in_words(path):
+    with faults_as_messages(path):
         _check_available(path, tree["model"])
         tree["model"] = _reader(tree["model"]).normalized(tree["model"])
         config = config_from_tree(tree)
@@ -130,7 +130,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
 def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
     """Return ``tree`` with facts about its weights.
 
-    What they are and of which step stands in the input as well: it is all that DeePMD-kit keeps of ours when it
+    Their kind and step are in the input as well, which is all that DeePMD-kit keeps of ours when it
     converts a file.
     """
     tree = {**tree, EXTRA: dict(facts)}
@@ -147,7 +147,7 @@ def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def faults_in_words(path: Path) -> Iterator[None]:
+def faults_as_messages(path: Path) -> Iterator[None]:
     """Turn what a tree of another form makes fail inside into messages.
 
     Raises:

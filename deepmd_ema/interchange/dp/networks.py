@@ -1,4 +1,4 @@
-"""What the trees of all descriptors and fittings share: networks of dense layers, options and arrays."""
+"""Parts of the trees of all descriptors and fittings: networks of dense layers, options and arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepmd_ema.registry import Registry
 
 
 class PartTree:
-    """How one kind of descriptor or fitting is written to a tree and read from it.
+    """Writer and reader of the tree of one kind of descriptor or fitting.
 
     What is read is what was written, bitwise.
 
@@ -68,7 +68,7 @@ _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
 
 
 def tree_by_type(kinds: Registry, name: str) -> PartTree:
-    """Return the tree of a registered type.
+    """Return the writer and reader of the trees of a registered type.
 
     Raises:
         CheckpointError: if the format does not have it.
@@ -84,7 +84,7 @@ def tree_by_type(kinds: Registry, name: str) -> PartTree:
 
 
 def tree_of(kinds: Registry, found: Mapping[str, Any]) -> PartTree | None:
-    """Return what reads a tree, by its ``type``, or None if nothing does."""
+    """Return the reader of a tree, by its ``type``, or None."""
     kind = found.get("type")
     names = (name for name in types_with_tree(kinds) if kind in type_names([kinds[name].section]))
     return next((tree_by_type(kinds, name) for name in names), None)

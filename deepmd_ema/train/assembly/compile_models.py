@@ -48,7 +48,7 @@ def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Ba
     models.train()
     if in_training or in_validation:
         models.compiler = compiler
-        logger.info("compiled: %s", compiler.in_words())
+        logger.info("compiled: %s", compiler.describe())
     return replace(config, validating=replace(config.validating, compiled_infer=in_validation))
 
 

@@ -10,6 +10,7 @@ from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.errors import ConfigError, counted, every_steps
+from deepmd_ema.model.model_set import ModelSet
 
 Hook = Callable[[int, float], bool]
 
@@ -41,6 +42,14 @@ def tracked_averages(
     return profiles
 
 
+def build_bank(
+    config: RunConfig, models: ModelSet, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None = None
+) -> AverageBank | None:
+    """Return the averages of a run, or None if it has none; ``models`` may be sharded."""
+    profiles = tracked_averages(config, steps_per, should_update)
+    return AverageBank(models.by_task, profiles, around=models) if profiles else None
+
+
 def snapshot_every(section: AverageConfig, save_freq: int) -> int:
     """Return the steps between two kept copies of an average for ``dp-ema posthoc``; 0 for none."""
     if not section.snapshots:
@@ -61,7 +70,7 @@ def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: in
         yield f"{total / 1e6:,.2f} MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
 
 
-def averages_in_words(bank: AverageBank) -> str:
+def describe_averages(bank: AverageBank) -> str:
     """Return how far every average looks back now, on one line; may wait for the device."""
     facts = ((name, bank.info(name)) for name in bank.names)
     return "; ".join(

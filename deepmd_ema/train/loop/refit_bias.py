@@ -65,7 +65,7 @@ def _fit(frames: FrameEnergies, before: np.ndarray, name: str) -> Tensor:
     fit = change_bias(frames, before)
     logger.info(
         "output bias fitted again with the weights %s on %s frames: %s",
-        name, f"{len(frames):,}", frames.means_in_words(fit.bias - before),
+        name, f"{len(frames):,}", frames.describe_means(fit.bias - before),
     )  # fmt: skip
     return torch.from_numpy(fit.bias).view(1, -1, 1)
 

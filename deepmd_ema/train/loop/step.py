@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
-from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
-from deepmd_ema.optim.schedule import Schedule
+from deepmd_ema.optim.build import build_optimizer, clip_gradients, guarded_step, load_optimizer_state, optimizer_state
+from deepmd_ema.optim.schedule import Schedule, build_schedule
 from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.start.prepare import PreparedRun
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -29,6 +36,15 @@ def tf32_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def context_of_products(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a step multiplies matrices."""
+    if config.training.enable_tf32 and device.type == "cuda":
+        return tf32_products
+    if config.training.enable_tf32:
+        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
+    return nullcontext
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,17 @@ class GradientStep(Step):
         super().__init__(module)
         self._parallel_module, self._all_reduce_sum = parallel_module, all_reduce_sum
         self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
+
+    @classmethod
+    def build(cls, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> GradientStep:
+        """Return the step of a run of ``num_steps`` steps."""
+        config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
+        assert not isinstance(config.optimizer, LKFConfig)
+        schedule = build_schedule(config.learning_rate, num_steps)
+        optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
+        all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+        max_norm = config.training.gradient_max_norm or None
+        return cls(models, parallel_module, optimizer, schedule, max_norm, all_reduce_sum)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""

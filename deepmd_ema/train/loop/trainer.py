@@ -23,12 +23,12 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.tensors import cpu_copy, map_tensors
-from deepmd_ema.train.loop.averages import averages_in_words
+from deepmd_ema.train.loop.averages import describe_averages
+from deepmd_ema.train.loop.interpolation import InterpolationControl
 from deepmd_ema.train.loop.refit_bias import Biases
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver
 from deepmd_ema.train.loop.sharding import check_replicas
-from deepmd_ema.train.loop.splines import SplineControl
 from deepmd_ema.train.loop.step import Outcome, Step
 from deepmd_ema.train.loop.task import Task, TaskMixture
 from deepmd_ema.train.loop.validate import FullValidation, ValidationAborted
@@ -107,7 +107,7 @@ class Trainer:
         times: stopwatch of the interval that the reporter shows.
         num_steps: of the whole run.
         world: the processes of the run.
-        splines: as which embedding nets are evaluated.
+        interpolation: of the embedding nets.
         products: context of matrix products in a step.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
@@ -125,14 +125,14 @@ class Trainer:
     times: IntervalTimes
     num_steps: int
     world: World
-    splines: SplineControl
+    interpolation: InterpolationControl
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
     step: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
-    _owes_validation: bool = False
+    _validation_pending: bool = False
     _saved: int = -1
 
     def run(self) -> None:
@@ -164,7 +164,7 @@ class Trainer:
 
     def _loop(self) -> None:
         try:
-            if self._owes_validation:
+            if self._validation_pending:
                 self._validate()
             if self.step >= self.num_steps:
                 self._save()
@@ -186,7 +186,7 @@ class Trainer:
             with self.times.of("data"):
                 batch = next(task.train_loader).to(self.world.device)
             with self.times.of("step"):
-                self.splines.before_step(number)
+                self.interpolation.before_step(number)
                 with self.products():
                     outcome = self.take_step(task, batch, number)
                 self.step = number
@@ -233,11 +233,11 @@ class Trainer:
             self._save()
 
     def _validate(self) -> None:
-        self._owes_validation = True
+        self._validation_pending = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
             results = self.validator.run(self.step, self._is_stopped, entered)
-        self._owes_validation = False
+        self._validation_pending = False
         self.reporter.show_validation(self.step, results)
 
     def _save(self) -> None:
@@ -256,7 +256,7 @@ class Trainer:
         self._check_replicas()
         words = ""
         if self.bank is not None:
-            words = f"averages of step {self.step:,}: {averages_in_words(self.bank)}"
+            words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
         with self.times.of("checkpoint"):
             self.saver.save(self.step, self.state_dict, biases, words)
         self._saved = self.step
@@ -268,7 +268,7 @@ class Trainer:
         self.saver.keep_snapshots(
             [s for s in self.saver.snapshots_due(self.step, True) if self.step % s.every], self.step
         )
-        if self._saved != self.step or self._owes_validation:
+        if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
         assert self.stop.signal is not None
@@ -293,8 +293,8 @@ class Trainer:
             "optimizer": self.take_step.state_dict(self.world.is_main, copy, own_rows),
             "streams": self.tasks.state_dict(),
             "display": map_tensors(copy, self.reporter.state_dict()),
-            "owes_validation": self._owes_validation,
-            "splines": self.splines.state_dict(),
+            "validation_pending": self._validation_pending,
+            "interpolation": self.interpolation.state_dict(),
         }
         if self.validator.rows:
             state["best"] = self.validator.state_dict()
@@ -303,6 +303,11 @@ class Trainer:
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
         self.step = self._saved = step
+        if step >= self.num_steps:
+            logger.warning(
+                "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to go on.",
+                step, self.num_steps,
+            )  # fmt: skip
         if self.bank is not None:
             self.bank.load_state_dict(state.get("averages"), step)
         elif state.get("averages"):
@@ -314,6 +319,6 @@ class Trainer:
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)
-        self._owes_validation = bool(state["owes_validation"] and self.validator.rows)
+        self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         self.validator.load_state_dict(state.get("best", {}))
-        self.validator.truncate(step - 1 if self._owes_validation else step)
+        self.validator.truncate(step - 1 if self._validation_pending else step)

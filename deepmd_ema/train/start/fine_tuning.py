@@ -15,7 +15,8 @@ from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.train.start.restart import Start, digest, tell_differences
+from deepmd_ema.train.start.from_weights import tell_differences
+from deepmd_ema.train.start.new_run import Start, digest
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class FineTune(Start):
             new = [name for name in model.type_map if name not in source.config.type_map]
             logger.info(
                 "fine-tuning %s%s: %s; %s; fitting network %s", f"task {task} from " * bool(task), self.path,
-                source.loaded.info.in_words(), f"new elements {' '.join(new)}" if new else "no new elements",
+                source.loaded.info.describe(), f"new elements {' '.join(new)}" if new else "no new elements",
                 "fresh" if source.fresh_fitting else "of the file",
             )  # fmt: skip
         if len(by_task) > 1:

@@ -1,4 +1,4 @@
-"""Where a run writes: every place is checked and locked before the data are read, and earlier runs are set aside."""
+"""The files that a run writes: checked and locked before the data are read; files of earlier runs are moved away."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of,
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
+from deepmd_ema.train.start.request import TrainRequest
 from deepmd_ema.weights import LIVE
 
 logger = logging.getLogger(__name__)
@@ -27,18 +28,18 @@ LOCK = ".dp-ema.lock"
 EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
 
 
-def check_place(config: RunConfig, output: str, inputs: Iterable[str | None], weights: str | None = None) -> None:
+def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     """Make the folders that a run writes to, and check that it can write and destroys nothing.
 
     Args:
         config: of the run.
-        output: where the normalized input is written.
-        inputs: files that the run reads.
-        weights: model file whose weights a new run starts from.
+        request: with the files that the run reads, and where the normalized input is written.
 
     Raises:
         CheckpointError: naming every place that cannot be written, or where something else stands.
     """
+    weights, output = request.weights, request.output
+    inputs = (request.input_file, request.restart, request.init_model, request.finetune)
     if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
         copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
         raise CheckpointError(
@@ -68,7 +69,7 @@ def check_place(config: RunConfig, output: str, inputs: Iterable[str | None], we
         raise CheckpointError(problems)
 
 
-def lock_place(config: RunConfig) -> AbstractContextManager[None]:
+def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
     """Return what holds the folder of the run, and each of its files in other folders, for one run at a time.
 
     Other folders may have files of several runs, under other names. Statistics and TensorBoard's files are shared.

@@ -33,7 +33,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.start.restart import Start
+from deepmd_ema.train.start.new_run import Start
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
     model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
     logger.info(
         "output bias%s moved by a fit of label minus prediction on %s frames: %s", of_task, f"{len(frames):,}",
-        frames.means_in_words(fit.bias - before),
+        frames.describe_means(fit.bias - before),
     )  # fmt: skip
 
 

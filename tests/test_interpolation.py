@@ -18,18 +18,25 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.compile import CompileOptions, Compiler
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.kernels.direct_sum import DirectSum
-from deepmd_ema.model.kernels.series import MAX_TERMS, MIN_TERMS, MULTIPLE, estimated_errors, terms_for, transform
-from deepmd_ema.model.kernels.spline import MAX_ERROR, Spline
+from deepmd_ema.model.interpolation import Interpolation, interpolations_of
+from deepmd_ema.model.interpolation.series import (
+    MAX_ERROR,
+    MAX_TERMS,
+    MIN_TERMS,
+    MULTIPLE,
+    estimated_errors,
+    terms_for,
+    transform,
+)
+from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.splines import splines_of
-from deepmd_ema.train.loop.splines import SplineControl
+from deepmd_ema.train.loop.interpolation import InterpolationControl
 
 pytestmark = pytest.mark.timeout(120)
 
 CELL = np.diag([7.0, 7.5, 8.0])
-SPLINE = {"model__descriptor__embedding_eval": "spline"}
+ALWAYS = {"model__descriptor__interpolate": "always"}
 
 
 def net_of(activation="tanh", dtype=torch.float64, steep=1.0):
@@ -40,10 +47,10 @@ def net_of(activation="tanh", dtype=torch.float64, steep=1.0):
 
 
 def in_series(net, terms, left, s):
-    spline = Spline("spline", torch.float64)
-    spline.use(terms)
-    spline.max_error = 1e9
-    return spline(left, s, net)
+    interpolation = Interpolation("always", torch.float64)
+    interpolation.use(terms)
+    interpolation.max_error = 1e9
+    return interpolation(left, s, net)
 
 
 def drawn(*shape, seed=0):
@@ -125,14 +132,14 @@ def one_batch(model, natoms=40, seed=1):
     return batch_of(model, (coord, types, CELL))
 
 
-def controlled(descriptor="se_e2_a", activation="tanh", wanted="auto", natoms=40, **changes):
-    """Return the spline of a model after a run has begun with it, its control and a batch."""
-    changes |= {"embedding_eval": wanted, "activation_function": activation}
+def controlled(descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40, **changes):
+    """Return the interpolation of a model after a run has begun with it, its control and a batch."""
+    changes |= {"interpolate": choice, "activation_function": activation}
     _, model = toy_model(descriptor, changes)
-    control = SplineControl(ModelSet({"": model}), World(), interval=1)
+    control = InterpolationControl(ModelSet({"": model}), World(), interval=1)
     batch = one_batch(model, natoms)
     control.begin({"": batch}, None)
-    return model.descriptor.spline, control, batch
+    return model.descriptor.interpolation, control, batch
 
 
 def test_auto_takes_series_where_there_are_many_pairs_and_the_nets_are_wide():
@@ -140,32 +147,32 @@ def test_auto_takes_series_where_there_are_many_pairs_and_the_nets_are_wide():
     assert controlled(**wide)[0].terms >= MIN_TERMS
     assert controlled(**wide, natoms=3)[0].terms == 0
     assert controlled(neuron=[2, 4])[0].terms == 0
-    assert controlled(**wide, wanted="direct")[0].terms == 0
-    assert controlled(neuron=[2, 4], natoms=3, wanted="spline")[0].terms > 0
+    assert controlled(**wide, choice="never")[0].terms == 0
+    assert controlled(neuron=[2, 4], natoms=3, choice="always")[0].terms > 0
 
 
 def error_of_forces(model, batch):
     """Return the largest difference of the forces from those with nets at each pair, over the largest force."""
     forces = model(batch, create_graph=True)["force"].detach()
-    terms = {spline: spline.terms for spline in splines_of(model).values()}
-    for spline in terms:
-        spline.terms = 0
+    terms = {interpolation: interpolation.terms for interpolation in interpolations_of(model).values()}
+    for interpolation in terms:
+        interpolation.terms = 0
     direct = model(batch)["force"]
-    for spline, number in terms.items():
-        spline.terms = number
+    for interpolation, number in terms.items():
+        interpolation.terms = number
     return float((forces - direct).abs().max() / direct.abs().max())
 
 
 def test_a_series_that_is_too_short_for_a_batch_is_not_used_for_it():
     """The number of terms was chosen for another batch, and for other weights."""
-    spline, control, batch = controlled(wanted="spline")
+    interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
-    spline.use(MIN_TERMS)
+    interpolation.use(MIN_TERMS)
     for factor in (1.0, 6.0, 20.0):
         with torch.no_grad():
             model.descriptor.networks[0].stack[0].weight *= factor
         assert error_of_forces(model, batch) < 3e-9
-        assert spline.terms == MIN_TERMS  # of the next evaluation
+        assert interpolation.terms == MIN_TERMS  # of the next evaluation
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -184,9 +191,9 @@ def test_no_derivative_of_a_series_is_off_by_more_than_the_bound(seed, precision
             net.stack[1].weight[0] *= float(10 ** source.uniform(-6, 0))
         low = float(source.uniform(-3, 1))
         s = torch.linspace(low, low + float(10 ** source.uniform(-1, 1.2)), 3001, dtype=torch.float64)
-        spline = Spline("spline", precision)
-        spline.use(int(source.choice([16, 32, 48, 96])))
-        found = spline(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
+        interpolation = Interpolation("always", precision)
+        interpolation.use(int(source.choice([16, 32, 48, 96])))
+        found = interpolation(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
         expected = net.value_and_derivative(s[:, None])[1]
         grad = torch.eye(neuron[-1], dtype=torch.float64)
         slopes = torch.stack([found.vjp(row.expand(len(s), 1, -1))[1][:, 0] for row in grad], 1)
@@ -214,10 +221,9 @@ def test_the_number_of_terms_follows_the_decay_of_the_error():
 
 
 def test_the_terms_that_are_kept_for_later_batches_have_a_margin():
-    spline = Spline("spline", torch.float64)
-    spline.use(40)
-    spline._record(40, 0.9e-9, drawn(2, 3), net_of(), None)
-    assert spline.needed > 40
+    interpolation = Interpolation("always", torch.float64)
+    interpolation.use(40)
+    assert interpolation._enough(40, 0.9e-9) > 40
 
 
 def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
@@ -225,9 +231,9 @@ def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
     net = net_of()
     with torch.no_grad():
         net.stack[0].weight *= 1e-9
-    left, s, spline = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), Spline("spline", torch.float64)
-    spline.use(40)
-    found, expected = spline(left, s, net), DirectSum(left, s, net, None)
+    left, s, interpolation = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), Interpolation("always", torch.float64)
+    interpolation.use(40)
+    found, expected = interpolation(left, s, net), DirectSum(left, s, net, None)
     grad = drawn(5, 4, 8, seed=2)
     assert isinstance(found, DirectSum)
     assert torch.equal(found.vjp(grad)[1], expected.vjp(grad)[1])
@@ -235,7 +241,7 @@ def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
 
 def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():
     """One asks for few terms, the other for many, and whichever is checked chooses for both."""
-    _, control, _ = controlled(wanted="spline")
+    _, control, _ = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     coord, types = toy_atoms(1, 30)
     batches = [batch_of(model, (scale * coord, types, scale * CELL)) for scale in (1.3, 0.6)]
@@ -246,9 +252,9 @@ def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_s
 
 
 def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
-    spline, control, batch = controlled(wanted="spline")
+    interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
-    first = spline.terms
+    first = interpolation.terms
     weight = model.descriptor.networks[0].stack[0].weight
     seen = []
     for factor in (6.0, 1 / 6.0):
@@ -257,121 +263,121 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
         for step in range(1, 11):  # fewer by a quarter at a time
             model(batch, create_graph=True)
             control.before_step(step)
-        seen.append(spline.terms)
+        seen.append(interpolation.terms)
     assert first == seen[1] < seen[0]
 
 
 def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
     """Each number of terms needs a graph of its own."""
-    spline, control, _ = controlled(wanted="spline")
+    interpolation, control, _ = controlled(choice="always")
     control.models.compiler = Compiler(CompileOptions(backend="eager"))
-    before = spline.terms
-    spline.needed = before + MULTIPLE
+    before = interpolation.terms
+    interpolation.needed = before + MULTIPLE
     control.before_step(1)
-    longer = spline.terms
+    longer = interpolation.terms
     assert 1.5 * before <= longer < 1.5 * before + MULTIPLE
-    spline.needed = before
+    interpolation.needed = before
     control.before_step(2)
-    assert spline.terms == longer
-    spline.needed = MAX_TERMS + MULTIPLE
+    assert interpolation.terms == longer
+    interpolation.needed = MAX_TERMS + MULTIPLE
     control.before_step(3)
-    assert spline.terms == 0
+    assert interpolation.terms == 0
 
 
 def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():
     """One net got smoother and another steeper in the same steps."""
-    spline, control, batch = controlled(wanted="spline")
+    interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     with torch.no_grad():
         model.descriptor.networks[0].stack[0].weight *= 0.1
         model.descriptor.networks[1].stack[0].weight *= 8
-    before = spline.terms
+    before = interpolation.terms
     assert error_of_forces(model, batch) < 3e-9
     control.before_step(1)
-    assert spline.terms > before
+    assert interpolation.terms > before
     assert error_of_forces(model, batch) < 3e-9
 
 
 def test_averaged_weights_and_other_evaluations_without_gradients_leave_the_series_of_the_run_as_it_is():
-    spline, control, batch = controlled(wanted="spline")
+    interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     with torch.no_grad():
         model.descriptor.networks[0].stack[0].weight *= 6
-    before = spline.terms
+    before = interpolation.terms
     model(batch, create_graph=False)
-    assert not spline.needed
+    assert not interpolation.needed
     control.before_step(1)
-    assert spline.terms == before
+    assert interpolation.terms == before
 
 
 def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
-    spline, control, _ = controlled(activation="relu", wanted="spline")
-    assert spline.terms == 0
+    interpolation, control, _ = controlled(activation="relu", choice="always")
+    assert interpolation.terms == 0
     assert "the network is not smooth" in caplog.text
     assert control.describe() == "at each pair"
     control.before_step(1000)
-    assert spline.terms == 0
+    assert interpolation.terms == 0
 
 
 def test_a_net_that_gets_a_kink_is_evaluated_directly_before_a_check_says_so():
-    spline, control, batch = controlled(wanted="spline")
+    interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     with torch.no_grad():
         model.descriptor.networks[0].stack[0].weight *= 1000
     assert error_of_forces(model, batch) < 3e-9
     control.before_step(1)
-    assert spline.terms == 0
+    assert interpolation.terms == 0
 
 
 def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
-    spline, control, batch = controlled(wanted="spline")
+    interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     for step in (1, 2):
         model(batch, create_graph=True)
         control.before_step(step)
-    before = spline.terms
+    before = interpolation.terms
     with torch.no_grad():
         model.descriptor.networks[0].stack[0].weight.fill_(float("nan"))
     assert torch.isnan(model(batch, create_graph=True)["energy"]).all()
     control.before_step(3)
-    assert spline.terms == before <= MAX_TERMS
+    assert interpolation.terms == before <= MAX_TERMS
 
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
-    monkeypatch.setattr("deepmd_ema.train.assembly.assemble.SplineControl", partial(SplineControl, interval=7))
+    monkeypatch.setattr("deepmd_ema.train.loop.InterpolationControl", partial(InterpolationControl, interval=7))
     caplog.set_level(logging.INFO)
-    direct = start("direct", 20, {"model__descriptor__embedding_eval": "direct"})
-    assert "embedding nets  at each pair" in caplog.text
-    whole = start("whole", 20, SPLINE)
-    assert "terms of a series" in caplog.text
+    direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
+    assert "embedding networks  at each pair" in caplog.text
+    whole = start("whole", 20, ALWAYS)
+    assert "terms of a Chebyshev series" in caplog.text
     weights = [load(folder / "model.ckpt-20.pt") for folder in (direct, whole)]
     for name, value in weights[0]["model"].items():
         torch.testing.assert_close(weights[1]["model"][name], value, rtol=1e-6, atol=1e-8)
-    assert any(weights[1]["splines"]["terms"].values())
-    assert all(weights[1]["splines"]["needed"].values())
+    assert any(weights[1]["interpolation"]["terms"].values())
+    assert all(weights[1]["interpolation"]["needed"].values())
 
-    parts = start("parts", 20, SPLINE)
+    parts = start("parts", 20, ALWAYS)
     for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt"):
         (parts / name).unlink()
-    start("parts", 20, SPLINE, restart="model.ckpt-10.pt")
+    start("parts", 20, ALWAYS, restart="model.ckpt-10.pt")
     assert_same(weights[1], load(parts / "model.ckpt-20.pt"))
     assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
 
 
 def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
-    folder = start("run", 10, SPLINE)
-    saved = load(folder / "model.ckpt-10.pt")["splines"]["terms"]
-    monkeypatch.setattr("deepmd_ema.train.loop.splines.FIRST_TERMS", 512)
-    monkeypatch.setattr("deepmd_ema.train.loop.splines._first_terms", lambda _: 512)
-    start("run", 12, SPLINE, restart="model.ckpt.pt")
-    assert load(folder / "model.ckpt-12.pt")["splines"]["terms"] == saved
+    folder = start("run", 10, ALWAYS)
+    saved = load(folder / "model.ckpt-10.pt")["interpolation"]["terms"]
+    monkeypatch.setattr("deepmd_ema.train.loop.interpolation.FIRST_TERMS", 512)
+    monkeypatch.setattr("deepmd_ema.train.loop.interpolation._first_terms", lambda _: 512)
+    start("run", 12, ALWAYS, restart="model.ckpt.pt")
+    assert load(folder / "model.ckpt-12.pt")["interpolation"]["terms"] == saved
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, stage, water_like, water_like_valid):
-    config = config_of([water_like], water_like_valid, stage, 2, SPLINE, num_steps=101)
+    config = config_of([water_like], water_like_valid, stage, 2, ALWAYS, num_steps=101)
     train(tmp_path, 2, config)
-    saved = load(tmp_path / "model.ckpt-101.pt")["splines"]
+    saved = load(tmp_path / "model.ckpt-101.pt")["interpolation"]
     assert all(n > 0 for n in saved["terms"].values())
 
 
@@ -384,15 +390,15 @@ def test_numbers_that_are_not_finite_are_seen_in_the_sums():
 
 def test_a_restart_with_another_evaluation_chooses_anew(start):  # noqa: F811
     folder = start("run", 10)  # auto: there are few pairs
-    assert not any(load(folder / "model.ckpt-10.pt")["splines"]["terms"].values())
-    start("run", 12, SPLINE, restart="model.ckpt.pt", allow_config_change=True)
-    assert all(load(folder / "model.ckpt-12.pt")["splines"]["terms"].values())
+    assert not any(load(folder / "model.ckpt-10.pt")["interpolation"]["terms"].values())
+    start("run", 12, ALWAYS, restart="model.ckpt.pt", allow_config_change=True)
+    assert all(load(folder / "model.ckpt-12.pt")["interpolation"]["terms"].values())
 
 
 def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(start, water_like_valid):  # noqa: F811
     """The terms were chosen for the first batch and weights, and neither an average nor a validation frame is it."""
     fast = {"learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04}, "validating__max_best_ckpt": 5}
-    folder = start("run", 20, SPLINE | fast)
+    folder = start("run", 20, ALWAYS | fast)
     for weights, suffix in (("live", ""), ("ema", "_ema")):
         for value, step in load(folder / "model.ckpt-20.pt")["best"][weights]["records"]:
             (file,) = folder.glob(f"best{suffix}.ckpt-{step}.t-*.pt")

@@ -29,13 +29,13 @@ def by_view_of_numpy(parameter):
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "se_e2_r", "se_atten_no_attention", "dpa2"])
 def test_forces_are_those_of_the_weights_of_now(descriptor, change):
     """Forces were those of the weights of before, for which the tables were made."""
-    model = toy_model(descriptor, {"embedding_eval": "spline"})
+    model = toy_model(descriptor, {"interpolate": "always"})
     potential = potential_of(*model)
     before = potential.evaluate(*FRAME)
     for name, parameter in model[1].named_parameters():
         if ".embedding" in name and name.endswith("weight"):  # not those of the types
             change(parameter)
-    direct = toy_model(descriptor, {"embedding_eval": "direct"})
+    direct = toy_model(descriptor, {"interpolate": "never"})
     direct[1].load_state_dict(model[1].state_dict())
     known = potential_of(*direct).evaluate(*FRAME)
     largest = np.abs(known.force).max()
