@@ -133,7 +133,7 @@ class Registry(Mapping[str, Family]):
         return f"{head} has {problem}. {REPAIR}" if problem else dataclasses.replace(record, origin=origins[0])
 
     def _problem(self, name: str, section: Any) -> str:
-        """Return what is wrong with the section of another distribution, or an empty string."""
+        """Return the fault of the section of another distribution, or an empty string."""
         if not (isinstance(section, type) and dataclasses.is_dataclass(section)):
             return f"section {section!r}, expected a dataclass"
         if getattr(section, "type", None) != name:

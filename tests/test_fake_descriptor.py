@@ -186,10 +186,10 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
     law(descriptor="fake", **case)
 
 
-# ---- the rooms
+# ---- packages
 
 
-def test_no_room_reads_an_option_of_a_descriptor():
+def test_no_other_package_reads_an_option_of_a_descriptor():
     """Outside of the folder of a descriptor its section is asked what sections can answer."""
     questions = (DescriptorConfig, HasIdleOptions, HasInnerNeighbors)
     answers = {name for asked in questions for name in vars(asked) if not name.startswith("_")}

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema import __version__
 from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, write_archive
 from deepmd_ema.checkpoint.folder import SHARDS, is_sharded, read_folder, write_folder
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
@@ -28,6 +27,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, spare_of, writing
 from deepmd_ema.tensors import whole
+from deepmd_ema.version import __version__
 from deepmd_ema.weights import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones

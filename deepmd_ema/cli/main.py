@@ -10,7 +10,6 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from deepmd_ema import __version__
 from deepmd_ema.cli import (
     change_bias,
     check,
@@ -42,6 +41,7 @@ from deepmd_ema.errors import (
     is_out_of_memory,
     os_error_message,
 )
+from deepmd_ema.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,8 @@ from deepmd_ema.config.explain import explain
 from deepmd_ema.config.fields import build, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
-from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun, to_dict
+from deepmd_ema.config.schema.model import Link, ModelConfig
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade

@@ -14,7 +14,8 @@ from deepmd_ema.config.schema.optim import ExpScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.run import Link, RunConfig, TaskConfig
+    from deepmd_ema.config.schema.model import Link
+    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
 
 Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import INVALID, is_comment
 from deepmd_ema.config.messages import Place, Problem, close_names, path_of, show
-from deepmd_ema.config.schema.run import Link
+from deepmd_ema.config.schema.model import Link
 
 if TYPE_CHECKING:
     from deepmd_ema.config.upgrade import Upgraded

@@ -15,7 +15,8 @@ from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, dotted, show
 from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun
+from deepmd_ema.config.schema.model import Link
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
 from deepmd_ema.config.tasks import expand_tasks, has_tasks
 
 # keys of `training` that later became keys of another section, some by another name

@@ -19,8 +19,7 @@ from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
-    from deepmd_ema.config.schema.model import FittingNetConfig, ModelConfig
-    from deepmd_ema.config.schema.run import Link
+    from deepmd_ema.config.schema.model import FittingNetConfig, Link, ModelConfig
     from deepmd_ema.model.interface import Descriptor, Fitting
 
     Parts = tuple[Descriptor, Fitting, ShortRange | None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
@@ -267,6 +267,33 @@ class StandardConfig(ModelConfig):
             given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
             needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
             yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A part of the model of a task that other tasks may have too.
+
+    Attributes:
+        task: name of the task.
+        part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
+        key: name of the part in ``model.shared_dict``.
+        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of elements only.
+    """
+
+    task: str
+    part: str
+    key: str
+    level: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Place of the part in the model."""
+        return path_of(self.part)
+
+    @property
+    def text(self) -> str:
+        """The link as an input has it."""
+        return f"{self.key}:{self.level}" if self.level else self.key
 
 
 STANDARD = Family(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from deepmd_ema.config.fields import option, plain
-from deepmd_ema.config.messages import Place, Source, path_of
-from deepmd_ema.config.schema.model import MODELS, ModelConfig
+from deepmd_ema.config.messages import Source
+from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import (
     MultiTaskTrainingConfig,
@@ -69,33 +69,6 @@ class TaskConfig:
             return section
         outer = {"model": "model.model_dict", "loss": "loss_dict", "training": "training.data_dict"}[section]
         return f"{outer}.{self.name}"
-
-
-@dataclass(frozen=True)
-class Link:
-    """A part of the model of a task that other tasks may have too.
-
-    Attributes:
-        task: name of the task.
-        part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
-        key: name of the part in ``model.shared_dict``.
-        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of elements only.
-    """
-
-    task: str
-    part: str
-    key: str
-    level: int = 0
-
-    @property
-    def place(self) -> Place:
-        """Place of the part in the model."""
-        return path_of(self.part)
-
-    @property
-    def text(self) -> str:
-        """The link as an input has it."""
-        return f"{self.key}:{self.level}" if self.level else self.key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,6 +154,13 @@ class PerElementSection(ListSection):
     if TYPE_CHECKING:
         exclude_types: list[list[int]]
         set_davg_zero: bool
+        env_protection: float
+        seed: int | None
+        trainable: bool
+
+        @property
+        def type_one_side(self) -> bool:
+            """Return whether the network does not depend on the element of the centre."""
 
     sel: list[int] | str = option(
         "auto",
@@ -194,6 +201,17 @@ class PerElementSection(ListSection):
 @dataclass(frozen=True, kw_only=True)
 class OneListSection(TotalNeighborList, ListSection):
     """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
+
+    if TYPE_CHECKING:
+        env_protection: float
+
+        @property
+        def tebd_input_mode(self) -> str:
+            """Return whether elements are inputs of the network, ``concat``, or of one of their own, ``strip``."""
+
+        @property
+        def smooth(self) -> bool:
+            """Return whether the gate of ``strip`` vanishes smoothly at the cutoff."""
 
     sel: int | list[int] | str = shared.sel_option()
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")

@@ -14,7 +14,7 @@ from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.ops.cpu.dense import GradientNetwork, values_and_gradients
-from deepmd_ema.model.statistics import mean_and_spread
+from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 

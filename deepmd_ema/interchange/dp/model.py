@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
@@ -24,6 +23,7 @@ from deepmd_ema.interchange.dp.standard import (
 )
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.version import __version__
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 

@@ -20,7 +20,7 @@ _PARTS = (("descriptor", DESCRIPTORS), ("fitting", FITTINGS))
 
 
 class ModelTree(Protocol):
-    """How one type of section ``model`` is written to a tree and read from it.
+    """Writer and reader of the trees of one type of section ``model``.
 
     Attributes:
         kinds: values of ``type`` of its trees.
@@ -79,13 +79,13 @@ class StandardTree:
 
 
 def model_trees() -> Iterator[ModelTree]:
-    """Yield what writes and reads each type of model."""
+    """Yield the trees of the registered types of models."""
     for family in MODELS.values():
         yield family.load("tree")()
 
 
 def tree_of_model(config: ModelConfig) -> ModelTree:
-    """Return what writes and reads a model of this section."""
+    """Return the tree of the type of a section ``model``."""
     tree: ModelTree = MODELS[config.type].load("tree")()
     return tree
 

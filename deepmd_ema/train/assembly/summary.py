@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from deepmd_ema import __version__
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import RunConfig, config_summary
@@ -20,6 +19,7 @@ from deepmd_ema.train.loop.averages import snapshot_lines
 from deepmd_ema.train.loop.task import TaskMixture
 from deepmd_ema.train.loop.trainer import Trainer
 from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.version import __version__
 
 SHARED = {
     0: "every rank holds everything",

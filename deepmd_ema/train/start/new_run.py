@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deepmd_ema import __version__
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.version import __version__
 
 
 class Start:
