@@ -23,16 +23,16 @@ from deepmd_ema.version import __version__
 
 SHARED = {
     0: "every rank holds everything",
-    1: "moments are shared out over the ranks",
-    2: "moments and gradients are shared out over the ranks",
-    3: "moments, gradients and parameters are shared out over the ranks",
+    1: "moments are sharded over the ranks",
+    2: "moments and gradients are sharded over the ranks",
+    3: "moments, gradients and parameters are sharded over the ranks",
 }
 
 
 def start_table(
     prepared: PreparedRun, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, world: World, embedding: str
 ) -> Table:
-    """Return what the input asks for, as ``dp-ema check`` shows it, with what is known once the run is assembled.
+    """Return the summary of ``dp-ema check`` with facts that are known once the run is assembled.
 
     Args:
         prepared: inputs of the run.

@@ -50,7 +50,7 @@ class KalmanStep(Step):
         seed: of the run.
     """
 
-    stands = "as before its first update that was not finite"
+    skipped = "by that step after its first update that was not finite"
     remedy = "or lower optimizer.kf_start_pref_e and optimizer.kf_start_pref_f"
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reports a run while it goes on: rows of the learning curve, the progress bar, the time of each interval."""
+"""Reports a run: rows of the learning curve, the progress bar, the time of each interval."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deepmd_ema.weights import LIVE
 
 @dataclass
 class Reporter:
-    """Shows a run while it goes on: a row holds the values of all tasks.
+    """Shows the progress of a run: a row holds the values of all tasks.
 
     Attributes:
         tasks: whose errors are shown.
@@ -158,7 +158,7 @@ class Reporter:
                 self.board.add_scalar(prefix + name, float(value), step)
 
     def _train_values(self, task: str) -> dict[str, float]:
-        """Return what a row shows of the training batches of a task; nothing if it has had no step."""
+        """Return the values of a row for the training batches of a task; nothing if it has had no step."""
         if self.average:
             return self._means[task].values()
         return {name: float(value) for name, value in self._last.get(task, {}).items()}

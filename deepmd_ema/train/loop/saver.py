@@ -1,4 +1,4 @@
-"""What goes into each model file, and when files are written."""
+"""Content of model files, and the steps at which they are written."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from deepmd_ema.weights import LIVE
 logger = logging.getLogger(__name__)
 
 MakeState: TypeAlias = Callable[[HostCopies, OwnRows | None], Mapping[str, Any]]
-"""Returns what a restart needs beside weights and averages, its tensors copied by the arguments."""
+"""Returns the state of a run beside weights and averages, its tensors copied by the arguments."""
 
 
 @dataclass
 class StateBuilder:
     """Builds the content of model files; tensors are copies on the CPU, so a later step cannot change them.
 
-    All files of a step share one copy of each tensor, which is forgotten at :meth:`forget` or when another step is
-    asked for: between, neither weights nor averages may change, and no average be swapped in.
+    All files of a step share one copy of each tensor, which is dropped at :meth:`forget` or when another step is
+    requested: between, neither weights nor averages may change, and no average be swapped in.
 
     Attributes:
         models: the live models.
@@ -51,7 +51,7 @@ class StateBuilder:
             are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
         writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
-        shares: for sharded checkpoints, makes what takes the rows that this process writes; None: tensors are whole.
+        shares: for sharded checkpoints, copies the rows that this process writes; None: tensors are whole.
         copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
     """
 
@@ -129,7 +129,7 @@ class StateBuilder:
 
 
 def build_store(config: RunConfig, world: World) -> Store:
-    """Return what writes model files: gathered, or by every rank its rows. Must be called by every rank, once."""
+    """Return the writer of model files: gathered, or by every rank its rows. Must be called by every rank, once."""
     return ShardedStore(world=world.for_writer()) if config.training.writes_shards else GATHERED
 
 
@@ -174,7 +174,7 @@ class Saver:
         bests: best files, which are pruned once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step, also of a stopped run.
-        tables: their rows are on the disk before a checkpoint, from which a restart goes on without writing them again.
+        tables: their rows are on the disk before a checkpoint, so that a restart does not write them again.
     """
 
     builder: StateBuilder
@@ -191,7 +191,7 @@ class Saver:
         cls, config: RunConfig, num_steps: int, start: int, builder: StateBuilder, bests: Iterable[BestFiles | None],
         tables: Iterable[RowTable | None], store: Store, world: World,
     ) -> Saver:  # fmt: skip
-        """Return what writes the files of the live weights and of every average.
+        """Return the saver of the files of the live weights and of every average.
 
         Args:
             config: of the run.
@@ -240,7 +240,7 @@ class Saver:
         return [s for s in self.snapshots if last or step % s.every == 0]
 
     def keep_snapshots(self, due: Sequence[Snapshots], step: int) -> None:
-        """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
+        """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
         self.writer.begin(step)
         buffers = [name for name, _ in self.builder.models.named_buffers()]
         for kept in due:

@@ -72,11 +72,11 @@ class Step:
         module: owner of the parameters, by the names that checkpoints use.
     """
 
-    stands = "as before that step"  # the weights, after a step that was not finite
+    skipped = "by that step"  # updates of the weights that are left out
     remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
 
     def __init__(self, module: nn.Module) -> None:
-        # asked now: a module that FSDP has left gathered after a forward pass names other objects
+        # looked up now: a module that FSDP has left gathered after a forward pass names other objects
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
@@ -89,7 +89,7 @@ class Step:
     def state_dict(
         self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
     ) -> dict[str, Any]:
-        """Return what the optimizer remembers, by parameter name; every rank takes part, those that ``keep`` get it.
+        """Return the state of the optimizer, by parameter name; every rank takes part, those that ``keep`` get it.
 
         Args:
             keep: whether this rank wants it.
@@ -99,7 +99,7 @@ class Step:
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what the optimizer of ``state`` remembers."""
+        """Restore the state of the optimizer."""
         raise NotImplementedError
 
     @property
@@ -128,7 +128,7 @@ class Step:
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
             f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}. The weights "
-            f"stand {self.stands} and no checkpoint with bad numbers was written. Look at these frames with "
+            f"were not updated {self.skipped}, and no checkpoint contains non-finite values. Look at these frames with "
             f"`dp-ema check`, {self.remedy}."
         )
 

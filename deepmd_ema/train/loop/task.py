@@ -37,7 +37,7 @@ class Task:
         train_loader: training batches in their seeded order.
         display_loader: validation batches for the learning curve, or None.
         display_batches: how many of them one row of the learning curve uses.
-        split: tells which frames were split off for validation; empty without.
+        split: hash of the frames that were split off for validation; empty without.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Task:
         return [next(self.display_loader) for _ in range(self.display_batches)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
+        """Return the number of batches that were consumed; their order is a function of the seed and of the data."""
         sampler = self.train_loader.sampler
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
@@ -165,7 +165,7 @@ class TaskMixture:
         return steps_for_epochs([(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)])
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return how often each task sees its data in a run, on average."""
+        """Return the mean number of epochs of each task in a run."""
         of_tasks = zip(self._tasks, self._shares)
         return {task.name: share * num_steps / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
 

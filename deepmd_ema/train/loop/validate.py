@@ -29,7 +29,7 @@ from deepmd_ema.weights import LIVE
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
-    """A stop was asked for inside a validation; the live weights are back in the models."""
+    """A stop was requested inside a validation; the live weights are back in the models."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Validated:
 
 
 def build_rows(prepared: PreparedRun, num_steps: int, store: Store, world: World) -> list[Validated]:
-    """Return the rows of a full validation: the live weights and every average that asks for it, by task."""
+    """Return the rows of a full validation: the live weights and every average with full validation, by task."""
     config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
     metric, rows = validating.validation_metric, []
     for weights in config.fully_validated:
@@ -124,11 +124,11 @@ class FullValidation:
 
         Args:
             step: optimizer steps done.
-            stopped: asked between batches; True ends the validation.
+            stopped: called between batches; True ends the validation.
             entered: called with the name of the weights when these are in the models.
 
         Raises:
-            ValidationAborted: if a stop was asked for; nothing of this step was written.
+            ValidationAborted: if a stop was requested; nothing of this step was written.
         """
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
@@ -146,10 +146,10 @@ class FullValidation:
                 row.log.write(step, found)
             value = found.metric(self.metric)
             if row.best is not None and row.best.offer(value, step):
-                self.saver.keep_best(row.best, row.weights, step, partial(self._tell_best, row, value))
+                self.saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
         return {row.name: found for row, found in errors.items()}
 
-    def _tell_best(self, row: Validated, value: float, path: Path) -> None:
+    def _report_best(self, row: Validated, value: float, path: Path) -> None:
         if row.log is not None:
             row.log.write_best(path, self.metric, value)
 

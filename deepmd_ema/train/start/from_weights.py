@@ -71,7 +71,7 @@ class FromWeights(Start):
                 )
             if model.descriptor.neighbors is None:
                 models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved[name].descriptor))
-            self.tell_differences(saved[name], model, task.place("model"))
+            self.report_differences(saved[name], model, task.place("model"))
         return config.with_models(models) if models else config
 
     def check_tasks(self, config: RunConfig) -> None:
@@ -92,12 +92,12 @@ class FromWeights(Start):
             )
         raise CheckpointError(f"{self.path}: holds {text}")
 
-    def tell_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
+    def report_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
         """Warn of options with which the same weights mean another thing."""
-        tell_differences(saved, model, place)
+        report_differences(saved, model, place)
 
     def run_id(self, config: RunConfig) -> str:
-        """Return what tells this trajectory of weights from others."""
+        """Return the identifier of this trajectory of weights."""
         return digest(to_dict(config), str(self.path))
 
     def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
@@ -145,13 +145,13 @@ def put_weights(models: ModelSet, weights: Mapping[str, Tensor], tasks: Sequence
         fitting.set_case(case)  # a task that stays has the case of before, whatever the names of new ones are
 
 
-def tell_differences(saved: ModelConfig, model: ModelConfig, place: str) -> None:
+def report_differences(saved: ModelConfig, model: ModelConfig, place: str) -> None:
     """Warn of options of a model that are not those of its file: weights may fit and mean another thing.
 
     Args:
         saved: section ``model`` of the file.
         model: that of the input.
-        place: where the latter stands.
+        place: of the latter in the input.
     """
     same_elements = model.type_map == saved.type_map
     before, now = to_dict(saved), to_dict(model)

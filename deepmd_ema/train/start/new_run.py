@@ -67,7 +67,7 @@ class Start:
         """
 
     def run_id(self, config: RunConfig) -> str:
-        """Return what tells this trajectory of weights from others: the same config and start always give the same."""
+        """Return the identifier of this trajectory of weights: the same config and start always give the same."""
         return digest(to_dict(config), "")
 
     def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
@@ -99,6 +99,6 @@ class Start:
 
 
 def digest(config: Mapping[str, Any], start: str) -> str:
-    """Return what tells a run from others: the same config and ``start`` always give the same."""
+    """Return the identifier of a run: the same config and ``start`` always give the same."""
     text = json.dumps([__version__, config, start], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

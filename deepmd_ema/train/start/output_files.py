@@ -36,7 +36,7 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         request: with the files that the run reads, and where the normalized input is written.
 
     Raises:
-        CheckpointError: naming every place that cannot be written, or where something else stands.
+        CheckpointError: naming every place that cannot be written, or where there is something else.
     """
     weights, output = request.weights, request.output
     inputs = (request.input_file, request.restart, request.init_model, request.finetune)
@@ -70,7 +70,7 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
 
 
 def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
-    """Return what holds the folder of the run, and each of its files in other folders, for one run at a time.
+    """Return the locks of the folder of the run, and of each of its files in other folders.
 
     Other folders may have files of several runs, under other names. Statistics and TensorBoard's files are shared.
     """
@@ -89,7 +89,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     Args:
         config: of the run, with everything that was left open.
         output: where it is written.
-        is_new: whether the run starts at step 0; one that goes on keeps its files.
+        is_new: whether the run starts at step 0; one that continues keeps its files.
     """
     text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
@@ -105,7 +105,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
-            "files of an earlier run%s stand here: moved to %s. To go on with that run instead, stop this one, move "
+            "there were files of an earlier run%s: moved to %s. To continue that run instead, stop this one, move "
             "them back and use --restart.%s",
             f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
         )  # fmt: skip
@@ -126,7 +126,7 @@ def _is_normalized(path: Path) -> bool:
 
 
 def _pile(folder: Path) -> str:
-    """Return what is said where several earlier runs have been set aside."""
+    """Return the remark where several earlier runs have been set aside."""
     kept = [path for path in folder.glob(f"{EARLIER}-*") if path.is_dir()]
     if len(kept) < 2:
         return ""

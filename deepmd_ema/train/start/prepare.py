@@ -48,7 +48,7 @@ class PreparedTask:
         valid: validation systems, empty without validation data.
         cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
-        split: tells which frames were split off for validation; empty without.
+        split: hash of the frames that were split off for validation; empty without.
     """
 
     config: TaskConfig
@@ -232,7 +232,7 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
             )
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
-        advice = "Remove what stands there, name another place, or leave the option out."
+        advice = "Remove the file that is there, name another place, or leave the option out."
         with writing(f"{place}: {path}", advice):
             write_stat_file(path, task.config.model, task.model.descriptor, found)
     return found

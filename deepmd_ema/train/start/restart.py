@@ -25,7 +25,7 @@ from deepmd_ema.train.start.new_run import digest
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
-_OF_THE_START = ".finetune_head"  # says what a run began with, not how it goes on
+_OF_THE_START = ".finetune_head"  # names the start of a run, not its continuation
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -38,7 +38,7 @@ CONTINUITY = (
     "training.seed",
     "training.gradient_max_norm",
 )
-# often changed on purpose, to train longer; the learning rate may follow it, so it is said
+# often changed on purpose, to train longer; the learning rate may follow it, so it is reported
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
@@ -68,10 +68,10 @@ class Restart(FromWeights):
         return replace(config, training=replace(config.training, seed=self.payload["config"]["training"]["seed"]))
 
     def check_tasks(self, config: RunConfig) -> None:
-        """Check nothing: ``check_resumable`` tells of tasks that come and go."""
+        """Check nothing: ``check_resumable`` reports tasks that come and go."""
 
-    def tell_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
-        """Say nothing: ``check_resumable`` refuses them."""
+    def report_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
+        """Report nothing: ``check_resumable`` refuses them."""
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
@@ -91,7 +91,7 @@ class Restart(FromWeights):
         for path, old, new in differences:
             if path in LENGTH:
                 logger.warning(
-                    "%s was %s, is now %s: a decaying learning rate goes on along its new curve", path, old, new
+                    "%s was %s, is now %s: a decaying learning rate continues along its new curve", path, old, new
                 )
         changed = [d for d in differences if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))]
         lines = [
@@ -116,7 +116,7 @@ class Restart(FromWeights):
                 "others now. Start anew from the weights with --finetune."
             )
         for line in lines:
-            logger.warning("the restart goes on with a change. %s", line)
+            logger.warning("the restart continues with a change. %s", line)
 
     def needs_statistics(self, config: RunConfig) -> bool:
         """Whether there are new tasks."""
@@ -146,7 +146,7 @@ class Restart(FromWeights):
     def state(self, models: ModelSet, streams: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the run that is continued, with that of new tasks."""
         logger.info(
-            "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs go on",
+            "restart after step %d of %s, with its weights, optimizer, averages, order of frames, learning rate and logs",
             self.step, self.path,
         )  # fmt: skip
         if self._tasks == models.by_task.keys():
@@ -185,7 +185,7 @@ def _state_of_tasks(
     names |= {name: name for name, _ in models.named_buffers() if name in payload["model"]}
     moments = payload["optimizer"]["state"]
     kept = {name: moments[old] for name, old in names.items() if old in moments}
-    # no rank asks the others for the first moments of new tasks: the optimizer, which was just built, has them
+    # no rank requests the first moments from the others of new tasks: the optimizer, which was just built, has them
     new = [name for name, _ in models.named_parameters() if name not in kept]
     state = {**payload, "optimizer": {**payload["optimizer"], "state": kept, "new": new}}
     state["streams"] = {task: payload["streams"].get(task, own) for task, own in streams.items()}

@@ -24,7 +24,7 @@ RANDOM = "RANDOM"  # as a head: a fresh fitting network
 ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
 _CHOOSES = "--model-branch or finetune_head"
 _Chosen: TypeAlias = tuple[str, bool, bool]
-"""For a task: which model of a file, whether its fitting network is fresh, whether it goes on as it is."""
+"""For a task: the model of a file, whether its fitting network is fresh, whether its bias is kept."""
 
 
 def load_start(request: TrainRequest, share: tuple[int, int] = (0, 1)) -> Start:
@@ -101,16 +101,16 @@ def _choose(known: Mapping[str, Sequence[str]], heads: Mapping[str, str | None],
             chosen[task] = task, False, bool(task)
         else:
             chosen[task] = first, True, False
-            _tell_fresh(file, task, known)
+            _report_fresh(file, task, known)
     return chosen
 
 
 def _named(known: Mapping[str, Sequence[str]], head: str, file: str) -> str:
-    """Return which model of a file a head is."""
+    """Return the name of the model of a file that a head means."""
     return "" if set(known) == {""} and head == ONLY else choose_head(known, head, file, _CHOOSES)
 
 
-def _tell_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> None:
+def _report_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> None:
     has = "one model" if "" in known else ", ".join(known)
     missing = "no --model-branch chooses one"
     if task:
