@@ -19,7 +19,7 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
 - ``md``: steps per second in ASE with a ``.dp`` and a ``.pt2`` here and the ``.pth`` that `dp convert-backend` makes of
   the ``.dp``, of models that were trained for a few steps.
 
---set adds ways to run dp-ema, which stand beside the others in all stages: --set spline:model.descriptor.KEY=VALUE.
+--set adds ways to run dp-ema, which stand beside the others in all stages: --set always:model.descriptor.KEY=VALUE.
 """
 
 from __future__ import annotations

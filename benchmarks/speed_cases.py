@@ -93,7 +93,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS])
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME:KEY=VALUE[,KEY=VALUE]",
-        help="one more way to run dp-ema, with options of its input, as spline:model.descriptor.embedding_eval=spline",
+        help="one more way to run dp-ema, with options of its input, as always:model.descriptor.interpolate=always",
     )  # fmt: skip
 
 

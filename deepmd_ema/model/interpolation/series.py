@@ -274,8 +274,7 @@ class SeriesSum(NeighborSum):
         """Return the gradients with respect to ``left`` and s from that of the value."""
         (num_atoms, columns, _), num_slots = grad_value.shape, self.left.shape[1]
         terms, functions = len(self.basis), self.left.shape[2] // columns
-        along = torch.mm(grad_value.flatten(0, 1), self.coefficients.T)
-        along = along.view(num_atoms, columns * len(self.coefficients) // terms, terms)
+        along = (grad_value @ self.coefficients.T).view(num_atoms, columns * len(self.coefficients) // terms, terms)
         found = torch.bmm(along, self.basis.transpose(0, 1))  # (A, C 2 F P, K)
         if self.panel is not None:
             rows = 2 * columns * functions
