@@ -11,8 +11,8 @@ from deepmd_ema.average_settings import AverageSettings, EmaSettings, PowerSetti
 from deepmd_ema.config.fields import Check, fraction, not_negative, option, positive_int
 from deepmd_ema.errors import every_steps
 
-_LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
-_half_life = Check(lambda v: 0 < v <= _LONGEST_HALF_LIFE, "a number > 0 and <= 1e9")
+_MAX_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
+_half_life = Check(lambda v: 0 < v <= _MAX_HALF_LIFE, "a number > 0 and <= 1e9")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class _Average(AverageSettings):
         return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
 
     def summary(self, steps_per: Mapping[str, float]) -> str:
-        """Return type, length and other options in words.
+        """Return type, length and other options as text.
 
         Args:
             steps_per: steps of one of ``frames`` and ``epochs``, once they are known.

@@ -1,4 +1,4 @@
-"""Sections ``model.descriptor``: what every one of them can tell, and the registry of descriptors.
+"""Sections ``model.descriptor``: their protocol, and the registry of descriptors.
 
 A descriptor is a folder of ``families/`` or another distribution; no other package knows its options.
 """
@@ -52,7 +52,7 @@ class DescriptorConfig(Protocol):
         """Yield the option and the rest of the message of what does not fit together; each value is right in itself."""
 
     def summary(self) -> str:
-        """Return the type and the main options in words, for one line."""
+        """Return the type and the main options as text, for one line."""
 
     @property
     def numbers_per_pair(self) -> int:

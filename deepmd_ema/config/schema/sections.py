@@ -1,4 +1,4 @@
-"""What sections of descriptors share: options, neighbors, rules and words."""
+"""Base classes of sections of descriptors: options, neighbors, rules and summaries."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class TypeEmbeddedOptions(DescriptorOptions):
     use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
 
     def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit to the elements."""
+        """Yield options that contradict the elements."""
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
         yield from shared.elements_known(self.use_econf_tebd, type_map)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeighborList:
-    """What sections tell of one cutoff and one list of neighbors."""
+    """Sections with one cutoff and one list of neighbors."""
 
     if TYPE_CHECKING:
         rcut: float
@@ -91,7 +91,7 @@ class NeighborList:
 
 @dataclass(frozen=True, kw_only=True)
 class TotalNeighborList(NeighborList):
-    """What sections tell that keep the nearest ``sel`` neighbors in one list for all elements."""
+    """Sections that keep the nearest ``sel`` neighbors in one list for all elements."""
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
@@ -130,7 +130,7 @@ class ListSection(NeighborList):
     resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         words = (
             f"{self.type}, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g})",
             f"sel {shared.sel_text(self.sel)}",
@@ -147,7 +147,7 @@ class ListSection(NeighborList):
 
 @dataclass(frozen=True, kw_only=True)
 class PerElementSection(ListSection):
-    """What sections tell that keep the nearest ``sel`` neighbors of each element, with a network for each."""
+    """Sections that keep the nearest ``sel`` neighbors of each element, with a network for each."""
 
     has_type_embedding: ClassVar[bool] = False
 
@@ -181,7 +181,7 @@ class PerElementSection(ListSection):
         return replace(self, sel=shared.auto_sel(found.max_neighbors, shared.ratio_of(self.sel)))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
             yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
@@ -194,7 +194,7 @@ class PerElementSection(ListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
+        """Return the setting with which the features of an isolated atom are zero and not of rows ``-mean / stddev``."""
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 

@@ -43,7 +43,7 @@ class RepinitConfig:
     set_davg_zero: bool = option(
         True,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
-        "energy jump where a neighbor enters, and depend on which atom stands first, as in DeePMD-kit.",
+        "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
     )
     activation_function: ActivationName = shared.activation_option("Activation function of the embedding networks.")
     resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
@@ -67,7 +67,7 @@ class RepinitConfig:
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
         if not self.use_three_body:
@@ -186,7 +186,7 @@ class RepformerConfig:
         return (not self.g1_out_mlp) + self.update_g1_has_grrg + self.update_g1_has_drrd + conv
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         for has, name, width in (
             (self.update_g1_has_grrg, "g2_dim", self.g2_dim),
@@ -275,14 +275,14 @@ class DPA2Config(TypeEmbeddedOptions):
         yield from ((f"repformer.{name}", why) for name, why in self.repformer.idle_options())
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
         yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
         yield from self._cutoffs_out_of_order()
         yield from self.element_problems(type_map)
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         first, later = self.repinit, self.repformer
         angles = f", angles within {first.three_body_rcut:g}" if first.use_three_body else ""
         return (
@@ -328,7 +328,7 @@ class DPA2Config(TypeEmbeddedOptions):
         )
 
     def _cutoffs_out_of_order(self) -> Iterator[tuple[str, str]]:
-        """Yield where a part that looks farther keeps fewer neighbors, which DeePMD-kit does not take."""
+        """Yield parts with a longer cutoff that keep fewer neighbors, which DeePMD-kit refuses."""
         first, later = self.repinit, self.repformer
         if later.rcut >= first.rcut:
             yield "repformer.rcut", f" = {later.rcut:g}: expected less than repinit.rcut = {first.rcut:g} (angstrom)."

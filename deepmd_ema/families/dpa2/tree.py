@@ -208,7 +208,7 @@ def _fill_layer(name: str, layer: RepformerLayer, tree: Mapping[str, Any]) -> No
 
 
 def _updates(layer: RepformerLayer) -> dict[str, Any]:
-    """Return what holds the residual weights of a layer, by the names of their lists."""
+    """Return the modules with the residual weights of a layer, by the names of their lists."""
     found = {"g1_residual": layer.node_update}
     if not layer.last:
         found["g2_residual"] = layer.pair_update

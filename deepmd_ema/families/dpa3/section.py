@@ -59,7 +59,7 @@ class RepflowConfig:
     fix_stat_std: float = option(
         0.3, check=not_negative, doc="What the environment matrix is divided by; 0 takes its spread in the data."
     )
-    skip_stat: bool = option(False, doc="True stands for `fix_stat_std: 0.3`, the later name of this option.")
+    skip_stat: bool = option(False, doc="True means `fix_stat_std: 0.3`, the later name of this option.")
     update_angle: bool = option(True, doc="Whether there are angles; otherwise only nodes and edges.")
     update_style: str = option(
         "res_residual",
@@ -134,7 +134,7 @@ class RepflowConfig:
         return self.a_dim // (2 * self.a_compress_rate) * self.a_compress_e_rate
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.e_rcut_smth, self.e_rcut, "e_")
         yield from shared.smooth_before(self.a_rcut_smth, self.a_rcut, "a_")
         if self.a_rcut > self.e_rcut:
@@ -238,7 +238,7 @@ class DPA3Config(TypeEmbeddedOptions):
         return replace(self, repflow=shared.with_sel_of(self.repflow, saved.repflow, "e_sel", "a_sel"))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
         yield from self.element_problems(type_map)
 
@@ -248,7 +248,7 @@ class DPA3Config(TypeEmbeddedOptions):
         yield from ((f"repflow.{name}", why) for name, why in self.repflow.idle_options())
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         flow = self.repflow
         angles = f"angles of {flow.a_dim} within {flow.a_rcut:g} angstrom (sel {flow.a_sel})"
         return (
@@ -268,5 +268,5 @@ class DPA3Config(TypeEmbeddedOptions):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros: another type, its nodes are those of its element."""
+        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
         return 'type = "se_e2_a"'

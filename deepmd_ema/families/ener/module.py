@@ -113,7 +113,7 @@ class EnergyFitting(nn.Module):
         return 0 if self.case_embd is None else int(self.case_embd.argmax())
 
     def set_case(self, index: int) -> None:
-        """Tell this task from the others by a one at ``index`` of the case embedding, if there is one."""
+        """Set the case embedding, if there is one, to a one at ``index``."""
         if self.case_embd is not None:
             self.case_embd.zero_()[index] = 1
 

@@ -28,7 +28,8 @@ class EnerFittingConfig:
     dim_case_embd: int = option(
         0,
         check=shared.num_parameters,
-        doc="Numbers that tell the tasks of a multi-task model apart, an input of the network; zeros with one task.",
+        doc="Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
+        "with one task.",
     )
     neuron: list[int] = option(
         [120, 120, 120],
@@ -75,6 +76,6 @@ class EnerFittingConfig:
             yield "trainable", f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {expected}."
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
         return ", ".join([f"ener, neuron {shared.dashes(self.neuron)}", *conditions, shared.dtype_name(self.precision)])

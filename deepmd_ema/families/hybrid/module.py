@@ -78,7 +78,7 @@ class HybridDescriptor(nn.Module):
             by_type=False,
             excluded_pairs=excluded_pairs,
             type_sel=of_types,
-            inner=tuple(dict.fromkeys(asked for one in layouts for asked in one.inner)),
+            inner=tuple(dict.fromkeys(inner for one in layouts for inner in one.inner)),
         )
 
     @property

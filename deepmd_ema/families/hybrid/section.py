@@ -68,7 +68,7 @@ class HybridConfig:
         return replace(self, list=[part.with_neighbors_of(one) for part, one in zip(self.list, saved.list)])
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         if not self.list:
             yield "list", " = []: expected at least one descriptor."
         for k, part in enumerate(self.list):
@@ -89,7 +89,7 @@ class HybridConfig:
                 yield from ((f"list[{k}].{name}", why) for name, why in part.idle_options())
 
     def summary(self) -> str:
-        """Return the main options of the parts in words."""
+        """Return the main options of the parts as text."""
         return f"{self.type} of " + "; ".join(part.summary() for part in self.list)
 
     @property
@@ -99,6 +99,6 @@ class HybridConfig:
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros."""
+        """Return the setting that makes the features of an isolated atom zero."""
         needs = [(k, part.vacuum_needs) for k, part in enumerate(self.list)]
         return " and ".join(f"list[{k}].{text}" for k, text in needs if text)

@@ -107,7 +107,7 @@ class PairTableFitting(nn.Module):
 
     @property
     def case(self) -> int:
-        """0: a table does not tell tasks apart."""
+        """0: a table does not distinguish tasks."""
         return 0
 
     def set_case(self, index: int) -> None:

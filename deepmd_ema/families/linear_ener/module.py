@@ -54,8 +54,8 @@ class LinearDescriptor(HybridDescriptor):
         """Return a layout in which every part finds its neighbors, with those of shorter cutoffs counted."""
         whole = super().layout(excluded_pairs)
         layouts = (part.layout(frozenset()) for part in self.descriptors)
-        asked = [(one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut]
-        return whole if whole.by_type else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *asked])))
+        inner = [(one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut]
+        return whole if whole.by_type else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *inner])))
 
 
 class LinearFitting(nn.Module):
@@ -107,11 +107,11 @@ class LinearFitting(nn.Module):
 
     @property
     def case(self) -> int:
-        """Which task this is, as the parts that tell tasks apart have it."""
+        """The index of the task, as in the parts that distinguish tasks."""
         return max(part.case for part in self.fittings)
 
     def set_case(self, index: int) -> None:
-        """Tell this task from the others in every part."""
+        """Set the index of the task in every part."""
         for part in self.fittings:
             part.set_case(index)
 

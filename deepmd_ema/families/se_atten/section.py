@@ -42,7 +42,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
     set_davg_zero: bool = option(
         False,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
-        "energy jump where a neighbor enters, and depend on which atom stands first, as in DeePMD-kit.",
+        "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
     )
     trainable_ln: bool = option(True, doc="Whether shift and scale of the layer normalisation are trained.")
     ln_eps: float | None = option(
@@ -66,13 +66,13 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
     smooth: ClassVar[bool] = True
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
         yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield what attention layers leave without effect."""
+        """Yield options that have no effect beside attention layers."""
         if self.attn_layer and self.interpolate == "always":
             yield "interpolate", f"attn_layer = {self.attn_layer}"
 
@@ -89,7 +89,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros."""
+        """Return the setting that makes the features of an isolated atom zero."""
         if self.concat_output_tebd:
             return "concat_output_tebd = false"
         return "" if self.set_davg_zero else "set_davg_zero = true"
@@ -110,7 +110,7 @@ class SeAttenConfig(SeAttenV2Config):
         "output is computed once per pair of elements: faster, about equally accurate.",
     )
     stripped_type_embedding: bool | None = option(
-        None, doc="True stands for `tebd_input_mode: strip`, the later name of this option."
+        None, doc="True means `tebd_input_mode: strip`, the later name of this option."
     )
     smooth_type_embedding: bool = option(
         False,

@@ -35,7 +35,7 @@ class SeE2AConfig(DescriptorOptions, PerElementSection):
     interpolate: str = shared.interpolate_option()
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from super().problems(type_map)
         yield from shared.axis_fits(self.axis_neuron, self.neuron)
 

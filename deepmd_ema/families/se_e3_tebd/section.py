@@ -36,7 +36,7 @@ class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
     use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         yield from self.element_problems(type_map)
 
@@ -58,5 +58,5 @@ class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros."""
+        """Return the setting that makes the features of an isolated atom zero."""
         return "concat_output_tebd = false" if self.concat_output_tebd else ""

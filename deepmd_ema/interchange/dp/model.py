@@ -211,7 +211,7 @@ def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel
 
 
 def _reader(tree: Mapping[str, Any]) -> ModelTree:
-    """Return what reads the tree of a model of a known type."""
+    """Return the reader of the tree of a model of a known type."""
     return next(reader for reader in model_trees() if tree.get("type", "standard") in reader.kinds)
 
 

@@ -146,8 +146,8 @@ class Restart(FromWeights):
     def state(self, models: ModelSet, streams: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the run that is continued, with that of new tasks."""
         logger.info(
-            "restart after step %d of %s, with its weights, optimizer, averages, order of frames, learning rate and logs",
-            self.step, self.path,
+            "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs are "
+            "continued", self.step, self.path,
         )  # fmt: skip
         if self._tasks == models.by_task.keys():
             return self.payload
