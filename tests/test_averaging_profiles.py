@@ -58,7 +58,7 @@ def test_a_width_that_no_exponent_has_is_an_error(sigma):
 
 
 @pytest.mark.parametrize(("sigma", "every"), [(0.05, 1), (0.10, 1), (0.10, 5), (0.20, 1), (0.28, 3)])
-def test_G1_the_weights_of_a_power_profile_spread_as_wide_as_it_says(sigma, every):
+def test_the_weights_of_a_power_profile_spread_as_wide_as_it_says(sigma, every):
     """The spread is measured on the weights that a real bank gives to each step."""
     weights, _ = weights_of_steps(PowerProfile.from_sigma_rel("p", sigma, update_every=every), 600)
     weights, steps = weights.numpy(), np.arange(601)
@@ -73,7 +73,7 @@ def test_G1_the_weights_of_a_power_profile_spread_as_wide_as_it_says(sigma, ever
 
 
 @pytest.mark.parametrize("profile", EACH, ids=by_name)
-def test_G5_the_weights_of_each_profile_sum_to_one_and_have_its_mean_age(profile):
+def test_the_weights_of_each_profile_sum_to_one_and_have_its_mean_age(profile):
     weights, info = weights_of_steps(profile, 36)
     assert float(weights.sum()) == pytest.approx(1, rel=SAME_MATH)
     assert bool((weights >= 0).all())
@@ -85,7 +85,7 @@ def test_G5_the_weights_of_each_profile_sum_to_one_and_have_its_mean_age(profile
 @pytest.mark.parametrize("start", [0, 9])
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("gamma", [0, 0.7, 6.94])
-def test_G5_a_power_profile_has_the_weights_of_the_paper(gamma, every, start):
+def test_a_power_profile_has_the_weights_of_the_paper(gamma, every, start):
     """Step tau counts (tau^(g+1) - (tau-k)^(g+1)) / t^(g+1), steps counted from the start."""
     weights, _ = weights_of_steps(PowerProfile("p", gamma, update_every=every, start_step=start), start + 24)
     expected = torch.zeros(start + 25, dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_G5_a_power_profile_has_the_weights_of_the_paper(gamma, every, start):
     assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_G5_equal_weights_are_equal():
+def test_equal_weights_are_equal():
     weights, info = weights_of_steps(SwaProfile("flat", start_step=5, update_every=2), 15)
     expected = torch.zeros(16, dtype=torch.float64)
     expected[[7, 9, 11, 13, 15]] = 0.2
@@ -104,7 +104,7 @@ def test_G5_equal_weights_are_equal():
 
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize(("start", "every"), [(0, 1), (6, 1), (4, 3)])
-def test_G5_an_exponential_average_has_the_weights_of_its_recursion(warmup, start, every):
+def test_an_exponential_average_has_the_weights_of_its_recursion(warmup, start, every):
     decay, num_steps = 0.9, start + 12
     weights, _ = weights_of_steps(EmaProfile("e", decay, warmup, start_step=start, update_every=every), num_steps)
     expected = torch.zeros(num_steps + 1, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_updates_every_k_steps_do_not_change_the_mean_age_by_more_than_k_half(pr
 
 
 @pytest.mark.parametrize("profile", [*EACH[:1], PowerProfile("ema", 3.0), SwaProfile("ema")], ids=by_name)
-def test_G5_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
+def test_D6_skipped_steps_count_nothing_and_the_others_sum_to_one(profile):
     skipped = (1, 4, 5, 11)
     weights, info = weights_of_steps(profile, 20, skipped)
     plain, _ = weights_of_steps(profile, 16)

@@ -71,7 +71,7 @@ def put(model, bias):
     model.out_bias.copy_(torch.from_numpy(bias).view(1, -1, 1))
 
 
-def test_E3_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_fitted_with():
+def test_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_fitted_with():
     """Frames of different sizes and compositions, labels of another energy zero: live and averaged weights alike."""
     config, frames = tiny_config(), shifted_frames()
     model = random_model(config)
@@ -231,7 +231,7 @@ BANK = {
 }
 
 
-def test_E3_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeypatch):
+def test_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeypatch):
     """The live file and each averaged file have no mean residual per atom on the training frames."""
     folder = train(tmp_path / "run", data, monkeypatch, **REFIT, **BANK)
     plain = train(tmp_path / "plain", data, monkeypatch, **BANK)

@@ -1,4 +1,4 @@
-"""Small models and batches for the tests of the model rooms."""
+"""Small models and batches for tests."""
 
 from __future__ import annotations
 
