@@ -1,4 +1,4 @@
-"""What several ranks cost and save: bytes per rank at each zero_stage, and steps per second with the share of exchange.
+"""Bytes per rank at each zero_stage, and steps per second on several ranks with the share of communication.
 
 usage: python benchmarks/parallel.py memory [--ranks 4] [--width 2400] [--output PAGE]
        python benchmarks/parallel.py speed [--ranks 1 2] [--steps 60] [--output PAGE]
