@@ -89,7 +89,7 @@ def main() -> None:
             f"# Large data sets, {common.today()}",
             f"`python {command}--batch {args.batch}`: molecules of 9 atoms (6 to 12 where systems are many or mixed) "
             f"with energies and forces, se_e2_a, {args.batch} frames a batch; MB of memory are resident: private, and "
-            "mapped files. Read are bytes that the process requests from the system until the first step is done; those "
+            "mapped files.Read are bytes that the process requests until the first step is done; those "
             f"of the first row of a set with {'an empty' if args.cold else 'whatever'} page cache. Waiting is the "
             "share of the time of training, from the first batch on.  \n"
             f"On {common.machine(common.programs(None), args.threads, args.device)}.",

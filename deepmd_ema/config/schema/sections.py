@@ -194,7 +194,7 @@ class PerElementSection(ListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return the setting with which the features of an isolated atom are zero and not of rows ``-mean / stddev``."""
+        """Return the setting that makes the features of an isolated atom zero, not those of rows ``-mean / stddev``."""
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
