@@ -20,7 +20,7 @@ from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.train.start.request import TrainRequest
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
