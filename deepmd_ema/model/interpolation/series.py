@@ -326,7 +326,7 @@ def _plain_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, ha
 def _plain_basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
     """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all."""
     x = (s - centre) / half
-    # the polynomials are last in memory: inductor refuses a bmm whose strides are products of sizes that it does not know
+    # the polynomials are last in memory: inductor refuses a bmm with strides that are products of unknown sizes
     found = torch.stack([torch.ones_like(x), x], -1)
     while found.shape[-1] < terms:
         last = found[..., -1:]
