@@ -141,7 +141,7 @@ class Block:
 
 
 class MdRun:
-    """A process with a calculator; it stands still between two blocks.
+    """A process with a calculator; it waits between two blocks.
 
     Args:
         module: whose class ``DP`` is the calculator.

@@ -1,4 +1,4 @@
-"""What several ranks cost and save: bytes per rank at each zero_stage, and steps per second with the share of exchange.
+"""Bytes per rank at each zero_stage, and steps per second on several ranks with the share of communication.
 
 usage: python benchmarks/parallel.py memory [--ranks 4] [--width 2400] [--output PAGE]
        python benchmarks/parallel.py speed [--ranks 1 2] [--steps 60] [--output PAGE]
@@ -136,10 +136,10 @@ def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.new_run import Start
     from deepmd_ema.train.start.prepare import prepare
-    from deepmd_ema.train.start.start_file import find_start
 
-    config, start = load_config("input.json"), find_start(None, None)
+    config, start = load_config("input.json"), Start()
     with open_world(args.device, find_launch()) as world:
         trainer = assemble(prepare(config, start, world), start, world)
         found = {"memory": _bytes_of, "speed": _times_of}[args.what](trainer, args)

@@ -1,4 +1,4 @@
-"""Does a checkpoint of any zero_stage on any number of processes go on at any other, and do all stages train the same?
+"""Restarts from any zero_stage and number of processes at any other, and comparison of training at all stages.
 
     python benchmarks/restart_matrix.py --descriptors se_e2_a dpa3
     python benchmarks/restart_matrix.py --quick --descriptors se_e2_a dpa2 --optimizers AdamW HybridMuon
@@ -62,7 +62,7 @@ Place = tuple[int, int]  # stage, processes
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained: the name of a small descriptor of the tests, the optimizer, the precision of the nets."""
+    """A training: the name of a small descriptor of the tests, the optimizer, the precision of the nets."""
 
     descriptor: str
     optimizer: str
@@ -267,7 +267,7 @@ def matrix_page(places: list[Place], pairs: dict[tuple[Place, Place], dict]) -> 
 
 
 def folder_of(work: Path, place: Place) -> Path:
-    """Return where the run of a place is."""
+    """Return the folder of the run of a place."""
     return work / f"stage{place[0]}on{place[1]}"
 
 

@@ -6,12 +6,12 @@ The models are those of models.json and speed.json, the data frames of water, wi
 else. Both programs get the same input, precision, batch size and threads, and take turns; a ratio is the median of the
 ratios of the turns. Results are kept in --work and not measured again, so each stage may be run at another time:
 
-- ``step``: training runs are started and halted with SIGSTOP; they then go on in turns, one at a time. The time of a
+- ``step``: training runs are started and halted with SIGSTOP; they then run in turns, one at a time. The time of a
   step is that between rows of lcurve.out: loader, forward, backward, optimizer. Turns of dp-ema begin after its first
   epoch, in which it finds the neighbors of each frame, to keep them: DeePMD-kit does so in every step. Peak memory is
   that of these runs.
 - ``bound``: dp-ema alone. The floating-point operations of the matrix products of a step are counted and set beside
-  the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is told
+  the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is listed
   by class of operation (:mod:`speed_bound`).
 - ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
 - ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
@@ -54,7 +54,7 @@ Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
 
 
 def main() -> None:
-    """Measure what is asked for, and print the page of all that is known."""
+    """Measure the chosen stages, and print the page of all results."""
     args = _arguments()
     runners, found = speed_cases.runners_of(args), {}
     cases = speed_cases.cases_of(args)
@@ -100,19 +100,19 @@ def _once(cases: list[Case]) -> list[Case]:
 def _result(
     stage: str, case: Case, runners: list[Runner], measure: Measure, args: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """Return what is known about a case, which is measured if the stage is asked for and a program has no result."""
+    """Return the result of a case, which is measured if the stage is chosen and a program has no result."""
     name = "input" if stage == "start" else case.file_name
     folder = args.work.resolve() / "speed" / f"{args.device}-{args.threads}" / stage / name
     file, wanted = folder / "result.json", {runner.name for runner in runners}
     known = json.loads(file.read_text()) if file.exists() else None
-    if stage in args.stage and not (known and wanted <= set(known["asked"])):
+    if stage in args.stage and not (known and wanted <= set(known["programs"])):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         # those of an earlier call are measured again: only what took turns can be compared
-        before = set(known["asked"]) if known else set()
+        before = set(known["programs"]) if known else set()
         again = [runner for runner in speed_cases.RUNNERS if runner.name in before - wanted]
         known = measure(case, [*runners, *again], _in_folder(args, folder))
-        known |= {"asked": sorted(wanted | before), "load": os.getloadavg()[0]}
+        known |= {"programs": sorted(wanted | before), "load": os.getloadavg()[0]}
         file.write_text(json.dumps(known))
         print(stage, *case.words, {k: v for k, v in known.items() if k not in ("times", "bound")}, flush=True)
     return known
@@ -172,12 +172,12 @@ def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) 
     program = common.programs(args.peer)["ours" if runner.ours else "peer"]
     command = runner.command(common.programs(args.peer))
     if args.device == "cuda":
-        command = common.telling_memory(program, runner.backend)
+        command = common.printing_memory(program, runner.backend)
     return common.HaltedRun.start(command, args.folder / runner.name, config, env)
 
 
 def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
-    """Return how many steps of a program take about ``ROW_S``."""
+    """Return the number of steps of a program that take about ``ROW_S``."""
     run = _start(case, runner, args, 1)
     try:
         run.wait_for(4, time.perf_counter() + args.wait)

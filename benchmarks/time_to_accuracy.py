@@ -34,7 +34,7 @@ PEER_STEPS, PEER_ROW = 300, 50  # that are timed: those after the first 100
 
 
 def main() -> None:
-    """Measure what is asked for, and print the page of all that is known."""
+    """Measure the chosen stages, and print the page of all results."""
     args = _arguments()
     recipes = json.loads(RECIPES.read_text())
     keys = [(name, seed) for name in args.sets for seed in args.seeds]
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _note(found: Any, stage: str, key: tuple[Any, ...], args: argparse.Namespace, config: Any, measure: Any) -> None:
-    """Enter the result of a run, which is made if its stage is asked for and it is not there."""
+    """Enter the result of a run, which is made if its stage is chosen and it does not exist."""
     folder = args.work.resolve() / "time_to_accuracy" / "-".join(map(str, (stage, *key)))
     file = folder / "result.json"
     if file.exists() and json.loads((folder / "input.json").read_text()) == config:

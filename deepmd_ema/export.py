@@ -18,10 +18,10 @@ from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted
-from deepmd_ema.families.linear_ener.module import LinearDescriptor
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.interpolation import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
@@ -132,12 +132,14 @@ def freeze(
         difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
 
     if compiled:
+        from deepmd_ema.interchange.pt2 import write_pt2
+
         tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
         model, tables = _with_tables(loaded, target, compress)
-        interchange.write_pt2(path, model, loaded.config, tree, target, check=read_back)
+        write_pt2(path, model, loaded.config, tree, target, check=read_back)
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
-    source, only_here = f"{info.describe()}, from {info.path}", _only_here(loaded.model)
+    source, only_here = f"{info.describe()}, from {info.path}", _only_here(loaded.model, loaded.config)
     return Frozen(path, source, path.stat().st_size, difference, only_here, tables)
 
 
@@ -166,12 +168,12 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
     )
 
 
-def _only_here(model: EnergyModel) -> str:
+def _only_here(model: EnergyModel, config: ModelConfig) -> str:
     """Return why DeePMD-kit's torch backend does not read a model, or an empty string."""
     feature, whole = "use_srtab" if model.short_range is not None else "", model.descriptor
     descriptors = [whole]
-    if isinstance(whole, LinearDescriptor):
-        feature, descriptors = "linear_ener", whole.descriptors
+    if config.type == "linear_ener" and isinstance(whole, Composite):
+        feature, descriptors = config.type, whole.descriptors
     if not feature or all(one.mixed_types for one in descriptors):
         return ""
     return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"

@@ -190,7 +190,7 @@ def test_a_restart_on_data_that_have_grown_says_so(desk):
 
 def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
     cut("model.ckpt-4.pt")
-    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": go on")[0]
+    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": continue")[0]
     desk.train("--restart", named).must_say(code=GOOD)
     assert checkpoint.load("model.ckpt.pt")["step"] == 8
 
@@ -280,7 +280,7 @@ BAD_PLACES = {
     "a file in place of the statistics": (
         lambda: Path("stat").write_text(""),
         {"training__stat_file": "stat"},
-        ["training.stat_file: stat: cannot be written (", "Remove what stands there, name another place"],
+        ["training.stat_file: stat: cannot be written (", "Remove the file that is there, name another place"],
     ),
 }
 
@@ -381,7 +381,7 @@ def test_two_runs_may_share_a_folder_of_checkpoints_but_no_file_in_it(clean):
 def test_a_forgotten_restart_loses_nothing_and_is_told_before_the_first_step(desk):
     before = everything()
     told = desk.train()
-    told.must_say("files of an earlier run, up to step 4, stand here: moved to earlier-1.", "use --restart", code=GOOD)
+    told.must_say("there were files of an earlier run, up to step 4: moved to earlier-1.", "use --restart", code=GOOD)
     assert told.text.index("moved to earlier-1") < told.text.index("Batch       1")
     ran = [name for name in before if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"]
     assert len(ran) > 5

@@ -15,16 +15,16 @@ from torch._dynamo.utils import counters
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.config.schema.run import Link
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compile as compiling
-from deepmd_ema.model.build import DESCRIPTORS, share_parts
-from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.build import share_parts
+from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation import interpolations_of
 from deepmd_ema.model.interpolation.series import MIN_TERMS
@@ -39,7 +39,7 @@ SMALLER = {
 }
 NET = {"neuron": [2], "numb_fparam": 1, "numb_aparam": 2}
 LOSS = EnerLossConfig(start_pref_v=1, limit_pref_v=1)
-TRACED = CompileConfig(backend="aot_eager")
+TRACED = CompileOptions(backend="aot_eager")
 # what two tasks share; without an embedding of elements the third way is the fourth
 WAYS = {
     "all": [("descriptor", 0), ("fitting_net", 0)],
@@ -130,7 +130,7 @@ def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_number
 
 
 def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
-    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
+    compiler = Compiler(CompileOptions(backend="aot_eager", dynamic=False))
     _, model = toy_model("se_e2_r", SMALL, {"neuron": [2]})
     for natoms in (5, 6, 6, 5, 6):
         coord, _ = toy_atoms(natoms, natoms, spread=2.6)
@@ -223,7 +223,7 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(compiling.Compiler, "trace", fail)
-    values = tiny_input([desk / "train_0"], num_steps=2, **TINY, training__enable_compile=True)
+    values = tiny_input([desk / "train_0"], [desk / "validation"], num_steps=2, **TINY, training__enable_compile=True)
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 2
     message = capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
 
 def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, monkeypatch):
     train(desk / "run")
-    monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
+    monkeypatch.setattr(evaluating, "CompileOptions", lambda: TRACED)
     command = ["test", "-m", str(desk / "run" / "model_ema.ckpt.pt"), "-s", str(desk / "validation")]
     found = []
     for more in ([], ["--compile"]):

@@ -166,7 +166,7 @@ BAD = [
     ({**SLOW, "nmae": 1}, ".nmae", ["unknown key. Did you mean name?"]),
     ({**SLOW, "half_live": 5}, ".half_live", ["unknown key. Did you mean half_life or half_life_unit?"]),
     ({"name": "a", "decy": 0.9}, ".decy", ["unknown key. Did you mean decay?"]),
-    ({**SLOW, "zzz": 5}, ".zzz", ["unknown key. Known: type, name, start_step", "half_life, half_life_unit, warmup."]),
+    ({**SLOW, "zzz": 5}, ".zzz", ["unknown key. Known: type, name, start_step", "half_life, half_life_unit."]),
     ({**SLOW, "snapshots": True}, ".snapshots", ["It belongs to type power or swa, and this one is of type ema."]),
     ({"name": "a", "sigma_rel": 0.1}, ".sigma_rel", ["It belongs to type power, and this one is of type ema."]),
     ({**POWER, "decay": 0.9}, ".decay", ["It belongs to type ema, and this one is of type power."]),

@@ -15,11 +15,10 @@ from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.model.compile import Compiler
+from deepmd_ema.model.compile import CompileOptions, Compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation import Interpolation, interpolations_of
 from deepmd_ema.model.interpolation.series import (
@@ -273,7 +272,7 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
 def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
     """Each number of terms needs a graph of its own."""
     interpolation, control, _ = controlled(choice="always")
-    control.models.compiler = Compiler(CompileConfig(backend="eager"))
+    control.models.compiler = Compiler(CompileOptions(backend="eager"))
     before = interpolation.terms
     interpolation.needed = before + MULTIPLE
     control.before_step(1)
@@ -347,9 +346,7 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
 
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
-    monkeypatch.setattr(
-        "deepmd_ema.train.assembly.assemble.InterpolationControl", partial(InterpolationControl, interval=7)
-    )
+    monkeypatch.setattr("deepmd_ema.train.loop.InterpolationControl", partial(InterpolationControl, interval=7))
     caplog.set_level(logging.INFO)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
     assert "embedding networks  at each pair" in caplog.text

@@ -20,10 +20,11 @@ from toy_models import (
 )
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
-from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.build import build_model
 from deepmd_ema.model.ops.twin import plain_kernels
 
 SAME_MATH = 1e-11  # sums in another order

@@ -21,8 +21,8 @@ BANKS = [p for p in KEPT if "averaging" in json.loads((p / "input.json").read_te
 
 
 def documented_parts():
-    """Return the parts of checkpoints that doc/training.md lists: those of every file, and all of them."""
-    page = (Path(__file__).parents[1] / "doc" / "training.md").read_text()
+    """Return the parts of checkpoints that doc/checkpoints.md lists: those of every file, and all of them."""
+    page = (Path(__file__).parents[1] / "doc" / "checkpoints.md").read_text()
     table = page.partition("## Inside a checkpoint")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*`) \| ([^|]+) \|", table, re.MULTILINE)
     parts = {name: place for names, place in rows for name in re.findall(r"`(\w+)`", names)}

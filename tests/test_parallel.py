@@ -164,7 +164,7 @@ def assert_same_run(left, right, tolerance=1e-9):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_F2_F4_every_stage_follows_one_process_with_all_the_frames(run, stage, ranks):
+def test_F4_every_stage_follows_one_process_with_all_the_frames(run, stage, ranks):
     folder, _ = run("bank", stage, ranks)
     assert_same_run(folder, run("bank", 0, 1)[0])
     assert_same_run(folder, run("bank", 0, ranks)[0], tolerance=1e-12)
@@ -208,7 +208,7 @@ def test_a_checkpoint_right_after_a_validation_of_live_weights_has_all_moments(r
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_F1_averages_are_the_same_bits_on_all_ranks(run, stage, ranks):
+def test_averages_are_the_same_bits_on_all_ranks(run, stage, ranks):
     _, held = run("bank", stage, ranks)
     assert len(held) == ranks
     assert len(held[0]["digests"]) == 2 + len(BANK)
@@ -231,7 +231,7 @@ def test_a_rank_holds_a_part_where_parts_are_promised_and_all_elsewhere(run, sta
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_B8_every_rank_takes_part_in_validation_and_saving_equally_often(run, stage):
+def test_every_rank_takes_part_in_validation_and_saving_equally_often(run, stage):
     _, held = run("bank", stage, 3)
     assert held[0]["counts"]["validated", "slow"] == STEPS // 10
     assert held[0]["counts"]["written", "flat"] == 2

@@ -195,7 +195,7 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
     codes, said = run(folder, "", fault)
     assert codes == [128 + number] * 2
     (line,) = said
-    assert line.startswith(f"stopped by {number.name} after step {step} of {LAST}; everything is saved. Go on with")
+    assert line.startswith(f"stopped by {number.name} after step {step} of {LAST}; everything is saved. Continue with")
     assert_goes_on(folder, step)
 
 

@@ -387,7 +387,7 @@ def test_a_snapshot_of_an_average_that_had_not_begun_is_not_used(copy):
 def test_averages_that_were_updated_by_a_hook_are_refused(copy):
     path = copy / "snapshots" / "model_p05.ckpt-20.pt"
     change(path, average={**checkpoint.load(path)["average"], "should_update": "every_second"})
-    with pytest.raises(CheckpointError, match="updated when every_second said so"):
+    with pytest.raises(CheckpointError, match="updated when every_second decided"):
         find_snapshots(copy)
 
 

@@ -18,9 +18,10 @@ from torch._inductor import config as inductor_options
 from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
-from deepmd_ema import cli, export, interchange
+from deepmd_ema import cli, export
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
@@ -30,7 +31,7 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
 from deepmd_ema.model.interpolation import interpolations_of, make_tables, seal, tabulate
@@ -83,7 +84,7 @@ def as_if_compiled(monkeypatch):
     def compiled_of(path):
         loaded = replace(load_model(path), is_compiled=True)
         function = pt2._with_conditions(loaded.model, loaded.config)
-        monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
+        monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
         return loaded
 
     return compiled_of
@@ -126,7 +127,7 @@ def test_images_of_an_atom_at_one_distance_stay_in_their_order(descriptor, monke
     let_slots_differ(model)
     loaded = LoadedModel(model, config, Provenance("toy", "frozen"))
     function = pt2._with_conditions(model, config)
-    monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
+    monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
     coord, types = toy_atoms(4, 4, spread=2.4)
     plain, other = (
         Potential(replace(loaded, is_compiled=is_compiled)).evaluate(coord, types, 0.8 * TRICLINIC)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Binding, canonical, unwrap
 from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signals_wait
-from deepmd_ema.averaging.profile import LIVE, Profile
+from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.averaging.storage import lerp
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import HostCopies, check_weights, prefix_of
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema import __version__
 from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, write_archive
 from deepmd_ema.checkpoint.folder import SHARDS, is_sharded, read_folder, write_folder
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
@@ -28,7 +27,8 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, spare_of, writing
 from deepmd_ema.tensors import whole
-from deepmd_ema.weights import LIVE
+from deepmd_ema.version import __version__
+from deepmd_ema.weight_names import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
@@ -39,6 +39,7 @@ _NOT_REPLACED = {
     "average": ("the average that the run has saved", "it would be gone"),
     "best": ("one of the best files of the run", "it would be gone"),
 }
+_RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
 _MAX_NAME_BYTES = 4096  # bytes of a path, on any system
 
 
@@ -358,7 +359,7 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
 
 
 def _checked(path: Path, payload: Any) -> dict[str, Any]:
-    """Return ``payload`` without its digest, once it is clear that a run has written it and that it is whole."""
+    """Return ``payload`` under the keys of this version, without its digest, once a run is known to have written it."""
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
         found = payload["format"]
         if not isinstance(found, int) or not 1 <= found <= FORMAT:
@@ -366,8 +367,9 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
                 f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
                 f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
+        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
         check_content(payload, path)
-        return {name: part for name, part in payload.items() if name != DIGEST}
+        return payload
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
     if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
         raise DeepmdCheckpointError(path, payload)

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.labels import METRICS
 from deepmd_ema.tensors import StoredTensor
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Rule: TypeAlias = Callable[[Any, str], Iterator[str]]
 """Yields the mistakes in a value; the second argument is its place."""
@@ -250,7 +250,7 @@ SPLINES = _parts({"wanted": _each(TEXT)}, {"terms": _each(COUNT), "needed": _eac
 KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
-         "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
+         "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
         {**_COMMON, "averages": AVERAGES, "best": BEST, "interpolation": INTERPOLATION, "splines": SPLINES,
          "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),

@@ -1,3 +1,1 @@
-"""Kinds of descriptors and models, one folder each: section, module and tree."""
-
-import deepmd_ema.config  # noqa: F401  (the registry there imports the sections)
+"""Types of descriptors, fitting networks and models: one folder each, which ``deepmd_ema.registry`` finds by name."""

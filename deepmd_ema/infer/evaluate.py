@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
@@ -29,7 +28,7 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation import tabulate
 from deepmd_ema.model.model_set import ModelSet
@@ -228,7 +227,7 @@ def _compiled(network: nn.Module, first: Batch) -> nn.Module:
     if not isinstance(network, EnergyModel):
         raise UserError("--compile: the file holds compiled code already. Leave it out.")
     models = ModelSet({"": network})
-    models.compiler = Compiler(CompileConfig(), in_training=False)
+    models.compiler = Compiler(CompileOptions(), in_training=False)
     with explained("--compile", "Leave it out"):
         models.compiler.trace(network, first)
     return models.of("")

@@ -16,12 +16,12 @@ from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.surroundings import without_modes
+from deepmd_ema.infer.guards import without_modes
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.tensors import check_weights
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 """Which models of a file are meant, of all their names with aliases."""
@@ -112,7 +112,9 @@ class LoadedModel:
             UserError: if the device is not there, or the file is compiled for another one.
         """
         if self.is_compiled:
-            run, where = interchange.load_compiled(self.info.path, device)
+            from deepmd_ema.interchange.pt2 import load_compiled
+
+            run, where = load_compiled(self.info.path, device)
             return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
         where = select_device(device)
         return self.model.to(where).eval(), where
@@ -185,7 +187,7 @@ def _load(path: Path, use_average: bool, average: str | None, choose: Choose) ->
         try:
             found = _load_checkpoint(path, checkpoint.load(path), use_average, average, choose)
         except checkpoint.DeepmdCheckpointError as error:
-            return _load_deepmd(path, error.content, use_average, average, choose)
+            return models_of_deepmd(path, error.content, use_average, average, choose)
     info = next(iter(found.models.values())).info
     if use_average and info.weights in (LIVE, ""):
         raise CheckpointError(
@@ -224,9 +226,15 @@ def _load_checkpoint(
     return ModelFile(found, payload["config"])
 
 
-def _load_deepmd(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+@without_modes()
+def models_of_deepmd(
+    path: Path,
+    payload: Mapping[str, Any],
+    use_average: bool = False,
+    average: str | None = None,
+    choose: Choose = lambda names: names,
 ) -> ModelFile:
+    """Return the models in the content of a checkpoint of DeePMD-kit, see :func:`load_models`."""
     found = {}
     for head in choose(interchange.heads_of(payload, path) or {"": ()}):
         own = interchange.read_deepmd_pt(payload, path, head or None, use_average)

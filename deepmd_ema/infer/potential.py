@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import gt
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,15 +21,17 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.images import Images
+from deepmd_ema.infer.guards import refrain_from_lost_threads, without_modes
+from deepmd_ema.infer.kept_slots import MovingFrame, Placed
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.infer.moving import MovingFrame, Placed
 from deepmd_ema.infer.short_pairs import describe_short_pair
-from deepmd_ema.infer.surroundings import refrain_from_lost_threads, without_modes
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation import tabulate
+
+if TYPE_CHECKING:
+    from deepmd_ema.infer.images import Images
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,8 @@ class Potential:
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
 
     def _run(self, model: CompiledModel, frame: Frame, kept: KeptPairs | None) -> dict[str, NDArray[np.float64]]:
+        from deepmd_ema.infer.images import Images
+
         where = frame.coord, frame.box, self.rcut
         pairs = find_pairs(*where) if kept is None else kept.reaching(*where)
         images = self._images

@@ -284,11 +284,12 @@ def _our_trainer(folder: Path, start_file: str | None = "start.pt") -> tuple[Any
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.world import World
     from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.new_run import Start
     from deepmd_ema.train.start.prepare import prepare
-    from deepmd_ema.train.start.start_file import find_start
+    from deepmd_ema.train.start.start_file import load_weights
 
     os.chdir(folder)
-    start, world = find_start(None, start_file), World()
+    start, world = load_weights(start_file) if start_file else Start(), World()
     prepared = prepare(start.adopt_from_checkpoint(load_config("input.json")), start, world)
     return assemble(prepared, start, world), prepared.config
 

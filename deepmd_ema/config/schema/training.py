@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.texts import BatchSizeRule, Metric, SystemProbability, is_readable
+from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -88,7 +88,7 @@ class _Data:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingDataConfig(_Data):
-    """Where the frames to train on are, and how they are drawn."""
+    """The training frames, and how they are drawn."""
 
     min_pair_dist: float = option(
         0.0,
@@ -100,7 +100,7 @@ class TrainingDataConfig(_Data):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationDataConfig(_Data):
-    """Where the frames to validate on are."""
+    """The validation frames."""
 
     numb_btch: int = option(
         1, alias=("numb_batch",), check=positive_int, doc="Batches of each validation that is displayed."
@@ -137,7 +137,7 @@ class MixedPrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """How `torch.compile` makes the code of a run."""
+    """Options of `torch.compile`."""
 
     backend: str = option(
         "inductor", choices=("inductor", "aot_eager", "cudagraphs"), doc="Which compiler of torch makes the code."

@@ -48,6 +48,11 @@ LATER_OPTIONS = ("use_sqrt_nnei", "g1_out_conv", "g1_out_mlp")  # false in files
 class DPA2Tree(PartTree):
     """Tree of dpa2."""
 
+    renamed = (
+        (r"\.repformers\.layers\.", ".repformers.repformer_layers."),
+        (r"\.(repinit|repinit_three_body|repformers)\.", r".\1_variable."),
+    )
+
     def write(self, part: DPA2Descriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         options, types = plain(config.descriptor), config.type_map
@@ -203,7 +208,7 @@ def _fill_layer(name: str, layer: RepformerLayer, tree: Mapping[str, Any]) -> No
 
 
 def _updates(layer: RepformerLayer) -> dict[str, Any]:
-    """Return what holds the residual weights of a layer, by the names of their lists."""
+    """Return the modules with the residual weights of a layer, by the names of their lists."""
     found = {"g1_residual": layer.node_update}
     if not layer.last:
         found["g2_residual"] = layer.pair_update

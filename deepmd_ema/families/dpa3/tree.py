@@ -54,6 +54,8 @@ RESIDUALS = {"n_residual": "node_update", "e_residual": "edge_update", "a_residu
 class DPA3Tree(PartTree):
     """Tree of dpa3."""
 
+    renamed = ((r"\.repflows\.layers\.", ".repflows.repflow_layers."), (r"\.repflows\.", ".repflow_variable."))
+
     def write(self, part: DPA3Descriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         options = plain(config.descriptor)

@@ -14,12 +14,12 @@ from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.ops.cpu.dense import GradientNetwork, values_and_gradients
-from deepmd_ema.model.statistics import mean_and_spread
+from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.model import EnerFittingConfig
+    from deepmd_ema.families.ener.section import EnerFittingConfig
     from deepmd_ema.model.interface import Block
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
@@ -113,7 +113,7 @@ class EnergyFitting(nn.Module):
         return 0 if self.case_embd is None else int(self.case_embd.argmax())
 
     def set_case(self, index: int) -> None:
-        """Tell this task from the others by a one at ``index`` of the case embedding, if there is one."""
+        """Set the case embedding, if there is one, to a one at ``index``."""
         if self.case_embd is not None:
             self.case_embd.zero_()[index] = 1
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.ener.module import EnergyFitting
+from deepmd_ema.families.ener.section import EnerFittingConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
 
@@ -19,7 +20,7 @@ class EnerTree(PartTree):
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
-        section, ntypes = config.fitting_net, len(config.type_map)
+        section, ntypes = cast("EnerFittingConfig", config.fitting_net), len(config.type_map)
         options = plain(section) | {"precision": precision_of(part.dtype)}
         trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
         common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.model.build import build_descriptor
 from deepmd_ema.model.descriptor.views import View, view_of
+from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import HybridConfig
+    from deepmd_ema.families.hybrid.section import HybridConfig
     from deepmd_ema.model.interface import Block, Descriptor, Vjp
 
 # A atoms, K neighbor slots, D features
+
+
+def build_hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
+    """Return a hybrid with its parts, each of which starts from random numbers of its own."""
+    parts = [build_descriptor(part, num_types, seed_for("part", seed, index)) for index, part in enumerate(config.list)]
+    return HybridDescriptor(config, parts)
 
 
 class HybridDescriptor(nn.Module):
@@ -70,7 +78,7 @@ class HybridDescriptor(nn.Module):
             by_type=False,
             excluded_pairs=excluded_pairs,
             type_sel=of_types,
-            inner=tuple(dict.fromkeys(asked for one in layouts for asked in one.inner)),
+            inner=tuple(dict.fromkeys(inner for one in layouts for inner in one.inner)),
         )
 
     @property

@@ -12,13 +12,37 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.families.hybrid.module import HybridDescriptor
+from deepmd_ema.families.linear_ener.layers import PairTableDescriptor, PairTableFitting
+from deepmd_ema.families.linear_ener.section import PairTableConfig
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.build import build_networks
+from deepmd_ema.model.pair_table import PairTable
+from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.families.linear_ener.section import PartFittings
-    from deepmd_ema.model.interface import Block, Fitting, Sums
+    from deepmd_ema.families.linear_ener.section import LinearConfig, PartDescriptors, PartFittings
+    from deepmd_ema.model.interface import Block, Descriptor, Fitting, Sums
 
 # A atoms, D features of all parts together
+
+
+def linear_parts(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting, None]:
+    """Return all parts side by side; each starts from random numbers of its own."""
+    descriptors: list[Descriptor] = []
+    fittings: list[Fitting] = []
+    for index, part in enumerate(config.models):
+        if isinstance(part, PairTableConfig):
+            assert part.neighbors is not None, "sel is resolved"
+            table = PairTable.of_rows(part.rows_for(config.type_map), part.rcut)
+            descriptors.append(PairTableDescriptor(table, sum(part.neighbors)))
+            fittings.append(PairTableFitting(len(config.type_map), tuple(config.atom_exclude_types)))
+        else:
+            made = build_networks(config, part.descriptor, part.fitting_net, seed_for("part", seed, index))
+            descriptors.append(made[0])
+            fittings.append(made[1])
+    widths = [one.dim_out for one in descriptors]
+    section = cast("PartDescriptors", config.descriptor)
+    return LinearDescriptor(section, descriptors), LinearFitting(config.fitting_net, fittings, widths), None
 
 
 class LinearDescriptor(HybridDescriptor):
@@ -30,8 +54,8 @@ class LinearDescriptor(HybridDescriptor):
         """Return a layout in which every part finds its neighbors, with those of shorter cutoffs counted."""
         whole = super().layout(excluded_pairs)
         layouts = (part.layout(frozenset()) for part in self.descriptors)
-        asked = [(one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut]
-        return whole if whole.by_type else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *asked])))
+        inner = [(one.rcut, sum(one.sel)) for one in layouts if not one.by_type and one.rcut < whole.rcut]
+        return whole if whole.by_type else replace(whole, inner=tuple(dict.fromkeys([*whole.inner, *inner])))
 
 
 class LinearFitting(nn.Module):
@@ -83,11 +107,11 @@ class LinearFitting(nn.Module):
 
     @property
     def case(self) -> int:
-        """Which task this is, as the parts that tell tasks apart have it."""
+        """The index of the task, as in the parts that distinguish tasks."""
         return max(part.case for part in self.fittings)
 
     def set_case(self, index: int) -> None:
-        """Tell this task from the others in every part."""
+        """Set the index of the task in every part."""
         for part in self.fittings:
             part.set_case(index)
 

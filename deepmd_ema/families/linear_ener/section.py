@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import show
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.descriptor import DescriptorConfig, HybridConfig
-from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig, StandardConfig
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.descriptor_bases import TotalNeighborList
+from deepmd_ema.config.schema.model import FittingNetConfig, ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
-from deepmd_ema.config.schema.sections import TotalNeighborList
+from deepmd_ema.families.hybrid.section import HybridConfig
 
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 
@@ -37,11 +38,11 @@ class NetworkPartConfig:
         None, doc="Names of the elements of this part; null takes those of the whole model."
     )
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
-    fitting_net: EnerFittingConfig = redefined(StandardConfig, "fitting_net")
+    fitting_net: FittingNetConfig = redefined(StandardConfig, "fitting_net")
 
     @property
     def seen(self) -> DescriptorConfig:
-        """Return what says which neighbors the part sees."""
+        """Return the section with the neighbors of the part."""
         return self.descriptor
 
     def with_seen(self, descriptor: DescriptorConfig) -> NetworkPartConfig:
@@ -63,7 +64,7 @@ class NetworkPartConfig:
             yield "fitting_net.atom_ener", text
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         return f"{self.descriptor.summary()}; {self.fitting_net.summary()}"
 
 
@@ -89,14 +90,14 @@ class PairTableConfig(TotalNeighborList):
     )
     rcut: float = option(
         unit="angstrom",
-        check=shared.cutoff,
+        check=common.cutoff,
         doc="Distance from which the energies are 0. They are cut off there, so the table should end in zeros.",
     )
-    sel: int | list[int] | str = shared.sel_option()
+    sel: int | list[int] | str = common.sel_option()
 
     @property
     def seen(self) -> PairTableConfig:
-        """Return what says which neighbors the part sees."""
+        """Return the section with the neighbors of the part."""
         return self
 
     def with_seen(self, descriptor: DescriptorConfig) -> PairTableConfig:
@@ -112,7 +113,7 @@ class PairTableConfig(TotalNeighborList):
         return [[row[0], *(row[1 + column] for column in columns)] for row in self.tab_file]
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         own = list(type_map) if self.type_map is None else self.type_map
         missing = [name for name in type_map if name not in own]
         if missing:
@@ -122,9 +123,9 @@ class PairTableConfig(TotalNeighborList):
         yield from (("tab_file", text) for text in table_problems(self.tab_file, len(own), self.rcut))
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         first, last = self.tab_file[0][0], self.tab_file[-1][0]
-        return f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel {shared.sel_text(self.sel)}"
+        return f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel {common.sel_text(self.sel)}"
 
 
 Part = NetworkPartConfig | PairTableConfig
@@ -132,7 +133,7 @@ Part = NetworkPartConfig | PairTableConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PartDescriptors(HybridConfig):
-    """What the parts of a model see; no section of an input."""
+    """Descriptors of the parts of a model; no section of an input."""
 
     type: ClassVar[str] = "linear_ener"
 
@@ -144,14 +145,14 @@ class PartDescriptors(HybridConfig):
 
 @dataclass(frozen=True)
 class PartFittings:
-    """What the fitting networks of all parts ask for together; no section of an input.
+    """Fitting networks of all parts together; no section of an input.
 
     Attributes:
         nets: of each part its section, or None for a table.
         weights: of each part.
     """
 
-    nets: Sequence[EnerFittingConfig | None]
+    nets: Sequence[FittingNetConfig | None]
     weights: tuple[float, ...]
     type: ClassVar[str] = "linear_ener"
     atom_ener: ClassVar[list[float | None]] = []
@@ -174,7 +175,7 @@ class PartFittings:
 
     @property
     def default_fparam(self) -> list[float] | None:
-        """Return what the parts agree on which read any."""
+        """Return the value on which the parts that read frame parameters agree."""
         return next((net.default_fparam for net in self.nets if net is not None and net.numb_fparam), None)
 
 
@@ -190,7 +191,7 @@ class LinearConfig(ModelConfig):
         default_type="standard",
         doc="The sections of the parts: networks, which are trained together, and tables of pair energies. They share "
         "one list of neighbors, of which each sees those inside its own cutoff. DeePMD-kit's torch backend reads such "
-        "a model if all its descriptors tell elements apart (not `se_e2_a`).",
+        "a model if all its descriptors distinguish elements (not `se_e2_a`).",
     )
     weights: list[float] | str = option(
         check=_weights,
@@ -208,12 +209,12 @@ class LinearConfig(ModelConfig):
 
     @property
     def descriptor(self) -> DescriptorConfig:
-        """Return a section that stands for what all parts see."""
+        """Return a section that represents the descriptors of all parts."""
         return PartDescriptors(list=[part.seen for part in self.models])
 
     @property
     def fitting_net(self) -> PartFittings:
-        """Return what stands for the fitting networks of all parts."""
+        """Return a section that represents the fitting networks of all parts."""
         nets = [part.fitting_net if isinstance(part, NetworkPartConfig) else None for part in self.models]
         return PartFittings(nets, self.part_weights)
 
@@ -241,7 +242,7 @@ class LinearConfig(ModelConfig):
         return [*super().summary(), *((f"part {k}", f"{weight:g} x {part.summary()}") for k, (part, weight) in parts)]
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together, between the parts as well."""
+        """Yield options that contradict each other, also between the parts."""
         yield from super().problems()
         if not any(isinstance(part, NetworkPartConfig) for part in self.models):
             yield "models", ": expected at least one part with a descriptor, because nothing else is trained."
@@ -256,12 +257,12 @@ class LinearConfig(ModelConfig):
                 yield "models", f": {name} of the fitting networks is {show(found)}, expected one value, or 0 for none."
 
     def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the parts, but for fitting networks."""
+        """Yield options of the parts that contradict each other, except those of fitting networks."""
         for k, part in enumerate(self.models):
             yield from ((f"models[{k}].{name}", text) for name, text in part.problems(self.type_map))
 
     def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the fitting networks of the parts."""
+        """Yield options of the fitting networks of the parts that contradict each other."""
         for k, part in enumerate(self.models):
             if isinstance(part, NetworkPartConfig):
                 yield from ((f"models[{k}].{name}", text) for name, text in part.problems_of_fitting(self.type_map))
@@ -278,7 +279,3 @@ class LinearConfig(ModelConfig):
 def _column(first: int, second: int, num_types: int) -> int:
     """Return the place of the pair of two elements, the first not after the second, among those of ``num_types``."""
     return first * num_types - first * (first - 1) // 2 + second - first
-
-
-# by ``type``; the option ``model`` accepts what stands here
-MODELS: dict[str, type[ModelConfig]] = {section.type: section for section in (StandardConfig, LinearConfig)}

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from deepmd_ema.families.linear_ener.layers import PairTableDescriptor
+from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
+from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig, Part
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.parts import part_bias, refuse_own_exclusions, table_rows
+from deepmd_ema.interchange.dp.nested import part_bias, part_tree, refuse_own_exclusions, table_entries, table_rows
+from deepmd_ema.interchange.dp.standard import fill_networks, network_sections, network_trees
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interface import Descriptor, Fitting
 
-KINDS = ("linear", "linear_ener")
+
+class LinearTree:
+    """Tree of a linear model."""
+
+    kinds = ("linear", "linear_ener")
+
+    def write(self, whole: Tree, model: EnergyModel, config: LinearConfig) -> Tree:
+        """Return the tree of a model."""
+        parts = []
+        for section, descriptor, fitting in _parts(model, config):
+            if isinstance(section, PairTableConfig):
+                assert isinstance(descriptor, PairTableDescriptor)
+                parts.append(part_tree(whole, "pairtab", table_entries(descriptor.pairs.table, descriptor.sel)))
+            else:
+                networks = network_trees(descriptor, fitting, config.standard(section))
+                parts.append(part_tree(whole, "standard", networks))
+        return {**whole, "@version": 3, "type": "linear_ener", "models": parts, "weights": config.weights}
+
+    def normalized(self, tree: Tree) -> Tree:
+        """Return the tree with the energies of elements that parts add on their own in that of the whole."""
+        return with_own_biases_of_parts(tree)
+
+    def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
+        """Return the sections of the parts and their weights."""
+        scripts = script.get("models") or []
+        scripts = [*scripts, *[{}] * (len(tree["models"]) - len(scripts))]
+        parts = [
+            table_section(part) if part["type"] == "pairtab" else network_sections(part, one)
+            for part, one in zip(tree["models"], scripts, strict=True)
+        ]
+        return {"type": "linear_ener", "models": parts, "weights": weights_of(tree)}
+
+    def fill(self, model: EnergyModel, config: LinearConfig, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the networks of the parts."""
+        for (section, descriptor, fitting), part in zip(_parts(model, config), tree["models"], strict=True):
+            if not isinstance(section, PairTableConfig):
+                fill_networks(config.standard(section), descriptor, fitting, part)
 
 
-def linear_tree(whole: Tree, parts: Sequence[Tree], weights: str | list[float]) -> Tree:
-    """Return the tree of a model of ``parts``, which are trees of ``parts.part_tree``.
-
-    Args:
-        whole: entries of any model: elements, exclusions, energies of the elements.
-        parts: of each part its tree.
-        weights: as in the section ``model``.
-    """
-    return {**whole, "@version": 3, "type": "linear_ener", "models": list(parts), "weights": weights}
+def _parts(model: EnergyModel, config: LinearConfig) -> Iterator[tuple[Part, Descriptor, Fitting]]:
+    """Yield the section of each part, and what the model has for it."""
+    assert isinstance(model.descriptor, LinearDescriptor)
+    assert isinstance(model.fitting, LinearFitting)
+    yield from zip(config.models, model.descriptor.descriptors, model.fitting.fittings, strict=True)
 
 
 def table_section(part: Mapping[str, Any]) -> Tree:

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 
@@ -42,7 +42,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
     set_davg_zero: bool = option(
         False,
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
-        "energy jump where a neighbor enters, and depend on which atom stands first, as in DeePMD-kit.",
+        "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
     )
     trainable_ln: bool = option(True, doc="Whether shift and scale of the layer normalisation are trained.")
     ln_eps: float | None = option(
@@ -58,7 +58,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
 
-    interpolate: str = shared.interpolate_option(
+    interpolate: str = common.interpolate_option(
         "As of se_e2_a; without effect beside attention layers, which see each pair."
     )
 
@@ -66,13 +66,13 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
     smooth: ClassVar[bool] = True
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
-        yield from shared.axis_fits(self.axis_neuron, self.neuron)
+        """Yield options that contradict each other."""
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.axis_fits(self.axis_neuron, self.neuron)
         yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield what attention layers leave without effect."""
+        """Yield options that have no effect beside attention layers."""
         if self.attn_layer and self.interpolate == "always":
             yield "interpolate", f"attn_layer = {self.attn_layer}"
 
@@ -89,7 +89,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros."""
+        """Return the setting that makes the features of an isolated atom zero."""
         if self.concat_output_tebd:
             return "concat_output_tebd = false"
         return "" if self.set_davg_zero else "set_davg_zero = true"
@@ -110,7 +110,7 @@ class SeAttenConfig(SeAttenV2Config):
         "output is computed once per pair of elements: faster, about equally accurate.",
     )
     stripped_type_embedding: bool | None = option(
-        None, doc="True stands for `tebd_input_mode: strip`, the later name of this option."
+        None, doc="True means `tebd_input_mode: strip`, the later name of this option."
     )
     smooth_type_embedding: bool = option(
         False,

@@ -44,6 +44,8 @@ OPTIONS = (
 class SeAttenTree(PartTree):
     """Tree of se_atten, in which DeePMD-kit calls it dpa1, and of se_atten_v2."""
 
+    renamed = ((r"\.se_atten\.", "."), (r"\.dpa1_attention\.", ".attention_layers."))
+
     def write(self, part: DPA1Descriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         section, block = config.descriptor, part.block

@@ -1,4 +1,4 @@
-"""The trees of the descriptors se_e2_a, se_e2_r and se_e3."""
+"""The tree of the descriptor se_e2_a."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
-from deepmd_ema.families.se_e3.module import SeE3Descriptor
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
@@ -35,6 +34,7 @@ class SeE2ATree(PartTree):
     """
 
     type: ClassVar[str] = "se_e2_a"
+    renamed = ((r"\.(sea|seat)\.", "."),)
 
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
@@ -96,38 +96,3 @@ class SeE2ATree(PartTree):
         """Write the arrays of the tree into the descriptor."""
         fill_statistics(part, tree)
         fill_networks("embeddings", part.networks, tree["embeddings"]["networks"])
-
-
-class SeE2RTree(SeE2ATree):
-    """Tree of se_e2_r, in which DeePMD-kit calls it se_r; but for the shape of the statistics it is that of se_e2_a."""
-
-    type: ClassVar[str] = "se_r"
-
-
-class SeE3Tree(SeE2ATree):
-    """Tree of se_e3: a network for each pair (a, b) of types, at ``a + b * T``; DeePMD-kit uses those with a <= b."""
-
-    type: ClassVar[str] = "se_e3"
-
-    def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
-        """Return the tree of a descriptor; the networks that are not used are those of the pair in the other order."""
-        tree = super().write(part, config)
-        return {name: value for name, value in tree.items() if name != "spin"}
-
-    def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into the descriptor."""
-        assert isinstance(part, SeE3Descriptor)
-        nets = tree["embeddings"]["networks"]
-        if len(nets) != part.num_types**2:
-            raise ValueError(f"embeddings: {len(nets)} networks, expected {part.num_types**2}")
-        used = [nets[a + b * part.num_types] for a, b in part.pairs]
-        super().fill(part, {**tree, "embeddings": {"networks": used}})
-
-    def _networks(self, part: ByTypeDescriptor) -> list[Network]:
-        assert isinstance(part, SeE3Descriptor)
-        by_pair = dict(zip(part.pairs, part.networks, strict=True))
-        types = range(part.num_types)
-        return [by_pair[min(a, b), max(a, b)] for b in types for a in types]
-
-    def _ndim(self, part: ByTypeDescriptor) -> int:
-        return 2

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
     use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        """Yield options that contradict each other."""
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
@@ -58,5 +58,5 @@ class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros."""
+        """Return the setting that makes the features of an isolated atom zero."""
         return "concat_output_tebd = false" if self.concat_output_tebd else ""

@@ -27,6 +27,8 @@ OPTIONS = (
 class SeE3TebdTree(PartTree):
     """Tree of se_e3_tebd."""
 
+    renamed = ((r"\.se_ttebd\.", "."),)
+
     def write(self, part: SeE3TebdDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         block, options, ntypes = part.block, plain(config.descriptor), len(config.type_map)
@@ -52,7 +54,7 @@ class SeE3TebdTree(PartTree):
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives."""
-        # of this option, only the tree of the type embedding tells
+        # this option is only in the tree of the type embedding
         return {**super().section(tree), "use_tebd_bias": bool(tree["type_embedding"].get("use_tebd_bias", True))}
 
     def fill(self, part: SeE3TebdDescriptor, tree: Mapping[str, Any]) -> None:

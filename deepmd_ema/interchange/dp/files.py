@@ -50,7 +50,7 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
 
 
 def read_tree(path: Path) -> Tree:
-    """Return what ``write_tree`` or DeePMD-kit wrote, without the digest, which is checked.
+    """Return the tree that ``write_tree`` or DeePMD-kit wrote, without the digest, which is checked.
 
     Raises:
         CheckpointError: if the file is missing, damaged or of another kind.
@@ -81,7 +81,7 @@ def _digest(tree: Tree) -> str:
 
 
 def packaged_text(tree: Tree) -> str:
-    """Return ``tree`` with its digest as the JSON text that stands in a ``.pt2`` file."""
+    """Return ``tree`` with its digest as the JSON text of a ``.pt2`` file."""
     return json.dumps(_replaced({**tree, _DIGEST: _digest(tree)}, _as_lists), separators=(",", ":"))
 
 

@@ -19,9 +19,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.families.se_e2_a.section import SeE2AConfig
-    from deepmd_ema.families.se_e2_r.section import SeE2RConfig
-    from deepmd_ema.families.se_e3.section import SeE3Config
+    from deepmd_ema.config.schema.descriptor_bases import PerElementSection
 
 E = TypeVar("E", Environment, RadialEnvironment)
 
@@ -53,7 +51,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
     mean: Tensor
     stddev: Tensor
 
-    def __init__(self, config: SeE2AConfig | SeE2RConfig | SeE3Config, num_types: int, seed: int) -> None:
+    def __init__(self, config: PerElementSection, num_types: int, seed: int) -> None:
         super().__init__()
         assert not isinstance(config.sel, str), "sel must be resolved to numbers"
         self.section = config

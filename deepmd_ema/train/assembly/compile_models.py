@@ -9,9 +9,10 @@ from functools import partial
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig
+from deepmd_ema.config.fields import plain
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import HESSIAN
-from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Ba
     if not in_training and not infer:
         return config
     in_validation = (in_training if infer is None else infer) and config.has_validation_data
-    compiler = Compiler(config.training.compile_options, in_training, in_validation)
+    compiler = Compiler(CompileOptions(**plain(config.training.compile_options)), in_training, in_validation)
     if in_training or in_validation:
         hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())
         eager = "; batches with Hessians are evaluated eagerly" * hessians

@@ -1,16 +1,73 @@
-"""What a run says when it has ended: its files, its last errors, how long it took, and what to do with the model."""
+"""The tables in the log at the start and at the end of a run."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
+import torch
+
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.writer import WriterTimes
-from deepmd_ema.config import RunConfig
+from deepmd_ema.config import RunConfig, config_summary
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
+from deepmd_ema.train.loop.averages import snapshot_lines
+from deepmd_ema.train.loop.task import TaskMixture
 from deepmd_ema.train.loop.trainer import Trainer
+from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.version import __version__
+
+SHARED = {
+    0: "every rank holds everything",
+    1: "moments are sharded over the ranks",
+    2: "moments and gradients are sharded over the ranks",
+    3: "moments, gradients and parameters are sharded over the ranks",
+}
+
+
+def start_table(
+    prepared: PreparedRun, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, world: World, embedding: str
+) -> Table:
+    """Return the summary of ``dp-ema check`` with facts that are known once the run is assembled.
+
+    Args:
+        prepared: inputs of the run.
+        tasks: how they are drawn.
+        bank: averages, or None.
+        num_steps: of the whole run.
+        world: the processes of the run.
+        embedding: how the embedding nets are evaluated.
+    """
+    config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
+    per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
+    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
+    epochs = tasks.epochs(num_steps)
+    averages = [bank[name].profile for name in bank.names] if bank is not None else []
+    for task, made in prepared.tasks.items():
+        of = f"{task}: " if task else ""
+        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in made.model.parameters()) - trained
+        words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
+        frames = sum(system.num_frames for system in made.train)
+        part = f", {100 * prepared.shares[task]:.3g} % of the steps = {epochs[task]:.1f} epochs" if task else ""
+        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
+    pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
+              for p in averages if p.should_update is not None]  # fmt: skip
+    pairs.append(("embedding nets", embedding))
+    # a kept copy has its trained parameters in float32, everything else as it is
+    parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
+    state = prepared.models.state_dict()
+    num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
+    pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
+    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
+    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return facts(f"{program}, on {device} ({name})", pairs)
 
 
 def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, seconds: float) -> Table:

@@ -1,4 +1,4 @@
-"""The averages that an input asks for, with every length in optimizer steps."""
+"""The averages of an input, with every length in optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.errors import ConfigError, counted, every_steps
+from deepmd_ema.model.model_set import ModelSet
 
 Hook = Callable[[int, float], bool]
 
@@ -17,12 +18,12 @@ Hook = Callable[[int, float], bool]
 def tracked_averages(
     config: RunConfig, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None
 ) -> list[Profile]:
-    """Return how each average of the list ``training.averaging`` is made.
+    """Return the profile of each average of the list ``training.averaging``.
 
     Args:
         config: of the run.
         steps_per: steps of one of ``steps``, ``frames`` and ``epochs``.
-        should_update: for some averages by name, asked before each update.
+        should_update: for some averages by name, called before each update.
 
     Raises:
         ConfigError: if ``should_update`` names an average that the run does not track.
@@ -41,6 +42,14 @@ def tracked_averages(
     return profiles
 
 
+def build_bank(
+    config: RunConfig, models: ModelSet, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None = None
+) -> AverageBank | None:
+    """Return the averages of a run, or None if it has none; ``models`` may be sharded."""
+    profiles = tracked_averages(config, steps_per, should_update)
+    return AverageBank(models.by_task, profiles, around=models) if profiles else None
+
+
 def snapshot_every(section: AverageConfig, save_freq: int) -> int:
     """Return the steps between two kept copies of an average for ``dp-ema posthoc``; 0 for none."""
     if not section.snapshots:
@@ -49,7 +58,7 @@ def snapshot_every(section: AverageConfig, save_freq: int) -> int:
 
 
 def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: int, num_bytes: int) -> Iterator[str]:
-    """Yield what the kept copies of averages will take on the disk; ``num_bytes`` is the size of one."""
+    """Yield the size on disk of the snapshots of each average; ``num_bytes`` is the size of one."""
     total = 0
     for section, profile in zip(config.training.averaging, profiles):
         every = snapshot_every(section, config.training.save_freq)
@@ -62,7 +71,7 @@ def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: in
 
 
 def describe_averages(bank: AverageBank) -> str:
-    """Return how far every average looks back now, on one line; may wait for the device."""
+    """Return the current window of every average, on one line; may wait for the device."""
     facts = ((name, bank.info(name)) for name in bank.names)
     return "; ".join(
         f"{name}: decay {info['effective_decay']:.6g}, mean age {info['mean_age']:,.1f} steps"

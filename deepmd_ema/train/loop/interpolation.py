@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.schema.shared import interpolate_choice
+from deepmd_ema.config.schema.common import interpolate_choice
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.interpolation import Interpolation, interpolations_of
 from deepmd_ema.model.interpolation.interpolation import ALWAYS, AUTO, NEVER
@@ -84,7 +84,7 @@ class InterpolationControl:
                 self._use(name, one, begun[name])
 
     def describe(self) -> str:
-        """Return how the embedding nets are evaluated; empty if there is no choice."""
+        """Return a description of the evaluation of embedding nets; empty if there is no choice."""
         used = {name: one.terms for name, one in self._named.items() if one.terms}
         if not used:
             return "at each pair" if self._named else ""
@@ -109,7 +109,7 @@ class InterpolationControl:
                 self._use(name, one, terms)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs to go on with the same series. Must be called by every rank."""
+        """Return the state with which a restart continues with the same series. Must be called by every rank."""
         needed = self.world.all_reduce_max_each([one.needed for one in self._named.values()])
         return {
             "choice": {name: one.choice for name, one in self._named.items()},

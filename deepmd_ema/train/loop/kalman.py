@@ -14,11 +14,12 @@ from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.optim.lkf import LKF
-from deepmd_ema.optim.schedule import Schedule
+from deepmd_ema.optim.schedule import Schedule, build_schedule
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.loop.step import Outcome, Step
 from deepmd_ema.train.loop.task import Task
+from deepmd_ema.train.start.prepare import PreparedRun
 
 GROUPS = 4  # updates with forces in a step
 GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit
@@ -49,7 +50,7 @@ class KalmanStep(Step):
         seed: of the run.
     """
 
-    stands = "as before its first update that was not finite"
+    skipped = "by that step after its first update that was not finite"
     remedy = "or lower optimizer.kf_start_pref_e and optimizer.kf_start_pref_f"
 
     def __init__(
@@ -58,6 +59,15 @@ class KalmanStep(Step):
         super().__init__(module)
         self._filter, self._schedule, self._config = filter, schedule, config
         self._num_steps, self._seed = num_steps, seed
+
+    @classmethod
+    def build(cls, prepared: PreparedRun, num_steps: int) -> KalmanStep:
+        """Return the step of a run of ``num_steps`` steps with the optimizer LKF."""
+        models, config = prepared.models, prepared.config.optimizer
+        assert isinstance(config, sections.LKFConfig)
+        kalman = LKF(models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters())
+        schedule = build_schedule(prepared.config.learning_rate, num_steps)
+        return cls(models, kalman, schedule, config, num_steps, prepared.seed)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""

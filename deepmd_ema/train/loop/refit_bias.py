@@ -17,7 +17,7 @@ from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Biases = Mapping[str, Mapping[str, "Tensor"]]
 """By name of the weights, output biases by their names in the models."""
@@ -25,7 +25,7 @@ Biases = Mapping[str, Mapping[str, "Tensor"]]
 logger = logging.getLogger(__name__)
 
 OUT_BIAS = "out_bias"  # name of the bias in a model
-MOST_FRAMES = 10_000  # a few numbers are fitted: more frames would only take longer
+MAX_FRAMES = 10_000  # a few numbers are fitted: more frames would only take longer
 
 
 def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str, Tensor]]:
@@ -45,7 +45,7 @@ def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str
         with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
             for name, task in prepared.tasks.items():
                 model = prepared.models.of(name)
-                chosen = chosen_frames(task, prepared.seed, MOST_FRAMES)
+                chosen = chosen_frames(task, prepared.seed, MAX_FRAMES)
                 batches = sequential_batches(task.train, task.model.layout, task.cache, frames=chosen)
                 before = model.out_bias.view(-1).cpu().numpy()
                 frames = energies_of(model, task.config.model, batches)

@@ -1,8 +1,7 @@
-"""Reports a run: the table at its start, rows of the learning curve, the progress bar, the time of each interval."""
+"""Reports a run: rows of the learning curve, the progress bar, the time of each interval."""
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,76 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema import __version__
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.batch import Batch
-from deepmd_ema.config import config_summary
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import counted
 from deepmd_ema.files import writing
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
-from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import LcurveFile
-from deepmd_ema.train.loop.averages import snapshot_lines
 from deepmd_ema.train.loop.step import Outcome
 from deepmd_ema.train.loop.task import Task, TaskMixture
-from deepmd_ema.train.start.prepare import PreparedRun
-from deepmd_ema.weights import LIVE
-
-SHARED = {
-    0: "every rank holds everything",
-    1: "moments are shared out over the ranks",
-    2: "moments and gradients are shared out over the ranks",
-    3: "moments, gradients and parameters are shared out over the ranks",
-}
-
-
-def start_table(
-    prepared: PreparedRun, tasks: TaskMixture, averages: Sequence[Profile], num_steps: int, world: World, embedding: str
-) -> Table:
-    """Return what the input asks for, as ``dp-ema check`` shows it, with what is known once the run is assembled.
-
-    Args:
-        prepared: inputs of the run.
-        tasks: how they are drawn.
-        averages: of the run.
-        num_steps: of the whole run.
-        world: the processes of the run.
-        embedding: how the embedding nets are evaluated.
-    """
-    config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
-    per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
-    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
-    epochs = tasks.epochs(num_steps)
-    for task, made in prepared.tasks.items():
-        of = f"{task}: " if task else ""
-        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
-        frozen = sum(p.numel() for p in made.model.parameters()) - trained
-        words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
-        frames = sum(system.num_frames for system in made.train)
-        part = f", {100 * prepared.shares[task]:.3g} % of the steps = {epochs[task]:.1f} epochs" if task else ""
-        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
-    pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
-              for p in averages if p.should_update is not None]  # fmt: skip
-    pairs.append(("embedding networks", embedding))
-    # a kept copy has its trained parameters in float32, everything else as it is
-    parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
-    state = prepared.models.state_dict()
-    num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
-    pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
-    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
-    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {device} ({name})", pairs)
+from deepmd_ema.weight_names import LIVE
 
 
 @dataclass
 class Reporter:
-    """Shows a run while it goes on: a row holds the values of all tasks.
+    """Shows the progress of a run: a row holds the values of all tasks.
 
     Attributes:
         tasks: whose errors are shown.
@@ -116,6 +64,41 @@ class Reporter:
         # for the end of the run: the last full validation
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, start: int,
+        times: IntervalTimes, world: World,
+    ) -> Reporter:  # fmt: skip
+        """Return the progress bar and the learning curves of the live weights and of averages that ask for one.
+
+        Args:
+            config: of the run.
+            tasks: whose errors are shown.
+            bank: averages, or None.
+            num_steps: steps of the whole run.
+            start: steps done before it, at a restart.
+            times: stopwatch of the current interval.
+            world: the processes of the run.
+        """
+        training, outputs = config.training, Outputs(config)
+        names = {task.name: task.loss.display_names for task in tasks}
+        validated = {task.name for task in tasks if task.display_loader is not None}
+        averages = [average.name for average in training.averaging if average.lcurve]
+        shown = [LIVE, *averages] if training.disp_training else []
+        board = training.tensorboard and world.is_main
+        return cls(
+            tasks,
+            Progress(num_steps, None if world.is_main else False, tasks.frames_per_step),
+            times=times,
+            every=training.disp_freq,
+            world=world,
+            average=training.disp_avg,
+            curves={w: LcurveFile(outputs.lcurve(w), names, validated) if world.is_main else None for w in shown},
+            bank=bank,
+            board=open_board(training.tensorboard_log_dir, start) if board else None,
+            board_every=training.tensorboard_freq,
+        )
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` has a row."""
@@ -175,7 +158,7 @@ class Reporter:
                 self.board.add_scalar(prefix + name, float(value), step)
 
     def _train_values(self, task: str) -> dict[str, float]:
-        """Return what a row shows of the training batches of a task; nothing if it has had no step."""
+        """Return the values of a row for the training batches of a task; nothing if it has had no step."""
         if self.average:
             return self._means[task].values()
         return {name: float(value) for name, value in self._last.get(task, {}).items()}

@@ -1,4 +1,4 @@
-"""What goes into each model file, and when files are written."""
+"""Content of model files, and the steps at which they are written."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
+from deepmd_ema.checkpoint.store import GATHERED, ShardedStore, Store
 from deepmd_ema.checkpoint.writer import Writer
+from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.world import World
+from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
+from deepmd_ema.train.loop.averages import snapshot_every
 from deepmd_ema.train.loop.refit_bias import OUT_BIAS, Biases
 from deepmd_ema.train.loop.sharding import saved_state
-from deepmd_ema.weights import LIVE
+from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
 MakeState: TypeAlias = Callable[[HostCopies, OwnRows | None], Mapping[str, Any]]
-"""Returns what a restart needs beside weights and averages, its tensors copied by the arguments."""
+"""Returns the state of a run beside weights and averages, its tensors copied by the arguments."""
 
 
 @dataclass
 class StateBuilder:
     """Builds the content of model files; tensors are copies on the CPU, so a later step cannot change them.
 
-    All files of a step share one copy of each tensor, which is forgotten at :meth:`forget` or when another step is
-    asked for: between, neither weights nor averages may change, and no average be swapped in.
+    All files of a step share one copy of each tensor, which is dropped at :meth:`forget` or when another step is
+    requested: between, neither weights nor averages may change, and no average be swapped in.
 
     Attributes:
         models: the live models.
@@ -44,7 +51,7 @@ class StateBuilder:
             are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
         writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
-        shares: for sharded checkpoints, makes what takes the rows that this process writes; None: tensors are whole.
+        shares: for sharded checkpoints, copies the rows that this process writes; None: tensors are whole.
         copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
     """
 
@@ -58,6 +65,22 @@ class StateBuilder:
     copies: HostCopies = field(default_factory=HostCopies, init=False)
     _step: int | None = field(default=None, init=False)
     _models: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def build(
+        cls, prepared: PreparedRun, used: RunConfig, bank: AverageBank | None, run: str, world: World
+    ) -> StateBuilder:
+        """Return the builder of model files that hold the config ``used``."""
+        models, sharded = prepared.models, prepared.config.training.writes_shards
+        return cls(
+            models,
+            bank,
+            to_dict(used),
+            unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
+            run,
+            writes=world.is_main or sharded,
+            shares=partial(OwnRows, world.rank, world.size) if sharded else None,
+        )
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
@@ -105,6 +128,11 @@ class StateBuilder:
         return {**head, **content}
 
 
+def build_store(config: RunConfig, world: World) -> Store:
+    """Return the writer of model files: gathered, or by every rank its rows. Must be called by every rank, once."""
+    return ShardedStore(world=world.for_writer()) if config.training.writes_shards else GATHERED
+
+
 def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, Any]:
     """Return the content of a snapshot with its trained parameters in float32.
 
@@ -146,7 +174,7 @@ class Saver:
         bests: best files, which are pruned once a checkpoint knows of them.
         every: steps between two checkpoints; 0 or less writes only the last.
         snapshots: kept copies of averages, at a cadence of their own and after the last step, also of a stopped run.
-        tables: their rows are on the disk before a checkpoint, from which a restart goes on without writing them again.
+        tables: their rows are on the disk before a checkpoint, so that a restart does not write them again.
     """
 
     builder: StateBuilder
@@ -157,6 +185,46 @@ class Saver:
     every: int
     snapshots: Sequence[Snapshots]
     tables: Sequence[RowTable] = ()
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, num_steps: int, start: int, builder: StateBuilder, bests: Iterable[BestFiles | None],
+        tables: Iterable[RowTable | None], store: Store, world: World,
+    ) -> Saver:  # fmt: skip
+        """Return the saver of the files of the live weights and of every average.
+
+        Args:
+            config: of the run.
+            num_steps: steps of the whole run.
+            start: steps done before it, at a restart.
+            builder: makes the content of the files.
+            bests: best files, which are pruned once a checkpoint knows of them; None where there are none.
+            tables: whose rows are older than a checkpoint; None on ranks that write nothing.
+            store: writes the files.
+            world: the processes of the run.
+        """
+        training, folder = config.training, Outputs(config).snapshot_folder
+        files_of = partial(CheckpointSeries, training.save_ckpt, start=start, store=store)
+
+        def series(weights: str, max_keep: int | None) -> CheckpointSeries:
+            most = training.max_ckpt_keep if max_keep is None else max_keep
+            keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
+            return files_of(suffix_of(weights), training.save_dir, keep)
+
+        return cls(
+            builder,
+            Writer(world, everywhere=training.writes_shards),
+            series(LIVE, None),
+            {a.name: series(a.name, a.ckpt_keep) for a in training.averaging},
+            bests=[best for best in bests if best is not None],
+            every=training.save_freq,
+            snapshots=[
+                Snapshots(a.name, files_of(suffix_of(a.name), folder, 0), every)
+                for a in training.averaging
+                if (every := snapshot_every(a, training.save_freq))
+            ],
+            tables=[table for table in tables if table is not None],
+        )
 
     @property
     def link(self) -> Path:
@@ -172,7 +240,7 @@ class Saver:
         return [s for s in self.snapshots if last or step % s.every == 0]
 
     def keep_snapshots(self, due: Sequence[Snapshots], step: int) -> None:
-        """Write the copies of ``step`` of averages that have begun; files of an earlier run go when it is overtaken."""
+        """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
         self.writer.begin(step)
         buffers = [name for name, _ in self.builder.models.named_buffers()]
         for kept in due:

@@ -1,4 +1,4 @@
-"""What ranks share out: nothing (zero_stage 0), moments (1), gradients too (2), parameters too (3)."""
+"""Sharding by `zero_stage`: nothing (0), optimizer state (1), gradients (2), parameters (3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all par
 
 
 def parallelize(models: ModelSet, world: World, stage: int) -> nn.Module:
-    """Return what a training step calls; from stage 2 on ``models`` itself is sharded in place.
+    """Return the module that a training step calls; from stage 2 on ``models`` itself is sharded in place.
 
     Weights must be the same on all ranks. Gradients become means over the ranks in the backward pass.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
-from deepmd_ema.optim.build import clip_gradients, guarded_step, load_optimizer_state, optimizer_state
-from deepmd_ema.optim.schedule import Schedule
+from deepmd_ema.optim.build import build_optimizer, clip_gradients, guarded_step, load_optimizer_state, optimizer_state
+from deepmd_ema.optim.schedule import Schedule, build_schedule
 from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.start.prepare import PreparedRun
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -29,6 +36,15 @@ def tf32_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def context_of_products(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a step multiplies matrices."""
+    if config.training.enable_tf32 and device.type == "cuda":
+        return tf32_products
+    if config.training.enable_tf32:
+        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
+    return nullcontext
 
 
 @dataclass(frozen=True)
@@ -56,11 +72,11 @@ class Step:
         module: owner of the parameters, by the names that checkpoints use.
     """
 
-    stands = "as before that step"  # the weights, after a step that was not finite
+    skipped = "by that step"  # updates of the weights that are left out
     remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
 
     def __init__(self, module: nn.Module) -> None:
-        # asked now: a module that FSDP has left gathered after a forward pass names other objects
+        # looked up now: a module that FSDP has left gathered after a forward pass names other objects
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
@@ -73,7 +89,7 @@ class Step:
     def state_dict(
         self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
     ) -> dict[str, Any]:
-        """Return what the optimizer remembers, by parameter name; every rank takes part, those that ``keep`` get it.
+        """Return the state of the optimizer, by parameter name; every rank takes part, those that ``keep`` get it.
 
         Args:
             keep: whether this rank wants it.
@@ -83,7 +99,7 @@ class Step:
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what the optimizer of ``state`` remembers."""
+        """Restore the state of the optimizer."""
         raise NotImplementedError
 
     @property
@@ -112,7 +128,7 @@ class Step:
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
             f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}. The weights "
-            f"stand {self.stands} and no checkpoint with bad numbers was written. Look at these frames with "
+            f"were not updated {self.skipped}, and no checkpoint contains non-finite values. Look at these frames with "
             f"`dp-ema check`, {self.remedy}."
         )
 
@@ -154,6 +170,17 @@ class GradientStep(Step):
         super().__init__(module)
         self._parallel_module, self._all_reduce_sum = parallel_module, all_reduce_sum
         self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
+
+    @classmethod
+    def build(cls, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> GradientStep:
+        """Return the step of a run of ``num_steps`` steps."""
+        config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
+        assert not isinstance(config.optimizer, LKFConfig)
+        schedule = build_schedule(config.learning_rate, num_steps)
+        optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
+        all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+        max_norm = config.training.gradient_max_norm or None
+        return cls(models, parallel_module, optimizer, schedule, max_norm, all_reduce_sum)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""

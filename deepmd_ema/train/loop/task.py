@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.run import steps_for_epochs, steps_with_share
+from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
+from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +37,7 @@ class Task:
         train_loader: training batches in their seeded order.
         display_loader: validation batches for the learning curve, or None.
         display_batches: how many of them one row of the learning curve uses.
-        split: tells which frames were split off for validation; empty without.
+        split: hash of the frames that were split off for validation; empty without.
     """
 
     name: str
@@ -49,7 +55,7 @@ class Task:
         return [next(self.display_loader) for _ in range(self.display_batches)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many batches were consumed; the order itself is a function of the seed and of what there is."""
+        """Return the number of batches that were consumed; their order is a function of the seed and of the data."""
         sampler = self.train_loader.sampler
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
@@ -113,6 +119,26 @@ class TaskMixture:
         self._cumulative = np.cumsum(numbers)
         self._seed = seed
 
+    @classmethod
+    def build(cls, prepared: PreparedRun, world: World) -> TaskMixture:
+        """Return the tasks of a run with the loaders of their frames, and of validation frames that are displayed."""
+        config, tasks = prepared.config, []
+        for name, task in prepared.tasks.items():
+            make = partial(_build_loader, task, prepared.seed, world)
+            valid = task.config.displayed_data if config.training.disp_training else None
+            tasks.append(
+                Task(
+                    name,
+                    prepared.models,
+                    EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
+                    train_loader=make(task.train, task.config.training_data, "frames"),
+                    display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
+                    display_batches=valid.numb_btch if valid is not None else 1,
+                    split=task.split,
+                )
+            )
+        return cls(tasks, prepared.shares, prepared.seed)
+
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
 
@@ -131,12 +157,15 @@ class TaskMixture:
         """Steps of one of the units in which lengths of averages are given."""
         return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": float(self.batches_per_epoch)}
 
-    def steps_for_epochs(self, epochs: Mapping[str, float]) -> int:
-        """Return the steps of the passes over the data of each task, with every task's share of them."""
+    def num_steps(self, config: RunConfig) -> int:
+        """Return the steps of a run: as given, or those of the passes over the data of each task."""
+        if config.training.numb_steps:
+            return config.training.numb_steps
+        epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
         return steps_for_epochs([(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)])
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return how often each task sees its data in a run, on average."""
+        """Return the mean number of epochs of each task in a run."""
         of_tasks = zip(self._tasks, self._shares)
         return {task.name: share * num_steps / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
 
@@ -169,3 +198,19 @@ class TaskMixture:
         """Stop the background readers of all tasks."""
         for task in self._tasks:
             task.close()
+
+
+def _build_loader(
+    task: PreparedTask, seed: int, world: World, systems: Sequence[FrameSource], data: Any, stream: str
+) -> Loader:
+    sampler = Sampler(
+        [system.num_frames for system in systems],
+        [system.frame_sizes for system in systems],
+        batch_size=data.batch_size,
+        auto_prob=data.auto_prob,
+        sys_probs=data.sys_probs,
+        seed=seed_for(stream_of(stream, task.config.name), seed),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")

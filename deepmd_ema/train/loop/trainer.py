@@ -35,13 +35,13 @@ from deepmd_ema.train.loop.validate import FullValidation, ValidationAborted
 
 logger = logging.getLogger(__name__)
 
-STEPS_BETWEEN_QUESTIONS = 10  # on a GPU, whether another rank was asked to stop
-WRITER_FAILED = 1 << 16  # told as a signal is, and larger than all of them
+STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another rank received a signal
+WRITER_FAILED = 1 << 16  # sent through the same all-reduce as signal numbers, so it must exceed them
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
 class StopRequest(AbstractContextManager["StopRequest"]):
-    """Holds SIGTERM, SIGHUP and Ctrl-C until the loop asks for them after a step; a second Ctrl-C ends at once."""
+    """Holds SIGTERM, SIGHUP and Ctrl-C until the loop checks them after a step; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -98,7 +98,7 @@ class Trainer:
     Every part is built by :mod:`deepmd_ema.train.assembly.assemble`; the trainer decides the order in which they act.
 
     Attributes:
-        tasks: what is trained.
+        tasks: the models with their losses and data.
         take_step: changes the weights.
         bank: averages, or None.
         validator: full validation.
@@ -113,7 +113,7 @@ class Trainer:
         input_file: named in the message that says how to restart.
         callback: watches the run.
         step: optimizer steps so far.
-        stop: whether the run was asked to stop.
+        stop: the signal that ends the run, if one was received.
     """
 
     tasks: TaskMixture
@@ -132,7 +132,7 @@ class Trainer:
     callback: Callback = field(default_factory=Callback)
     step: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
-    _owes_validation: bool = False
+    _validation_pending: bool = False
     _saved: int = -1
 
     def run(self) -> None:
@@ -149,7 +149,7 @@ class Trainer:
                 self._loop()
                 self.saver.writer.finish()
             except BaseException:
-                with suppress(OSError, UserError):  # the first error is the one to tell
+                with suppress(OSError, UserError):  # the first error is the one to report
                     self._close()
                 raise
             self._close()
@@ -164,7 +164,7 @@ class Trainer:
 
     def _loop(self) -> None:
         try:
-            if self._owes_validation:
+            if self._validation_pending:
                 self._validate()
             if self.step >= self.num_steps:
                 self._save()
@@ -172,8 +172,8 @@ class Trainer:
                 self.advance()
                 # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
                 waits = self.world.size > 1 and self.world.device.type != "cpu"
-                asks = not waits or self.step % STEPS_BETWEEN_QUESTIONS == 0
-                if asks and self._is_stopped() and self.step < self.num_steps:
+                polls = not waits or self.step % STOP_POLL_INTERVAL == 0
+                if polls and self._is_stopped() and self.step < self.num_steps:
                     self._leave()
         except ValidationAborted:
             self._leave()
@@ -202,17 +202,17 @@ class Trainer:
         self.callback.after_step(self)
 
     def _is_stopped(self) -> bool:
-        """Whether some rank was asked to stop: all of them then stop after this step.
+        """Whether some rank received a signal: all of them then stop after this step.
 
         Raises:
-            UserError: if files could not be written since it was asked last.
+            UserError: if files could not be written since the last check.
         """
-        asked = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else self.stop.signal or 0)
-        if asked == WRITER_FAILED:
+        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else self.stop.signal or 0)
+        if found == WRITER_FAILED:
             self.saver.writer.raise_error()
-        if asked and self.stop.signal is None:
-            self.stop.signal = signal.Signals(asked)
-        return asked > 0
+        if found and self.stop.signal is None:
+            self.stop.signal = signal.Signals(found)
+        return found > 0
 
     def _do_what_is_due(self, task: Task, batch: Batch, outcome: Outcome) -> None:
         last = self.step == self.num_steps
@@ -233,11 +233,11 @@ class Trainer:
             self._save()
 
     def _validate(self) -> None:
-        self._owes_validation = True
+        self._validation_pending = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
             results = self.validator.run(self.step, self._is_stopped, entered)
-        self._owes_validation = False
+        self._validation_pending = False
         self.reporter.show_validation(self.step, results)
 
     def _save(self) -> None:
@@ -268,13 +268,13 @@ class Trainer:
         self.saver.keep_snapshots(
             [s for s in self.saver.snapshots_due(self.step, True) if self.step % s.every], self.step
         )
-        if self._saved != self.step or self._owes_validation:
+        if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
-            f"Go on with: dp-ema train --restart {self.saver.link} {self.input_file}"
+            f"Continue with: dp-ema train --restart {self.saver.link} {self.input_file}"
             + (", launched as before" if self.world.size > 1 else ""),
             self.stop.signal,
         )
@@ -293,7 +293,7 @@ class Trainer:
             "optimizer": self.take_step.state_dict(self.world.is_main, copy, own_rows),
             "streams": self.tasks.state_dict(),
             "display": map_tensors(copy, self.reporter.state_dict()),
-            "owes_validation": self._owes_validation,
+            "validation_pending": self._validation_pending,
             "interpolation": self.interpolation.state_dict(),
         }
         if self.validator.rows:
@@ -303,6 +303,11 @@ class Trainer:
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
         self.step = self._saved = step
+        if step >= self.num_steps:
+            logger.warning(
+                "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to continue.",
+                step, self.num_steps,
+            )  # fmt: skip
         if self.bank is not None:
             self.bank.load_state_dict(state.get("averages"), step)
         elif state.get("averages"):
@@ -314,6 +319,6 @@ class Trainer:
         self.take_step.load_state_dict(state["optimizer"])
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)
-        self._owes_validation = bool(state["owes_validation"] and self.validator.rows)
+        self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         self.validator.load_state_dict(state.get("best", {}))
-        self.validator.truncate(step - 1 if self._owes_validation else step)
+        self.validator.truncate(step - 1 if self._validation_pending else step)

@@ -14,19 +14,22 @@ from typing import Any
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.checkpoint.series import BestFiles
-from deepmd_ema.config.schema.texts import Metric
+from deepmd_ema.checkpoint.store import Store
+from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.data.loader import num_batches, sequential_batches
 from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.interpolation import tables_in
 from deepmd_ema.model.model_set import ModelSet, nested, unnested
 from deepmd_ema.report.tables import ValidationLog
-from deepmd_ema.train.start.prepare import PreparedTask
-from deepmd_ema.weights import LIVE
+from deepmd_ema.train.loop.saver import Saver
+from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask
+from deepmd_ema.weight_names import LIVE
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
-    """A stop was asked for inside a validation; the live weights are back in the models."""
+    """A stop was requested inside a validation; the live weights are back in the models."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class Validated:
         return f"{self.task} {self.weights}" if self.task else self.weights
 
 
+def build_rows(prepared: PreparedRun, num_steps: int, store: Store, world: World) -> list[Validated]:
+    """Return the rows of a full validation: the live weights and every average with full validation, by task."""
+    config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
+    metric, rows = validating.validation_metric, []
+    for weights in config.fully_validated:
+        for task in (name for name, task in prepared.tasks.items() if task.valid):
+            log = ValidationLog(outputs.validation_log(weights, task), num_steps, metric) if world.is_main else None
+            prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
+            best = BestFiles(prefix, folder, keep, metric, writes=world.is_main, store=store)
+            rows.append(Validated(weights, task, log, best if validating.save_best else None))
+    return rows
+
+
 @dataclass(frozen=True)
 class FullValidation:
     """Validates when it is due, writes one row per set of weights and task, and keeps the best files.
@@ -62,8 +78,7 @@ class FullValidation:
         bank: averages, or None when only the live weights are validated.
         rows: what is validated, maybe nothing; those of the same weights follow each other.
         tasks: validation frames by task.
-        begin: waits until the files of earlier steps are written, whose remarks come before the rows of a step.
-        keep_best: has the best file of a set of weights written, and a function called with its path when it is.
+        saver: writes the best files.
         metric: what ``best`` means, such as ``E:MAE``.
         start: first step at which it is due; None for never.
         every: steps between two validations.
@@ -75,13 +90,26 @@ class FullValidation:
     bank: AverageBank | None
     rows: Sequence[Validated]
     tasks: Mapping[str, PreparedTask]
-    begin: Callable[[int], None]
-    keep_best: Callable[[BestFiles, str, int, Callable[[Path], None]], None]
+    saver: Saver
     metric: Metric
     start: int | None
     every: int
     last: int
     world: World
+
+    @classmethod
+    def build(
+        cls, prepared: PreparedRun, bank: AverageBank | None, rows: Sequence[Validated], saver: Saver, num_steps: int,
+        world: World,
+    ) -> FullValidation:  # fmt: skip
+        """Return the full validation of ``rows``, whose best files ``saver`` writes."""
+        validating = prepared.config.validating
+        tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
+        # below 1 a fraction of the run, never at 1, a step above it; the last step is validated in any case but never
+        start = validating.full_val_start
+        first = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
+        metric, every = validating.validation_metric, validating.validation_freq
+        return cls(prepared.models, bank, rows, tasks, saver, metric, first, every, num_steps, world)
 
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
@@ -96,11 +124,11 @@ class FullValidation:
 
         Args:
             step: optimizer steps done.
-            stopped: asked between batches; True ends the validation.
+            stopped: called between batches; True ends the validation.
             entered: called with the name of the weights when these are in the models.
 
         Raises:
-            ValidationAborted: if a stop was asked for; nothing of this step was written.
+            ValidationAborted: if a stop was requested; nothing of this step was written.
         """
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
@@ -112,16 +140,16 @@ class FullValidation:
                     batches = self._until(stopped, self.tasks[row.task])
                     own = evaluate(self.models.of(row.task), batches, self.world.device)
                     errors[row] = Errors(self.world.all_reduce_sum(own.sums))
-        self.begin(step)
+        self.saver.writer.begin(step)  # remarks on files of earlier steps come before the rows of this one
         for row, found in errors.items():
             if row.log is not None:
                 row.log.write(step, found)
             value = found.metric(self.metric)
             if row.best is not None and row.best.offer(value, step):
-                self.keep_best(row.best, row.weights, step, partial(self._tell_best, row, value))
+                self.saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
         return {row.name: found for row, found in errors.items()}
 
-    def _tell_best(self, row: Validated, value: float, path: Path) -> None:
+    def _report_best(self, row: Validated, value: float, path: Path) -> None:
         if row.log is not None:
             row.log.write_best(path, self.metric, value)
 

@@ -1,1 +1,1 @@
-"""How a run starts: its file, its config, its data and its first weights."""
+"""The start of a run: its file, its config, its data and its first weights."""

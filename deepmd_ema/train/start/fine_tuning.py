@@ -1,4 +1,4 @@
-"""How a run starts by fine-tuning: each task from a model of a file, with elements and energies that its data need."""
+"""Start by fine-tuning: each task from a model of a file, with the elements and energies that its data need."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.families.linear_ener.section import LinearConfig
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.elements import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.train.start.restart import Start, digest, tell_differences
+from deepmd_ema.train.start.from_weights import report_differences
+from deepmd_ema.train.start.new_run import Start, digest
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What one task starts from.
+    """Source of the first weights of one task.
 
     Attributes:
         loaded: a model of the file.
         fresh_fitting: whether the fitting network starts anew.
-        goes_on: whether the output bias stays as in the file: the task of the same name is trained further.
+        keeps_bias: whether the output bias stays as in the file: the task of the same name is trained further.
     """
 
     loaded: LoadedModel
     fresh_fitting: bool = False
-    goes_on: bool = False
+    keeps_bias: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -62,7 +62,7 @@ class FineTune(Start):
     def fits_bias(self, task: str) -> bool:
         """Whether the output bias of a task is moved to the data before the first step."""
         source = self.sources[task]
-        return not source.fresh_fitting and not source.goes_on
+        return not source.fresh_fitting and not source.keeps_bias
 
     @property
     def path(self) -> Path:
@@ -106,7 +106,7 @@ class FineTune(Start):
             return section
         type_map = given.get("type_map", section["type_map"])
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
-        if isinstance(source.config, LinearConfig):
+        if source.config.type == "linear_ener":
             self._refuse_other_elements(elements, section, f"the parts of {self.path} are for")
             return {**given, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
         by_number = [path for n in source.taken for path in _given(section[n], ("exclude_types", "atom_ener"), n)]
@@ -133,7 +133,7 @@ class FineTune(Start):
         models = {}
         for name, task in config.tasks.items():
             model, saved = task.model, self.sources[name].config
-            tell_differences(saved, model, task.place("model"))
+            report_differences(saved, model, task.place("model"))
             fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
             if model.descriptor.neighbors is None and fits and model.descriptor.type == saved.descriptor.type:
                 models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
@@ -147,7 +147,7 @@ class FineTune(Start):
         )
 
     def run_id(self, config: RunConfig) -> str:
-        """Return what tells this trajectory of weights from others."""
+        """Return the identifier of this trajectory of weights."""
         return digest(to_dict(config), f"{self.path} fine-tuned")
 
     def min_nbor_dist(self, task: str, in_data: float | None = None) -> float | None:
@@ -175,7 +175,7 @@ class FineTune(Start):
                 "fresh" if source.fresh_fitting else "of the file",
             )  # fmt: skip
         if len(by_task) > 1:
-            self._tell_apart(by_task)
+            self._assign_cases(by_task)
 
     def _load(self, task: str, model: EnergyModel) -> None:
         source = self.sources[task]
@@ -189,11 +189,11 @@ class FineTune(Start):
             last = "." if source.fresh_fitting else f", or a fresh fitting network ({head})."
             raise CheckpointError("\n  ".join([*lines, advice + last])) from error
 
-    def _tell_apart(self, by_task: Mapping[str, EnergyModel]) -> None:
+    def _assign_cases(self, by_task: Mapping[str, EnergyModel]) -> None:
         """Give each of the tasks that share a fitting network a case of its own.
 
         One that comes from a model of the file keeps the case of that model, with which the network was trained; of
-        two from the same model that which goes on, or the first.
+        two from the same model that which keeps its bias, or the first.
         """
         taken: dict[int, set[int]] = {}
         for task in sorted(by_task, key=lambda task: (self.sources[task].fresh_fitting, self.fits_bias(task))):

@@ -1,4 +1,4 @@
-"""Where a run writes: every place is checked and locked before the data are read, and earlier runs are set aside."""
+"""The files that a run writes: checked and locked before the data are read; files of earlier runs are moved away."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of,
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
-from deepmd_ema.weights import LIVE
+from deepmd_ema.train.start.request import TrainRequest
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +28,18 @@ LOCK = ".dp-ema.lock"
 EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
 
 
-def check_place(config: RunConfig, output: str, inputs: Iterable[str | None], weights: str | None = None) -> None:
+def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     """Make the folders that a run writes to, and check that it can write and destroys nothing.
 
     Args:
         config: of the run.
-        output: where the normalized input is written.
-        inputs: files that the run reads.
-        weights: model file whose weights a new run starts from.
+        request: with the files that the run reads, and where the normalized input is written.
 
     Raises:
-        CheckpointError: naming every place that cannot be written, or where something else stands.
+        CheckpointError: naming every place that cannot be written, or where there is something else.
     """
+    weights, output = request.weights, request.output
+    inputs = (request.input_file, request.restart, request.init_model, request.finetune)
     if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
         copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
         raise CheckpointError(
@@ -68,8 +69,8 @@ def check_place(config: RunConfig, output: str, inputs: Iterable[str | None], we
         raise CheckpointError(problems)
 
 
-def lock_place(config: RunConfig) -> AbstractContextManager[None]:
-    """Return what holds the folder of the run, and each of its files in other folders, for one run at a time.
+def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
+    """Return the locks of the folder of the run, and of each of its files in other folders.
 
     Other folders may have files of several runs, under other names. Statistics and TensorBoard's files are shared.
     """
@@ -88,7 +89,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     Args:
         config: of the run, with everything that was left open.
         output: where it is written.
-        is_new: whether the run starts at step 0; one that goes on keeps its files.
+        is_new: whether the run starts at step 0; one that continues keeps its files.
     """
     text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
@@ -104,7 +105,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
-            "files of an earlier run%s stand here: moved to %s. To go on with that run instead, stop this one, move "
+            "there were files of an earlier run%s: moved to %s. To continue that run instead, stop this one, move "
             "them back and use --restart.%s",
             f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
         )  # fmt: skip
@@ -125,7 +126,7 @@ def _is_normalized(path: Path) -> bool:
 
 
 def _pile(folder: Path) -> str:
-    """Return what is said where several earlier runs have been set aside."""
+    """Return the remark where several earlier runs have been set aside."""
     kept = [path for path in folder.glob(f"{EARLIER}-*") if path.is_dir()]
     if len(kept) < 2:
         return ""

@@ -16,8 +16,8 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check.result import CheckResult
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
-from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource
@@ -33,7 +33,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.start.restart import Start
+from deepmd_ema.train.start.new_run import Start
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PreparedTask:
         valid: validation systems, empty without validation data.
         cache: neighbors found so far, of training and validation frames of all tasks.
         model: with its first weights and its statistics, on the host.
-        split: tells which frames were split off for validation; empty without.
+        split: hash of the frames that were split off for validation; empty without.
     """
 
     config: TaskConfig
@@ -232,7 +232,7 @@ def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int
             )
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
-        advice = "Remove what stands there, name another place, or leave the option out."
+        advice = "Remove the file that is there, name another place, or leave the option out."
         with writing(f"{place}: {path}", advice):
             write_stat_file(path, task.config.model, task.model.descriptor, found)
     return found

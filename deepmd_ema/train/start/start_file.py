@@ -1,20 +1,22 @@
-"""From the command line and the heads that an input names to the start of a run."""
+"""Loads the file that a run starts from, and chooses the models in it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import choose_head
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models, models_of_deepmd
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.train.start.fine_tuning import FineTune, Pretrained
-from deepmd_ema.train.start.restart import FromWeights, Restart, Start
+from deepmd_ema.train.start.from_weights import FromWeights
+from deepmd_ema.train.start.new_run import Start
+from deepmd_ema.train.start.request import TrainRequest
+from deepmd_ema.train.start.restart import Restart
 
 logger = logging.getLogger(__name__)
 
@@ -22,53 +24,65 @@ RANDOM = "RANDOM"  # as a head: a fresh fitting network
 ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
 _CHOOSES = "--model-branch or finetune_head"
 _Chosen: TypeAlias = tuple[str, bool, bool]
-"""For a task: which model of a file, whether its fitting network is fresh, whether it goes on as it is."""
+"""For a task: the model of a file, whether its fitting network is fresh, whether its bias is kept."""
 
 
-def find_start(
-    restart: str | None,
-    init_model: str | None,
-    finetune: str | None = None,
-    heads: Mapping[str, str | None] | None = None,
-    share: tuple[int, int] = (0, 1),
-) -> Start:
+def load_start(request: TrainRequest, share: tuple[int, int] = (0, 1)) -> Start:
     """Load the file that a run starts from, if any.
 
     Args:
-        restart: checkpoint to continue.
-        init_model: file whose weights a new run starts from.
-        finetune: file whose weights are fine-tuned.
-        heads: by task, which model of a file with several it starts from; ``RANDOM`` is a fresh fitting network, for
-            fine-tuning. One task without a head if not given.
+        request: with the file, and which of its models each task starts from.
         share: rank of this process and number of ranks, which check the shards of a sharded checkpoint together.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
-        UserError: if a head is given for what has none.
+        UserError: if a head is given for a file without heads.
     """
-    heads = {"": None} if heads is None else heads
-    if restart is not None:
-        if _is_frozen(restart):
-            raise CheckpointError(
-                f"--restart {restart}: a frozen model holds weights only, not the state of a run. Use a training "
-                f"checkpoint (model.ckpt-*.pt), or start anew from these weights with --init-model {restart}."
-            )
-        path = checkpoint.resolve(restart)
-        payload = checkpoint.load_shards(path, share)
-        checkpoint.require_training(payload, path)
-        return Restart(path, payload)
-    if finetune is not None:
-        return _fine_tune(finetune, heads)
-    if init_model is not None:
-        return FromWeights(*_payload_of(init_model, heads.get("")))
+    heads = request.heads()
+    if request.restart is not None:
+        return load_restart(request.restart, share)
+    if request.finetune is not None:
+        return load_pretrained(request.finetune, heads)
+    if request.init_model is not None:
+        return load_weights(request.init_model, heads.get(""))
     return Start()
 
 
-def _fine_tune(file: str, heads: Mapping[str, str | None]) -> FineTune:
+def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Restart:
+    """Load the checkpoint that a run continues, see :func:`load_start`."""
+    if _is_frozen(file):
+        raise CheckpointError(
+            f"--restart {file}: a frozen model holds weights only, not the state of a run. Use a training checkpoint "
+            f"(model.ckpt-*.pt), or start anew from these weights with --init-model {file}."
+        )
+    path = checkpoint.resolve(file)
+    payload = checkpoint.load_shards(path, share)
+    checkpoint.require_training(payload, path)
+    return Restart(path, payload)
+
+
+def load_weights(file: str, head: str | None = None) -> FromWeights:
+    """Load the weights that a run starts from; ``head`` is the model of a file with several that a task starts from."""
+    if head is not None:
+        return _from_models(load_models(file, choose=lambda known: [_named(known, head, file)]), alone=True)
+    if _is_frozen(file):
+        return _from_models(load_models(file), alone=False)
+    path = checkpoint.resolve(file)
+    try:
+        return FromWeights(path, checkpoint.load(path))
+    except checkpoint.DeepmdCheckpointError as error:
+        return _from_models(models_of_deepmd(path, error.content), alone=False)
+
+
+def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) -> FineTune:
+    """Load the models that are fine-tuned; ``heads`` names the model that each task starts from.
+
+    ``RANDOM`` as a head is a fresh fitting network.
+    """
     chosen: dict[str, _Chosen] = {}
 
     def choose(known: Mapping[str, Sequence[str]]) -> set[str]:
-        chosen.update(_choose(known, heads, file))
+        chosen.update(_choose(known, {"": None} if heads is None else heads, file))
         return {name for name, *_ in chosen.values()}
 
     loaded = load_models(file, choose=choose).models
@@ -87,16 +101,16 @@ def _choose(known: Mapping[str, Sequence[str]], heads: Mapping[str, str | None],
             chosen[task] = task, False, bool(task)
         else:
             chosen[task] = first, True, False
-            _tell_fresh(file, task, known)
+            _report_fresh(file, task, known)
     return chosen
 
 
 def _named(known: Mapping[str, Sequence[str]], head: str, file: str) -> str:
-    """Return which model of a file a head is."""
+    """Return the name of the model of a file that a head means."""
     return "" if set(known) == {""} and head == ONLY else choose_head(known, head, file, _CHOOSES)
 
 
-def _tell_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> None:
+def _report_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> None:
     has = "one model" if "" in known else ", ".join(known)
     missing = "no --model-branch chooses one"
     if task:
@@ -107,23 +121,12 @@ def _tell_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> Non
     )
 
 
-def _payload_of(file: str, head: str | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return the path of a model file of any kind, and its content as that of a checkpoint."""
-    if not _is_frozen(file) and head is None:
-        path = checkpoint.resolve(file)
-        with suppress(checkpoint.DeepmdCheckpointError):  # read below
-            return path, checkpoint.load(path)
-    if head is None:
-        return _as_payload(load_models(file), alone=False)
-    return _as_payload(load_models(file, choose=lambda known: [_named(known, head, file)]), alone=True)
-
-
 def _is_frozen(path: str) -> bool:
     return Path(path).suffix.lower() in FROZEN_SUFFIXES
 
 
-def _as_payload(found: ModelFile, alone: bool) -> tuple[Path, dict[str, Any]]:
-    """Return the path of a model file of another program, and its content as that of a file of weights.
+def _from_models(found: ModelFile, alone: bool) -> FromWeights:
+    """Return the start from the weights of models, with the content that a file of weights of this program has.
 
     Args:
         found: the models in it.
@@ -136,4 +139,4 @@ def _as_payload(found: ModelFile, alone: bool) -> tuple[Path, dict[str, Any]]:
     distances = unnested({name: each.min_nbor_dist for name, each in infos.items()})
     head = checkpoint.payload_head("weights", info.weights, info.step, config, distances)
     weights = ModelSet({name: loaded.model for name, loaded in models.items()}).state_dict()
-    return info.path, {**head, "model": weights}
+    return FromWeights(info.path, {**head, "model": weights})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.ops.twin import Kernel
 

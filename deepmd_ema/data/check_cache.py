@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema import __version__
 from deepmd_ema.files import atomic_write, writing
+from deepmd_ema.version import __version__
 
 _MAX_FINDINGS = 256  # in one folder, which runs on other data or with other options may share
 _BYTES_AT_ONCE = 1 << 20
