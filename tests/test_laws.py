@@ -24,7 +24,7 @@ from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import DESCRIPTORS, build_model
-from deepmd_ema.model.ops.twin import plain_kernels
+from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 
 SAME_MATH = 1e-11  # sums in another order
 STEP, DIFFERENCES = 2e-5, 2e-7  # of central differences, angstrom; their error
@@ -140,7 +140,7 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descrip
 
 @every_model
 def test_outputs_can_be_differentiated_by_the_vectors_of_a_batch(descriptor):
-    """By kernels that are differentiable by the parameters alone such derivatives were wrong without a word."""
+    """By operations that are differentiable by the parameters alone such derivatives were wrong without a word."""
     _, model = toy_model(descriptor)
     batch = batch_of(model, frame())
     generator = torch.Generator().manual_seed(0)
@@ -373,9 +373,9 @@ def test_the_written_out_gradient_is_that_of_automatic_differentiation(descripto
         return [features, grad, *torch.autograd.grad(total, list(part.parameters()), materialize_grads=True)]
 
     def automatic():
-        with plain_kernels():
-            features, vjp = torch.func.vjp(lambda v: part(replace(batch, vector=v))[0], batch.vector)
-            return features, lambda grad: vjp(grad)[0]
+        reference = with_operations(part, REFERENCE)
+        features, vjp = torch.func.vjp(lambda v: reference(replace(batch, vector=v))[0], batch.vector)
+        return features, lambda grad: vjp(grad)[0]
 
     for ours, expected in zip(results(lambda: part(batch)), results(automatic), strict=True):
         close(ours.detach().numpy(), expected.detach().numpy())

@@ -22,7 +22,7 @@ from deepmd_ema.model.compile import Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.filled import fill
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.model.ops.twin import plain_kernels
+from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 from deepmd_ema.report.progress import duration
 from deepmd_ema.train.task import TaskMixture
 
@@ -145,8 +145,9 @@ class _Probe:
         """Take some steps that change nothing."""
         graphs = set()
         for _, model, batch in steps:
-            with plain_kernels(), _Recorder() as recorder:
-                _step(model, fill(batch, model.layout).batch, model)
+            traced = with_operations(model, REFERENCE)
+            with _Recorder() as recorder:
+                _step(traced, fill(batch, model.layout).batch, traced)
             graphs.add(tuple(recorder.operations))
         return cls(min(_seconds(steps) for _ in range(TURNS)), sum(map(len, graphs)))
 

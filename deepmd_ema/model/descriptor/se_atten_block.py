@@ -18,11 +18,15 @@ from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
-from deepmd_ema.model.ops.cpu.attention import LOGIT_SHIFT, attended_moments, occupied_slots
-from deepmd_ema.model.ops.cpu.attention_layer import AttentionOptions
 from deepmd_ema.model.ops.environment import environment_rows
-from deepmd_ema.model.ops.twin import kernels_by_hand
+from deepmd_ema.model.ops.reference import (
+    LOGIT_SHIFT,
+    Attended,
+    AttentionOptions,
+    axis_features,
+    axis_features_vjp,
+    occupied_slots,
+)
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -110,11 +114,13 @@ class SeAttenBlock(ElementBlock):
             if counts is not None:
                 rows = torch.where((torch.arange(width, device=rows.device) < counts[:, None])[..., None], rows, 0)
             inputs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
+
+            def embed(s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
+                return self._embed(s, table, centre, neighbor, switch)
+
+            given = Attended(rows, embed, inputs, counts, mask, switch, direction, self.sel)
             weights = [layer.weights for layer in self.attention_layers]
-            moments = attended_moments(
-                rows, lambda s, *others: self._embed(s, table, *others), inputs, counts, mask, switch, direction,
-                self.sel, weights, self.attends,
-            )  # fmt: skip
+            moments = self.ops.attended_moments(given, weights, self.attends)
         elif self._series_serve(batch):
             moments = self._moments_of_series(rows, table, neighbor_type, switch, batch)
         else:
@@ -124,15 +130,15 @@ class SeAttenBlock(ElementBlock):
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
-        return kernels_by_hand() and self.pair_embedding is None and self._series_serve(batch)
+        return not self.ops.is_reference and self.pair_embedding is None and self._series_serve(batch)
 
     def features_and_vjp(
         self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the features (A, M X), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
 
-        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from kernels whose gradient
-        is written out.
+        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from operations whose
+        gradient is written out.
         """
         mask = hood.mask if dropped is None else hood.mask & ~dropped
         distance = torch.linalg.vector_norm(hood.vector, dim=-1)
@@ -213,7 +219,7 @@ class SeAttenBlock(ElementBlock):
 
         Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
         """
-        if not kernels_by_hand() or mask.device.type != "cpu":
+        if self.ops.is_reference:
             return None
         alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
         return occupied_slots(mask) if alike else None

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined, of_atoms
-from deepmd_ema.model.kernels.moments import Moments, SplineMoments, moments_kernel, spline_moments
+from deepmd_ema.model.kernels.moments import SplineMoments, spline_moments
 from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
 from deepmd_ema.model.ops.environment import Environment
+from deepmd_ema.model.ops.reference import Moments, UsesOperations, axis_features, axis_features_vjp
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, X axis channels
 
 
-class SeE2ADescriptor(ByTypeDescriptor):
+class SeE2ADescriptor(ByTypeDescriptor, UsesOperations):
     """``D = g g[:X]^T`` with ``g = sum_k G(s_k) R_k / S`` over the neighbors, R their normalised environment matrix.
 
     Args:
@@ -34,7 +34,6 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def __init__(self, config: SeE2AConfig, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed)
         self.num_axis = config.axis_neuron
-        self._moments = moments_kernel(self.networks)
         self.spline = Spline(config.embedding_eval, self.dtype)
 
     @property
@@ -50,7 +49,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
         if self.spline.serves(batch) and self.spline.tables is None:
             groups, embedded = self._series(parts)
         else:
-            moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self._moments
+            moments_of = partial(spline_moments, self.spline) if self.spline.serves(batch) else self.ops.moments
             groups, embedded = [[moments_of(rows, net) for rows, net in part] for part in parts], None
         summed = [reduce(torch.add, [m.value for m in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch, embedded)) / sum(self.sel)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
-from deepmd_ema.model.nn.layers import freeze
-from deepmd_ema.model.ops.cpu.dense import GradientNetwork, values_and_gradients
+from deepmd_ema.model.nn.layers import Network, freeze
 from deepmd_ema.model.statistics import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -59,7 +58,7 @@ class EnergyFitting(nn.Module):
         start = seed if config.seed is None else config.seed
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
         self.nets = nn.ModuleList(
-            GradientNetwork(
+            Network(
                 [self.num_inputs, *config.neuron],
                 config.activation_function,
                 timestep=config.resnet_dt,
@@ -87,9 +86,9 @@ class EnergyFitting(nn.Module):
         self.register_buffer("_default_fparam", default, persistent=False)
 
     @property
-    def networks(self) -> list[GradientNetwork]:
+    def networks(self) -> list[Network]:
         """The networks, one per type or one for all."""
-        return cast("list[GradientNetwork]", list(self.nets))
+        return cast("list[Network]", list(self.nets))
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -146,15 +145,13 @@ class EnergyFitting(nn.Module):
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
         nets = self.networks
-        if not self.skips_absent:  # each gathers its parameters when it is asked
-            found = [net.value_and_gradient(own) for net, own in zip(nets, inputs.split(shares), strict=True)]
-            energies, gradients = zip(*found, strict=True)
-            return torch.cat(energies), torch.cat(gradients)
-        if not torch.is_grad_enabled():
+        if self.skips_absent and not torch.is_grad_enabled():
             # in training the parameters of absent types get gradients of zero, as those of all ranks must
             nets = [net for net, count in zip(nets, shares, strict=True) if count]
             shares = [count for count in shares if count]
-        return values_and_gradients(inputs, nets, shares)
+        found = [net.value_and_gradient(own) for net, own in zip(nets, inputs.split(shares), strict=True)]
+        energies, gradients = zip(*found, strict=True)
+        return torch.cat(energies), torch.cat(gradients)
 
     def _from_vacuum(self, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
         if not self.from_vacuum:

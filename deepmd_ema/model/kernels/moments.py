@@ -1,54 +1,19 @@
-"""The sum over neighbors of embedding times environment, with the gradient that forces need and its own derivative.
-
-With the embedding net G(s), s = rows[..., 0], and rows (the normalised environment matrix) constant::
-
-    moments[i, c, m] = sum_k rows[i, k, c] G[m](s[i, k])
-
-Forces need the gradient of an energy with respect to ``rows``. It is linear in dE/dmoments and in the pair
-``(G, dG/ds)``, which is carried through the layers together. So the gradient is an ordinary function of the
-parameters and training differentiates it once; the derivative with respect to positions stops here.
-"""
+"""Moments of embedding nets that are interpolated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.series import SeriesSum
 from deepmd_ema.model.kernels.spline import Spline, SplineSum
 from deepmd_ema.model.kernels.spline_table import SplitSum
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.twin import Kernel
 
-# A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
-# a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]
-
-ROWS_IN_CACHE = 1200  # pairs handled at once on a CPU: 1200 x 2 x 100 numbers stay in the cache of a core
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The moments of one section of neighbors, and their vector-Jacobian product.
-
-    Attributes:
-        rows: (A, K, 4) normalised environment matrix in the precision of the net, a constant.
-        value: (A, 4, M), a function of the parameters of the net.
-        jet: (A, 2, K, M) of the net at ``rows[..., 0]``, a function of its parameters.
-    """
-
-    rows: Tensor
-    value: Tensor
-    jet: Tensor
-
-    def vjp(self, grad_moments: Tensor) -> Tensor:
-        """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
-        return _moments_vjp(grad_moments, self.jet, self.rows)
+# A atoms, K neighbor slots, M channels of the embedding
 
 
 @dataclass(frozen=True)
@@ -78,158 +43,3 @@ class SplineMoments:
 def spline_moments(spline: Spline, rows: Tensor, net: Network) -> SplineMoments:
     """Return the moments from a series or spline of the net."""
     return SplineMoments(spline(rows, rows[..., 0], net))
-
-
-def moments_kernel(nets: Iterable[Network]) -> Callable[[Tensor, Network], Moments]:
-    """Return the fastest function ``(rows, net) -> Moments`` that serves all ``nets``; asked once, at construction."""
-    return _tanh_moments if all(_is_tanh_net(net) for net in nets) else plain_moments
-
-
-def plain_moments(rows: Tensor, net: Network) -> Moments:
-    """Return the moments of any net, by operations that autograd, ``torch.func`` and ``torch.compile`` know."""
-    # atoms and slots stay two dimensions: inductor cannot lower a view that splits a product of two symbolic sizes
-    jet = torch.stack(net.value_and_derivative(rows[..., :1].contiguous()), 1)
-    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
-
-
-def _plain_vjp(grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
-    both = torch.bmm(jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(*jet.shape[:3], 4)
-    through_s = (both[:, 1] * rows).sum(-1, keepdim=True)
-    return torch.cat([both[:, 0, :, :1] + through_s, both[:, 0, :, 1:]], -1)
-
-
-class _MomentsVjp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(grad_moments, jet, rows)
-        both = torch.bmm(jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(*jet.shape[:3], 4)
-        out = both[:, 0].clone()
-        out[..., 0] += (both[:, 1] * rows).sum(-1)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_moments, jet, rows = ctx.saved_tensors
-        both = torch.stack([grad_out, rows * grad_out[..., :1]], 1).flatten(1, 2)
-        return torch.bmm(both.transpose(1, 2), jet.flatten(1, 2)), torch.bmm(both, grad_moments).view_as(jet), None
-
-
-_moments_vjp = Kernel("moments_vjp", _MomentsVjp.apply, _plain_vjp)
-
-
-def _moments_in_portions(rows: Tensor, net: Network) -> Moments:
-    flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
-    copies = tuple(layer.copies for layer in net.stack)
-    if torch.is_grad_enabled():
-        return Moments(rows, *_TanhMoments.apply(rows, copies, *flat))
-    jet = _tanh_jets(rows[..., 0], copies, flat, keep=False)[-1]
-    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
-
-
-_tanh_moments = Kernel("tanh_moments", _moments_in_portions, plain_moments)
-
-
-class _TanhMoments(torch.autograd.Function):
-    """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in the cache."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: tuple[int, ...], *flat: Tensor) -> tuple[Tensor, Tensor]:
-        jets = _tanh_jets(rows[..., 0], copies, flat, keep=True)
-        ctx.save_for_backward(rows, *flat, *jets)
-        ctx.copies = copies
-        return torch.bmm(rows.transpose(1, 2), jets[-1][:, 0]), jets[-1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_value: Tensor, grad_jet: Tensor) -> tuple[Tensor | None, ...]:
-        copies = ctx.copies
-        num_layers = len(copies)
-        rows, *saved = ctx.saved_tensors
-        flat, jets = saved[: 2 * num_layers], saved[2 * num_layers :]
-        grads = [torch.zeros_like(p) for p in flat]
-        for part in _portions(rows):
-            grad = grad_jet[part].clone()
-            grad[:, 0].baddbmm_(rows[part], grad_value[part])
-            for index in range(num_layers - 1, 0, -1):
-                before = jets[index - 1][part]
-                grad_z = _tanh_layer_backward(grad, jets[index][part], before, copies[index])
-                num_in, num_out = flat[2 * index].shape
-                grads[2 * index].addmm_(before.reshape(-1, num_in).T, grad_z.view(-1, num_out))
-                grads[2 * index + 1].add_(grad_z[:, 0].sum((0, 1)))
-                below = torch.mm(grad_z.view(-1, num_out), flat[2 * index].T)
-                if copies[index]:
-                    below.view(-1, 1, num_in).add_(_sum_copies(grad, copies[index]))
-                grad = below.view(before.shape)
-            grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
-            grads[0].add_((rows[part][..., :1] * grad_z[:, 0] + grad_z[:, 1]).sum((0, 1)))
-            grads[1].add_(grad_z[:, 0].sum((0, 1)))
-        return None, None, *grads
-
-
-def _tanh_jets(s_all: Tensor, copies: tuple[int, ...], flat: Any, *, keep: bool) -> list[Tensor]:
-    """Return the jets (A, 2, K, M) after each layer, or only after the last one unless ``keep``."""
-    num_atoms, num_slots = s_all.shape
-    weights, biases = flat[0::2], flat[1::2]
-    last = len(weights) - 1
-    jets = [
-        s_all.new_empty(num_atoms if keep or i == last else 0, 2, num_slots, w.shape[1]) for i, w in enumerate(weights)
-    ]
-    for part in _portions(s_all):
-        s = s_all[part, :, None]
-        jet = jets[0][part] if keep or last == 0 else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
-        torch.addcmul(biases[0], s, weights[0], out=jet[:, 0])
-        square = jet[:, 0].tanh_().square()
-        torch.addcmul(weights[0][0], square, weights[0][0], value=-1, out=jet[:, 1])
-        for index in range(1, last + 1):
-            num_in, num_out = weights[index].shape
-            z = torch.mm(jet.view(-1, num_in), weights[index]).view(-1, 2, num_slots, num_out)
-            value = z[:, 0].add_(biases[index]).tanh_()
-            z[:, 1].addcmul_(value.square(), z[:, 1], value=-1)
-            out = jets[index][part] if keep or index == last else z
-            if copies[index]:
-                torch.add(_split(z, num_in), _split(jet, num_in), out=_split(out, num_in))
-            elif out is not z:
-                out.copy_(z)
-            jet = out
-    return jets
-
-
-def _split(jet: Tensor, width: int) -> Tensor:
-    return jet.view(-1, jet.shape[-1] // width, width)
-
-
-def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copies: int) -> Tensor:
-    """Return the gradient with respect to z and dz/ds from that of ``(y, dy/ds)``, y = tanh(z) + skip.
-
-    y' = (1 - y^2) z', so the gradient of y' reaches z through -2 y y': only values that are at hand are needed.
-    """
-    if copies:
-        assert before is not None
-        width = before.shape[-1]
-        jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(jet.shape)
-    value, derivative = jet[:, 0], jet[:, 1]
-    grad_z = grad * value.square().neg_().add_(1).unsqueeze(1)
-    grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)
-    return grad_z
-
-
-def _sum_copies(grad: Tensor, copies: int) -> Tensor:
-    grad = grad.reshape(-1, copies, grad.shape[-1] // copies)
-    return grad if copies == 1 else grad[:, :1] + grad[:, 1:]
-
-
-def _is_tanh_net(net: Network) -> bool:
-    first = net.stack[0]
-    return first.copies == 0 and all(layer.activation.name == "tanh" and layer.idt is None for layer in net.stack)
-
-
-def _portions(per_atom: Tensor) -> list[slice]:
-    """Return slices over the atoms: portions that stay in the cache of a CPU, all at once on a GPU."""
-    num_atoms, num_slots = per_atom.shape[:2]
-    if not num_atoms * num_slots:
-        return []
-    step = num_atoms
-    if per_atom.device.type == "cpu":
-        step = max(1, ROWS_IN_CACHE * torch.get_num_threads() // num_slots)
-    return [slice(start, start + step) for start in range(0, num_atoms, step)]

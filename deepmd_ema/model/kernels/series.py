@@ -33,8 +33,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepmd_ema.model.ops.twin import Kernel
-
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, F functions
 
 # of the range of s: at the ends of a series the rounding of its derivative grows with the third power of N
@@ -89,11 +87,11 @@ class SeriesSum:
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the value."""
-        return _series_vjp(grad_value, self.coefficients, self.left, self.basis)
+        return _plain_vjp(grad_value, self.coefficients, self.left, self.basis)
 
     def rows_vjp(self, grad_value: Tensor) -> Tensor:
         """Return the gradient with respect to ``left`` (A, K, C) whose first column is s, from that of the value."""
-        return _series_rows_vjp(grad_value, self.coefficients, self.left, self.basis)
+        return _plain_rows_vjp(grad_value, self.coefficients, self.left, self.basis)
 
 
 @lru_cache(maxsize=64)
@@ -183,7 +181,9 @@ def signs(terms: int) -> np.ndarray:
     return np.where(np.arange(terms) % 4 < 2, 1.0, -1.0)
 
 
-def series_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
+def series_sum(
+    left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int, is_reference: bool
+) -> SeriesSum:
     """Return the sums of series.
 
     Args:
@@ -193,8 +193,9 @@ def series_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, ha
         centre: of the range of the series.
         half: of the length of the range of the series.
         terms: N.
+        is_reference: whether only operations are used that make new tensors.
     """
-    return _series_sum(left, s, coefficients, centre, half, terms)
+    return (_plain_sum if is_reference else _sum_by_hand)(left, s, coefficients, centre, half, terms)
 
 
 def _basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
@@ -297,25 +298,6 @@ class _SeriesVjp(torch.autograd.Function):
         return *_derivative(grad_left, grad_s, *ctx.saved_tensors), None, None
 
 
-class _SeriesRowsVjp(torch.autograd.Function):
-    """The same where s is the first column of ``left``."""
-
-    @staticmethod
-    def forward(grad_value: Tensor, coefficients: Tensor, left: Tensor, basis: Tensor) -> Tensor:
-        of_left, through_s = _along(grad_value, coefficients, basis)[:, :, :, 0].unbind(2)
-        of_left[:, 0] += through_s.mul_(left.transpose(1, 2)).sum(1)
-        return of_left.transpose(1, 2)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-        return *_derivative(grad_rows, grad_rows[..., 0], *ctx.saved_tensors), None, None
-
-
 def _along(grad_value: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
     """Return (A, C, 2, F, K), products of a gradient (A, C, M) with the functions and their derivatives at each s."""
     terms, num_atoms, num_slots = basis.shape
@@ -336,8 +318,3 @@ def _derivative(
     summed = torch.bmm(both.flatten(1, 3), basis.permute(1, 2, 0)).view(num_atoms * columns, len(coefficients))
     of_value = torch.mm(summed, coefficients).view(num_atoms, columns, channels)
     return of_value, torch.mm(summed.T, grad_value.flatten(0, 1))
-
-
-_series_sum = Kernel("series_sum", _sum_by_hand, _plain_sum)
-_series_vjp = Kernel("series_vjp", _SeriesVjp.apply, _plain_vjp)
-_series_rows_vjp = Kernel("series_rows_vjp", _SeriesRowsVjp.apply, _plain_rows_vjp)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.kernels import series
@@ -36,7 +36,7 @@ from deepmd_ema.model.kernels.direct_sum import DirectSum
 from deepmd_ema.model.kernels.embedding import embed
 from deepmd_ema.model.kernels.series import SeriesSum, Transform
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.twin import Kernel, applied
+from deepmd_ema.model.ops.reference import UsesOperations
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
@@ -79,20 +79,23 @@ class SplineSum:
         basis: at each s.
         coefficients: (N B, M) of the functions, one after the other; functions of the parameters of the net.
         value: (A, C, M), a function of the parameters of the net.
+        is_reference: whether only operations are used that make new tensors.
     """
 
     left: Tensor
     basis: Basis
     coefficients: Tensor
     value: Tensor
+    is_reference: bool
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` (A, K, C N) and s (A, K) from that of the value."""
         basis = self.basis
-        return _spline_sum_vjp(grad_value, self.coefficients, self.left, basis.first, basis.values, basis.size)
+        vjp = _plain_vjp if self.is_reference else _vjp_in_portions
+        return vjp(grad_value, self.coefficients, self.left, basis.first, basis.values, basis.size)
 
 
-class Spline(nn.Module):
+class Spline(UsesOperations):
     """Evaluates embedding nets of one number once per site, or leaves it to the caller to evaluate them at each pair.
 
     While weights change a net is a series between the ends of each batch (:mod:`deepmd_ema.model.kernels.series`). The
@@ -151,7 +154,7 @@ class Spline(nn.Module):
             which: of several ``beside`` with which the net is evaluated.
         """
         if self.tables is not None:
-            return self.tables.sum(left, s, net, beside, which)
+            return self.tables.sum(left, s, net, beside, which, self.ops.is_reference)
         return self.series(left, s, net, beside)[0]
 
     def series(
@@ -189,7 +192,7 @@ class Spline(nn.Module):
             longer = max(terms + series.MULTIPLE, series.terms_for(terms, error, self.max_error))
             terms = min(longer, series.MAX_TERMS)
             constants = series.transform(terms)
-        found_sum = series.series_sum(left, s, coefficients.to(s.dtype), centre, half, terms)
+        found_sum = series.series_sum(left, s, coefficients.to(s.dtype), centre, half, terms, self.ops.is_reference)
         return found_sum, beyond.flatten(0, 1).to(s.dtype)
 
     def _record(self, terms: int, error: float, s: Tensor, net: Network, beside: Tensor | None) -> None:
@@ -278,7 +281,7 @@ def _plain_sum(
     # each place is written once: unlike index_add, this has no order that could change
     summed = torch.bmm(left.transpose(1, 2), _dense(basis.first, basis.values[..., 0, :], size))
     value = summed.view(summed.shape[0], left.shape[2] * size // len(coefficients), len(coefficients)) @ coefficients
-    return SplineSum(left, basis, coefficients, value)
+    return SplineSum(left, basis, coefficients, value, is_reference=True)
 
 
 def _plain_vjp(
@@ -293,8 +296,10 @@ def _sum_in_bands(
     left: Tensor, s: Tensor, coefficients: Tensor, low: Tensor, spacing: Tensor, pieces: Tensor, size: int
 ) -> SplineSum:
     basis = _basis(s.detach(), low, spacing, pieces, size)
-    value = _apply_sum(left, s, coefficients, basis.first, basis.values, size)
-    return SplineSum(left, basis, coefficients, value)
+    # torch reads the signature of such a function at each ``apply``
+    sums = _SplineSum.apply if torch.is_grad_enabled() else _SplineSum.forward
+    value = sums(left, s, coefficients, basis.first, basis.values, size)
+    return SplineSum(left, basis, coefficients, value, is_reference=False)
 
 
 class _SplineSum(torch.autograd.Function):
@@ -319,9 +324,6 @@ class _SplineSum(torch.autograd.Function):
         coefficients, left, first, values = ctx.saved_tensors
         of_left, of_s = _vjp_in_portions(grad_value, coefficients, left, first, values, ctx.size)
         return of_left, of_s, None, None, None, None
-
-
-_apply_sum = applied(_SplineSum)
 
 
 def _vjp_in_portions(
@@ -409,7 +411,3 @@ def _portions(first: Tensor, numbers: int) -> list[slice]:
     if first.device.type == "cpu":
         step = max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // max(1, numbers))
     return [slice(start, min(start + step, num_atoms)) for start in range(0, num_atoms, step)]
-
-
-_spline_sum = Kernel("spline_sum", _sum_in_bands, _plain_sum)
-_spline_sum_vjp = Kernel("spline_sum_vjp", _vjp_in_portions, _plain_vjp)

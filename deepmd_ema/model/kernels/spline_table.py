@@ -83,9 +83,10 @@ class Table:
         # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
         return same and torch.equal(_flat(tensors_of(net)), self.weights)
 
-    def sum(self, left: Tensor, s: Tensor) -> SplineSum:
+    def sum(self, left: Tensor, s: Tensor, is_reference: bool = False) -> SplineSum:
         """Return the sums over pairs that are inside the range."""
-        return splines._spline_sum(left, s, self.coefficients, self.low, self.spacing, self.pieces, self.size)
+        sums = splines._plain_sum if is_reference else splines._sum_in_bands
+        return sums(left, s, self.coefficients, self.low, self.spacing, self.pieces, self.size)
 
 
 class SplineTables:
@@ -134,7 +135,7 @@ class SplineTables:
         return self.sealed or neighbor.numel() >= self.fewest
 
     def sum(
-        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int, is_reference: bool = False
     ) -> SplineSum | SplitSum | DirectSum:
         """Return ``sum_k left[k] net(s_k)`` for `Spline.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
@@ -148,11 +149,11 @@ class SplineTables:
         if self.sealed:
             width = _symbolic_width(inside)
         elif inside.all():
-            return table.sum(left, s)
+            return table.sum(left, s, is_reference)
         else:
             width = int(_last_outside(inside))
         keep = inside.unsqueeze(-1).to(left.dtype)
-        far = table.sum(left * keep, torch.where(inside, s, table.low))
+        far = table.sum(left * keep, torch.where(inside, s, table.low), is_reference)
         near = DirectSum(_first(left * (1 - keep), width), _first(s, width), net, beside)
         return SplitSum(left, far, near, _first(keep, width))
 

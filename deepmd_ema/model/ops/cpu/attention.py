@@ -21,7 +21,7 @@ so that autograd comes to :class:`_Moments` in any case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.attention import Weights
-from deepmd_ema.model.nn.norm import normalised
 from deepmd_ema.model.ops.cpu.attention_layer import (
-    AttentionOptions,
     Changes,
     Cotangents,
     Surroundings,
@@ -40,97 +38,42 @@ from deepmd_ema.model.ops.cpu.attention_layer import (
     pull,
     push,
 )
-from deepmd_ema.model.ops.twin import Kernel, backward_pass
-from deepmd_ema.model.ops.unit import unit_rows
+from deepmd_ema.model.ops.cpu.portions import backward_pass, portions
+from deepmd_ema.model.ops.reference import Attended, AttentionOptions
 
 # A atoms, K neighbor slots, M channels of a pair, H hidden width, C columns of rows
 
-NUMBERS_IN_CACHE = 1 << 17  # of queries, keys and values of a portion of atoms, for each thread of a CPU
-LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
 
+def attended_moments(
+    given: Attended, layers: Sequence[Weights], options: AttentionOptions, numbers_in_cache: int
+) -> Tensor:
+    """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers.
 
-def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
-    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
-    return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
-
-
-def occupied_slots(mask: Tensor) -> Tensor:
-    """Return how many slots (A,) there are up to the last one that is true in ``mask`` (A, K)."""
-    places = torch.arange(mask.shape[1], device=mask.device) + 1
-    return torch.nn.functional.pad(mask * places, (0, 1)).amax(1)
-
-
-def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is nowhere true."""
-    # finite, so that a row of empty slots has no nan
-    return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
-
-
-def _plain(
-    rows: Tensor, embed: Callable[..., Tensor], inputs: Sequence[Tensor], counts: Tensor | None, mask: Tensor,
-    switch: Tensor, direction: Tensor, num_slots: int, layers: Sequence[Weights], options: AttentionOptions,
-) -> Tensor:  # fmt: skip
-    pairs = embed(*inputs)
-    for weights in layers:
-        pairs = _plain_layer(pairs, mask, switch, direction, num_slots, weights, options)
-    return torch.bmm(rows.transpose(1, 2), pairs)
-
-
-def _plain_layer(
-    pairs: Tensor, mask: Tensor, switch: Tensor, direction: Tensor, num_slots: int, weights: Weights,
-    options: AttentionOptions,
-) -> Tensor:  # fmt: skip
-    flat = torch.addmm(weights.in_bias, pairs.flatten(0, -2), weights.in_weight)
-    projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(-1, (3, -1))
-    query, key, value = (unit_rows(projected) if options.unit else projected).unbind(-2)
-    logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
-    both = switch[:, :, None] * switch[:, None, :]
-    if options.shift is not None:
-        logits = (logits + options.shift) * both - options.shift
-        attention, factor = softmax_with_absent(logits, num_slots), both  # 0 where there is no neighbor
-    else:
-        attention, factor = masked_softmax(logits, mask[:, None, :]), mask[:, :, None].to(logits.dtype)
-    if options.gated:
-        factor = factor * torch.bmm(direction, direction.transpose(1, 2))
-    attended = torch.bmm(attention * factor, value)
-    flat = torch.addmm(weights.out_bias, attended.flatten(0, -2), weights.out_weight)
-    return normalised(pairs + flat.view(pairs.shape), weights.norm_weight, weights.norm_bias, options.eps)
-
-
-def _by_hand(
-    rows: Tensor, embed: Callable[..., Tensor], inputs: Sequence[Tensor], counts: Tensor | None, mask: Tensor,
-    switch: Tensor, direction: Tensor, num_slots: int, layers: Sequence[Weights], options: AttentionOptions,
-) -> Tensor:  # fmt: skip
-    if not mask.numel():
-        return _plain(rows, embed, inputs, counts, mask, switch, direction, num_slots, layers, options)
-    smooth = options.shift is not None
+    Args:
+        given: inputs of the layers, with at least one atom and slot.
+        layers: parameters.
+        options: of the layers.
+        numbers_in_cache: of queries, keys and values of a portion of atoms, for each thread.
+    """
+    smooth, rows, mask, switch, counts = options.shift is not None, given.rows, given.mask, given.switch, given.counts
     if not smooth:
         switch = mask.to(rows.dtype)
     sides = switch.unsqueeze(-1)
     if options.gated:
-        sides = direction * sides if smooth else direction
+        sides = given.direction * sides if smooth else given.direction
     if not smooth:
         switch = torch.ones_like(switch)
-    on_cpu = rows.device.type == "cpu"  # elsewhere all at once, without asking the device
-    portions = [(slice(0, len(rows)), rows.shape[1])]
-    if on_cpu:
-        if counts is None:
-            counts = torch.full_like(mask[:, 0], rows.shape[1], dtype=torch.int64)
-        counts, order = counts.sort(stable=True)
-        portions = _portions(counts, layers[0])
-        mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *inputs))
-    call = _Call(options, portions, None if smooth else mask, num_slots)
-    found: Tensor = _Moments.apply(call, embed(*inputs), rows, switch, sides, *(w for layer in layers for w in layer))
-    return found.index_select(0, order.argsort()) if on_cpu else found
-
-
-def _portions(counts: Tensor, weights: Weights) -> list[tuple[slice, int]]:
-    """Return portions of atoms that stay in the cache of a CPU, and their slots, from those of each atom, ascending."""
-    most, step = max(1, int(counts[-1])), NUMBERS_IN_CACHE * torch.get_num_threads()
-    step = max(1, step // (most * len(weights.in_bias)))
-    parts = [slice(start, start + step) for start in range(0, len(counts), step)]
-    return [(part, max(1, int(counts[part][-1]))) for part in parts]
+    if counts is None:
+        counts = torch.full_like(mask[:, 0], rows.shape[1], dtype=torch.int64)
+    counts, order = counts.sort(stable=True)
+    most = max(1, int(counts[-1]))
+    parts = portions(len(counts), most * len(layers[0].in_bias), numbers_in_cache)
+    sized = [(part, max(1, int(counts[part][-1]))) for part in parts]
+    mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs))
+    call = _Call(options, sized, None if smooth else mask, given.num_slots)
+    pairs = given.embed(*inputs)
+    found: Tensor = _Moments.apply(call, pairs, rows, switch, sides, *(w for layer in layers for w in layer))
+    return found.index_select(0, order.argsort())
 
 
 class _Inputs(NamedTuple):
@@ -352,7 +295,7 @@ class _Moments(torch.autograd.Function):
         inputs, weights, layers = _Inputs(*tensors[:4]), tensors[4:], _by_layer(tensors[4:])
         if torch.is_grad_enabled():  # the gradient is differentiated
             if any(ctx.needs_input_grad[5:]):
-                raise NotImplementedError("second derivatives by parameters: use plain_kernels()")
+                raise NotImplementedError("second derivatives by parameters: use the reference operations")
             found = _MomentsVjp.apply(_Gradient(call), grad, output, *tensors)
             return (None, *found, *[None] * len(weights))
         past, sums = call.taken(), [torch.zeros_like(one) for one in weights]
@@ -360,7 +303,7 @@ class _Moments(torch.autograd.Function):
             by_inputs, _ = call.gradient(grad, inputs, layers, _by_layer(sums))
             return (None, *by_inputs, *sums)
         if any(ctx.needs_input_grad[2:5]):
-            raise NotImplementedError("second derivatives by positions: use plain_kernels()")
+            raise NotImplementedError("second derivatives by positions: use the reference operations")
         by_pairs = call.second_gradient(grad, past, inputs.pairs, layers, _by_layer(sums))
         return (None, by_pairs, None, None, None, *sums)
 
@@ -403,9 +346,3 @@ class _MomentsVjp(torch.autograd.Function):
 def _by_layer(weights: Sequence[Tensor]) -> list[Weights]:
     size = len(Weights._fields)
     return [Weights(*weights[start : start + size]) for start in range(0, len(weights), size)]
-
-
-# of rows (A, K, C), a function of inputs (A, K, ...) or (A, 1, ...) that returns the pairs (A, K, M), these inputs,
-# how many slots (A,) of each atom are computed, beyond which its rows are 0 (None: all), the mask (A, K) of neighbors,
-# the switch (A, K), the directions (A, K, 3), the slots of an atom with those that are not here, layers and options
-attended_moments = Kernel("attended_moments", _by_hand, _plain)

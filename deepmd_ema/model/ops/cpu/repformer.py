@@ -11,42 +11,21 @@ As in :mod:`~deepmd_ema.model.ops.cpu.attention`, the gradient of ``g . J t``, t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.ops.cpu import repformer_layer as layer
+from deepmd_ema.model.ops.cpu.portions import backward_pass
 from deepmd_ema.model.ops.cpu.repformer_layer import LayerOptions, LayerWeights, Neighbors, Pairs, Past
-from deepmd_ema.model.ops.twin import Kernel, backward_pass
 
 # A atoms, K neighbor slots, M reverse slots, C channels of an atom, G of a pair
 
 
-class Stack(Protocol):
-    """The layers of a repformer, as a module holds them."""
-
-    def plain(self, node: Tensor, rows: Tensor, around: Any) -> Tensor:
-        """Return the features (A, C) after all layers, by operations of torch."""
-
-    def layer_options(self, around: Any) -> LayerOptions:
-        """Return what all layers have in common."""
-
-    def weights(self) -> tuple[Tensor, Tensor, list[LayerWeights]]:
-        """Return w_0 (1, G), b_0 (G,) and the parameters of the layers."""
-
-
-def _plain(stack: Stack, node: Tensor, rows: Tensor, around: Any) -> Tensor:
-    return stack.plain(node, rows, around)
-
-
-def _by_hand(stack: Stack, node: Tensor, rows: Tensor, around: Any) -> Tensor:
-    return repformer_layers_and_vjp(stack, node, rows, around)[0]
-
-
 def repformer_layers_and_vjp(
-    stack: Stack, node: Tensor, rows: Tensor, around: Any
+    stack: Any, node: Tensor, rows: Tensor, around: Any
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     """Return the features after all layers by hand, and what makes of their gradient that by the inputs.
 
@@ -179,12 +158,12 @@ class _Layers(torch.autograd.Function):
         call: _Call = ctx.call
         if torch.is_grad_enabled():  # the gradient is differentiated
             if any(ctx.needs_input_grad[4:]):
-                raise NotImplementedError("second derivatives by parameters: use plain_kernels()")
+                raise NotImplementedError("second derivatives by parameters: use the reference operations")
             found = _LayersVjp.apply(_Gradient(call), grad, output, node, rows, weight, *flat)
             return (None, *found, *[None] * len(flat))
         past, of_positions = call.taken(), any(ctx.needs_input_grad[2:4])
         if past and of_positions:
-            raise NotImplementedError("second derivatives by positions: use plain_kernels()")
+            raise NotImplementedError("second derivatives by positions: use the reference operations")
         by_rows = by_weight = None
         if of_positions:
             _, by_rows, by_weight, _ = call.gradient(grad, flat)
@@ -231,6 +210,3 @@ class _LayersVjp(torch.autograd.Function):
 def _layers(flat: Sequence[Any]) -> list[LayerWeights]:
     size = len(LayerWeights._fields)
     return [LayerWeights(*flat[start : start + size]) for start in range(2, len(flat), size)]
-
-
-repformer_layers = Kernel("repformer_layers", _by_hand, _plain)

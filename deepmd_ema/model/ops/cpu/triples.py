@@ -22,38 +22,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.twin import Kernel
+from deepmd_ema.model.nn.type_embedding import one_hot
 
 # A atoms, J and K neighbor slots, P pairs of neighbors, T types, E numbers of a type embedding, N inputs and M outputs
 # of a layer
 # a "jet" (M, 2, P) holds values in [:, 0] and derivatives with respect to c in [:, 1]
 
 
-def _plain(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-    embedded, width = pick(table, types), products.shape[1]
-    first, second = embedded[:, :, None].expand(-1, -1, width, -1), embedded[:, None].expand(-1, width, -1, -1)
-    values = net(torch.cat([products[..., None], first, second], -1))
-    return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
-
-
-def _by_hand(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-    if not has_kernel(net):
-        return _plain(products, types, mask, table, net)
-    return triple_sums_and_vjp(products, types, mask, table, net)[0]
-
-
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return D (A, M) by hand, and what makes of its gradient that by ``products``; the net has a kernel.
+    """Return D (A, M), and a function from its gradient to that by ``products``.
 
     Args:
         products: (A, K, K), the c.
         types: (A, K) of the neighbors.
         mask: (A, K) bool, where there is a neighbor.
         table: (T, E) type embeddings.
-        net: G.
+        net: G, of tanh layers.
     """
     pairs = _Pairs(types, mask)
     c = pairs.chosen(products.detach())
@@ -66,13 +52,6 @@ def triple_sums_and_vjp(
     values, slopes = _Evaluate.apply(jets, pairs, c, of_c[0], terms[0] + start.bias, terms[1], *flat)
     found: Tensor = _Sum.apply(pairs, products, c, values, slopes)
     return found, lambda grad: _SumVjp.apply(pairs, grad, slopes)
-
-
-def has_kernel(net: Network) -> bool:
-    """Return whether the layers are of tanh without step sizes, and the first one without a skip connection."""
-    layers = net.stack
-    plain = all(layer.activation.name == "tanh" and layer.idt is None and layer.bias is not None for layer in layers)
-    return plain and not layers[0].copies
 
 
 class _Pairs:
@@ -261,6 +240,3 @@ def _added(values: Tensor, index: Tensor, number: int) -> Tensor:
     if values.device.type == "cpu":  # elsewhere index_add has none
         return values.new_zeros(len(values), number).index_add_(1, index, values)
     return values @ one_hot(index, number, values.dtype)
-
-
-triple_sums = Kernel("triple_sums", _by_hand, _plain)

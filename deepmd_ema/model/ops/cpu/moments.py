@@ -1,0 +1,125 @@
+"""Moments of embedding nets of tanh layers, evaluated at each pair in portions that stay in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.cpu.portions import portions
+from deepmd_ema.model.ops.reference import Moments
+
+# A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
+# a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]
+
+
+def tanh_moments(rows: Tensor, net: Network, numbers_in_cache: int) -> Moments:
+    """Return the moments of a net of tanh layers.
+
+    Args:
+        rows: (A, K, 4).
+        net: G.
+        numbers_in_cache: of a portion.
+    """
+    flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
+    copies = tuple(layer.copies for layer in net.stack)
+    width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.stack)
+    parts = portions(len(rows), width, numbers_in_cache)
+    if torch.is_grad_enabled():
+        return Moments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))
+    jet = _tanh_jets(rows[..., 0], parts, copies, flat, keep=False)[-1]
+    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
+
+
+class _TanhMoments(torch.autograd.Function):
+    """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in the cache."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, parts: list[slice], copies: tuple[int, ...], *flat: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        jets = _tanh_jets(rows[..., 0], parts, copies, flat, keep=True)
+        ctx.save_for_backward(rows, *flat, *jets)
+        ctx.parts, ctx.copies = parts, copies
+        return torch.bmm(rows.transpose(1, 2), jets[-1][:, 0]), jets[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_value: Tensor, grad_jet: Tensor) -> tuple[Tensor | None, ...]:
+        copies = ctx.copies
+        num_layers = len(copies)
+        rows, *saved = ctx.saved_tensors
+        flat, jets = saved[: 2 * num_layers], saved[2 * num_layers :]
+        grads = [torch.zeros_like(p) for p in flat]
+        for part in ctx.parts:
+            grad = grad_jet[part].clone()
+            grad[:, 0].baddbmm_(rows[part], grad_value[part])
+            for index in range(num_layers - 1, 0, -1):
+                before = jets[index - 1][part]
+                grad_z = _tanh_layer_backward(grad, jets[index][part], before, copies[index])
+                num_in, num_out = flat[2 * index].shape
+                grads[2 * index].addmm_(before.reshape(-1, num_in).T, grad_z.view(-1, num_out))
+                grads[2 * index + 1].add_(grad_z[:, 0].sum((0, 1)))
+                below = torch.mm(grad_z.view(-1, num_out), flat[2 * index].T)
+                if copies[index]:
+                    below.view(-1, 1, num_in).add_(_sum_copies(grad, copies[index]))
+                grad = below.view(before.shape)
+            grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
+            grads[0].add_((rows[part][..., :1] * grad_z[:, 0] + grad_z[:, 1]).sum((0, 1)))
+            grads[1].add_(grad_z[:, 0].sum((0, 1)))
+        return None, None, None, *grads
+
+
+def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat: Any, *, keep: bool) -> list[Tensor]:
+    """Return the jets (A, 2, K, M) after each layer, or only after the last one unless ``keep``."""
+    num_atoms, num_slots = s_all.shape
+    weights, biases = flat[0::2], flat[1::2]
+    last = len(weights) - 1
+    jets = [
+        s_all.new_empty(num_atoms if keep or i == last else 0, 2, num_slots, w.shape[1]) for i, w in enumerate(weights)
+    ]
+    for part in parts:
+        s = s_all[part, :, None]
+        jet = jets[0][part] if keep or last == 0 else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
+        torch.addcmul(biases[0], s, weights[0], out=jet[:, 0])
+        square = jet[:, 0].tanh_().square()
+        torch.addcmul(weights[0][0], square, weights[0][0], value=-1, out=jet[:, 1])
+        for index in range(1, last + 1):
+            num_in, num_out = weights[index].shape
+            z = torch.mm(jet.view(-1, num_in), weights[index]).view(-1, 2, num_slots, num_out)
+            value = z[:, 0].add_(biases[index]).tanh_()
+            z[:, 1].addcmul_(value.square(), z[:, 1], value=-1)
+            out = jets[index][part] if keep or index == last else z
+            if copies[index]:
+                torch.add(_split(z, num_in), _split(jet, num_in), out=_split(out, num_in))
+            elif out is not z:
+                out.copy_(z)
+            jet = out
+    return jets
+
+
+def _split(jet: Tensor, width: int) -> Tensor:
+    return jet.view(-1, jet.shape[-1] // width, width)
+
+
+def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copies: int) -> Tensor:
+    """Return the gradient with respect to z and dz/ds from that of ``(y, dy/ds)``, y = tanh(z) + skip.
+
+    y' = (1 - y^2) z', so the gradient of y' reaches z through -2 y y': only values that are at hand are needed.
+    """
+    if copies:
+        assert before is not None
+        width = before.shape[-1]
+        jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(jet.shape)
+    value, derivative = jet[:, 0], jet[:, 1]
+    grad_z = grad * value.square().neg_().add_(1).unsqueeze(1)
+    grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)
+    return grad_z
+
+
+def _sum_copies(grad: Tensor, copies: int) -> Tensor:
+    grad = grad.reshape(-1, copies, grad.shape[-1] // copies)
+    return grad if copies == 1 else grad[:, :1] + grad[:, 1:]
