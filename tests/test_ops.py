@@ -64,6 +64,7 @@ def arguments(name):
             draw(num_atoms, 4, 8).detach(), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23
         ),
         "series_sum": (rows, s, draw(16, 8, seed=4), low + 4, -low, 8),
+        "values_and_gradients": (draw(6, 4), fitting_networks(), (4, 0, 2)),
         "silu": (draw(num_atoms, 8), activation("silu")),
         "silut": (draw(num_atoms, 8), activation("silut:10")),
         "triple_sums": triples_arguments(),
@@ -75,7 +76,7 @@ def arguments(name):
 # the version for a CPU and the reference
 OPERATIONS = {
     **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in (
-        "moments", "triple_sums", "attended_moments", "repformer_layers"
+        "moments", "values_and_gradients", "triple_sums", "attended_moments", "repformer_layers"
     )},
     **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
     "series_sum": (series._sum_by_hand, series._plain_sum),
@@ -83,6 +84,12 @@ OPERATIONS = {
     "spline_sum_vjp": (spline._vjp_in_portions, spline._plain_vjp),
 }  # fmt: skip
 every_operation = pytest.mark.parametrize("name", sorted(OPERATIONS))
+
+
+def fitting_networks():
+    widths = [4, 4, 8, 16, 16, 5]
+    nets = (Network(widths, "tanh", timestep=True, dtype=torch.float64, seed=k, num_out=1) for k in range(3))
+    return torch.nn.ModuleList(nets)
 
 
 def triples_arguments(slots=5, act="tanh"):

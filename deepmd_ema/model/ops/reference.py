@@ -114,6 +114,18 @@ class Operations:
         jet = torch.stack(net.value_and_derivative(rows[..., :1].contiguous()), 1)
         return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
 
+    def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N).
+
+        Args:
+            x: (A, N), the rows of each network one after the other.
+            nets: all of the same options.
+            shares: rows of each network.
+        """
+        found = [net.value_and_gradient(own) for net, own in zip(nets, x.split(list(shares)), strict=True)]
+        values, grads = zip(*found, strict=True)
+        return torch.cat(values), torch.cat(grads)
+
     def triple_sums(self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
         """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M).
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepmd_ema.model.nn.activation import Activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu import attention, moments, repformer, silu, triples
+from deepmd_ema.model.ops.cpu import attention, moments, repformer, silu, tanh_gradients, triples
 from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, Operations
 
 # A atoms, K neighbor slots, M channels of a pair, C channels of an atom
@@ -38,6 +38,12 @@ class CPUOperations(Operations):
         if not net.is_tanh:
             return super().moments(rows, net)
         return moments.tanh_moments(rows, net, self.numbers_in_cache)
+
+    def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N)."""
+        if not nets[0].is_scalar_tanh:
+            return super().values_and_gradients(x, nets, shares)
+        return tanh_gradients.values_and_gradients(x, nets, shares)
 
     def triple_sums(self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
         """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M)."""
