@@ -23,7 +23,7 @@ def test_lists_of_tensors_are_changed_by_one_call(name):
 
 
 def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_one_outside():
-    from deepmd_ema.model.ops.cpu.portions import backward_pass
+    from deepmd_ema.model.ops.cpu.engine import backward_pass
 
     seen = []
     x = torch.ones(1, requires_grad=True)
@@ -31,7 +31,7 @@ def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_on
     y.register_hook(lambda _: seen.append(backward_pass()))
     y.backward(retain_graph=True)
     y.backward()
-    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/ops/cpu/portions.py")
+    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/ops.cpu.engine.py")
     assert backward_pass() == -1
 
 

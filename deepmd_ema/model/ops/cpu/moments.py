@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu.portions import portions
+from deepmd_ema.model.ops.cpu.engine import portions
 from deepmd_ema.model.ops.reference import Moments
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer

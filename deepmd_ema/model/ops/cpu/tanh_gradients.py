@@ -140,16 +140,15 @@ def _differentiate(
             past.append((of_weight, layer.times_idt_(of_slope.mul_(v.tanh).mul_(-2)), of_idt))
             grad_grad = layer.add_skip(layer.times_idt_(change.mul_(v.slope)), grad_grad)
         of_last += grad_grad.sum(0)
-    grad, found = torch.outer(grad_value, last), [of_last[:, None], grad_value.sum(0, keepdim=True)]
+    grad = torch.outer(grad_value, last)
+    found: list[Tensor | None] = [of_last[:, None], grad_value.sum(0, keepdim=True)]
     for k in reversed(range(len(layers))):
         layer, v = layers[k], values[k]
         by_tanh = grad if layer.idt is None else grad * layer.idt
         by_z = by_tanh * v.slope if not past else (by_tanh + past[k][1]).mul_(v.slope)
         of_weight = add_product_(past[k][0], v.x.T, by_z) if past else product(v.x.T, by_z)
-        of_idt = None
-        if layer.idt is not None:
-            of_idt = (torch.addcmul(past[k][2], grad, v.tanh) if past else grad * v.tanh).sum(0)
-        found = [of_weight, by_z.sum(0), of_idt, *found]
+        of_idt = torch.addcmul(past[k][2], grad, v.tanh) if past else grad * v.tanh
+        found = [of_weight, by_z.sum(0), None if layer.idt is None else of_idt.sum(0), *found]
         if k or wants_x:
             grad = layer.below(by_z, grad)
     return grad, found
@@ -161,4 +160,4 @@ def _by_net(flat: Sequence[Any], number: int) -> list[Sequence[Any]]:
 
 
 def _layers(flat: Sequence[Any], copies: Sequence[int]) -> list[_Layer]:
-    return [_Layer(*flat[3 * k : 3 * k + 3], number) for k, number in enumerate(copies)]
+    return [_Layer(flat[3 * k], flat[3 * k + 1], flat[3 * k + 2], number) for k, number in enumerate(copies)]
