@@ -22,10 +22,11 @@ from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.cpu.moments import CPUMoments
 from deepmd_ema.model.ops.cpu.operations import CPU, CPUOperations
 from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, occupied_slots
+from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, occupied_slots
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)
@@ -56,6 +57,7 @@ def arguments(name):
     coefficients = draw(23, 8, seed=3).detach()
     return {
         "moments": (rows, net),
+        "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         # coefficients are constant; the gradient is no function of anything that is differentiated
         "spline_sum": (
             draw(num_atoms, num_slots, 4), s.clone().requires_grad_(), coefficients, low, spacing, pieces, 23
@@ -73,11 +75,17 @@ def arguments(name):
     }[name]  # fmt: skip
 
 
+def vjp_of(kind):
+    """Return the vector-Jacobian product of moments of a kind, a function of what it depends on."""
+    return lambda grad, jet, rows: kind(rows, grad, jet).vjp(grad)
+
+
 # the version for a CPU and the reference
 OPERATIONS = {
     **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in (
         "moments", "values_and_gradients", "triple_sums", "attended_moments", "repformer_layers"
     )},
+    "moments_vjp": (vjp_of(CPUMoments), vjp_of(Moments)),
     **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
     "series_sum": (series._sum_by_hand, series._plain_sum),
     "spline_sum": (spline._sum_in_bands, spline._plain_sum),
