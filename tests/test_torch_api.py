@@ -62,6 +62,14 @@ def test_a_module_holds_its_buffers_in_a_dictionary_and_names_those_that_files_l
     assert held == ({"kept", "left_out"}, {"left_out"}, {}), gone("torch.nn.Module._buffers", "averaging/binding.py")
 
 
+def test_a_module_is_moved_by_the_method_that_models_extend():
+    linear = torch.nn.Linear(1, 1)
+    calls = []
+    linear._apply = lambda fn, recurse=True: calls.append(recurse)
+    linear.to(torch.float64)
+    assert calls == [True], gone("torch.nn.Module._apply", "model/energy.py")
+
+
 def test_data_parallel_training_knows_one_name_of_the_option_of_buffers():
     from torch.nn.parallel import DistributedDataParallel
 

@@ -23,7 +23,7 @@ from deepmd_ema.model.ops.cpu.repformer_layer import LayerOptions, LayerWeights,
 def repformer_layers_and_vjp(
     stack: Any, node: Tensor, rows: Tensor, around: Any
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-    """Return the features after all layers by hand, and what makes of their gradient that by the inputs.
+    """Return the features after all layers, and a function from their gradient to those by the inputs.
 
     Args:
         stack: the layers.
