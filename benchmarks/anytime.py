@@ -30,7 +30,7 @@ from typing import Any
 
 import common
 import numpy as np
-from error_curves import median_and_each
+from common import median_and_each
 
 SETS = ("water", "molecules", "alloy")
 CONSTANT, RAMP = "constant", "exp, ramp"
@@ -45,7 +45,7 @@ DECAY_PART = 0.2  # of wsd
 CPU_S_PER_STEP = 0.015  # before anything was measured
 FRAMES_PER_BATCH = {"water": 1, "molecules": 4, "alloy": 2}
 SMALL = {"rcut": 4.5, "rcut_smth": 0.5, "neuron": [8, 16, 32], "axis_neuron": 8, "precision": "float32"}
-SNAPSHOTS, CHECKPOINTS = 25, 100  # steps between two; the wsd runs go on from checkpoints
+SNAPSHOTS, CHECKPOINTS = 25, 100  # steps between two; the wsd runs continue from checkpoints
 CHOSEN, LIVE = "chosen", "live"
 AS_WSD = "linear, as wsd"  # the linear decay over the part of wsd, made of snapshots
 STYLES = {
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What it is, in words."""
+        """Description."""
         return f"{self.name}, {self.recipe}, {self.budget} steps, seed {self.seed}"
 
     @property
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """Where the result is."""
+        """Path of the result."""
         return self.place / f"{self.recipe.replace(', ', '_')}-{self.budget}.json"
 
     @property
@@ -310,11 +310,11 @@ def _of_constant(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from deepmd_ema.infer.evaluate import open_labelled
     from deepmd_ema.labels import ENERGY, FORCE
     from deepmd_ema.model.build import build_models
-    from deepmd_ema.posthoc.run import find_asked, measure_combinations
+    from deepmd_ema.posthoc.run import find_requested, measure_combinations
     from deepmd_ema.posthoc.snapshots import find_snapshots
 
     run = find_snapshots(job.folder, job.budget)
-    found, _, left_out = find_asked(run, [])
+    found, _, left_out = find_requested(run, [])
     config = config_from_dict(run.payload["config"])
     task = next(iter(config.tasks.values()))
     models, cpu = build_models({task.name: task.model}, config.links), torch.device("cpu")
@@ -503,7 +503,7 @@ def _rows(name: str, quantity: str, done: dict[Job, dict[str, Any]], args: argpa
 
 
 def _choices(done: dict[Job, dict[str, Any]]) -> list[str]:
-    """Return what was chosen of the constant runs, and the errors of the best length and decay of each shape."""
+    """Return rows of the choices of the constant runs, with the errors of the best length and decay of each shape."""
     rows = []
     for job, result in sorted(done.items(), key=lambda pair: (SETS.index(pair[0].name), pair[0].seed, pair[0].budget)):
         if job.recipe != CONSTANT:
@@ -529,7 +529,7 @@ def _choices(done: dict[Job, dict[str, Any]]) -> list[str]:
 
 
 def _beside_wsd(done: dict[Job, dict[str, Any]]) -> list[str]:
-    """Return how a decay made of snapshots compares with the decay that it stands for."""
+    """Return rows that compare a decay made of snapshots with the decay that it replaces."""
     rows = []
     for job, result in sorted(done.items(), key=lambda pair: (SETS.index(pair[0].name), pair[0].seed, pair[0].budget)):
         made = result["details"].get("errors", {}).get(AS_WSD)

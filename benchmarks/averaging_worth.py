@@ -1,4 +1,4 @@
-"""What averages of the weights are worth: errors of a whole bank, and of lengths found after training.
+"""Errors of averages of the weights: of a whole bank, and of lengths found after training.
 
 usage: python benchmarks/averaging_worth.py --work DIR [--jobs 2] [--output PAGE] [--plot PNG]
 
@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
-from error_curves import COLUMNS, UNITS, median_and_each
+from common import median_and_each
 
 from deepmd_ema.report.curves import read_curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+COLUMNS = {"energy": "E_RMSE(meV/atom)", "force": "F_RMSE(meV/Å)", "stress": "S_RMSE(meV/Å³)"}
+UNITS = {"energy": "meV/atom", "force": "meV/angstrom", "stress": "meV/angstrom^3"}
 EXAMPLES = ("water", "molecules")
 SCHEDULES = ("decaying", "constant")
 NUM_VALIDATIONS = 10
@@ -86,7 +88,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What it is, in words."""
+        """Description."""
         return f"{self.example}, {self.schedule} learning rate, seed {self.seed}"
 
     @property
@@ -222,7 +224,7 @@ def _posthoc(program: common.Program, env: dict[str, str], run: Run) -> str | No
 
 
 def _make_again(program: common.Program, env: dict[str, str], run: Run, sigma_rel: float) -> dict[str, Any]:
-    """Return how the average of ``sigma_rel`` made of snapshots differs from the one that was tracked."""
+    """Return the difference of the average of ``sigma_rel`` made of snapshots to the one that was tracked."""
     stem = f"made_{sigma_rel:.2f}"
     words = ["posthoc", ".", "--sigma-rel", str(sigma_rel), "-o", f"{stem}.pt", "--table", f"{stem}.csv"]
     done = subprocess.run([*program.command, *words, "--plot", f"{stem}.png"], cwd=run.folder, env=env, text=True,
@@ -355,7 +357,7 @@ def _lengths_part(finished: Sequence[Run]) -> list[str]:
 
 
 def _agreement_part(finished: Sequence[Run]) -> list[str]:
-    """Return how lengths that were tracked agree with the same lengths made of snapshots."""
+    """Return rows that compare lengths that were tracked with the same lengths made of snapshots."""
     rows = []
     for run in finished:
         found = run.read("posthoc.json")

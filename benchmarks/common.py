@@ -1,4 +1,4 @@
-"""What the benchmarks share: inputs, runs of both programs, times of rows of lcurve.out, markdown tables."""
+"""Helpers of the benchmarks: inputs, runs of both programs, times of rows of lcurve.out, markdown tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,15 +26,15 @@ RUNS = Path(tempfile.gettempdir()) / "dp-ema-benchmarks"
 ELEMENTS = ["O", "H", "C", "N", "F", "Na", "Mg", "Al"]
 MEMORY_S = 60.0  # that a run has to say how much it has allocated
 # a program that writes what torch has allocated on the GPU when it gets SIGUSR1
-TELLING_MEMORY = """
+PRINTING_MEMORY = """
 import os, signal, sys
 from importlib import import_module
-def tell(*_):
+def report(*_):
     import torch
     with open("memory.part", "w") as file:
         file.write(str(torch.cuda.max_memory_allocated()))
     os.replace("memory.part", "memory.txt")
-signal.signal(signal.SIGUSR1, tell)
+signal.signal(signal.SIGUSR1, report)
 sys.exit(import_module(sys.argv[1]).main(sys.argv[2:]))
 """
 POLL_S = 0.002  # how closely lcurve.out is watched
@@ -101,7 +102,7 @@ class HaltedRun:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def turn(self, seconds: float, wait: float) -> float:
-        """Go on for about ``seconds``, and return the seconds of a step."""
+        """Continue for about ``seconds``, and return the seconds of a step."""
         os.killpg(self.process.pid, signal.SIGCONT)
         until = time.perf_counter() + wait
         last = first = self.wait_for(max(self.rows, default=0), until)
@@ -114,7 +115,7 @@ class HaltedRun:
         """Return the most bytes that the process has held, its child processes not counted.
 
         On a CPU that is resident memory, on a GPU what torch has allocated; the run is started with
-        :func:`telling_memory` there.
+        :func:`printing_memory` there.
         """
         if device == "cuda":
             os.killpg(self.process.pid, signal.SIGCONT)
@@ -142,10 +143,10 @@ def programs(peer: str | None) -> dict[str, Program]:
     return found
 
 
-def telling_memory(program: Program, backend: str) -> list[str]:
+def printing_memory(program: Program, backend: str) -> list[str]:
     """Return the command of a program that answers :meth:`HaltedRun.peak_memory` on a GPU."""
     words = ["deepmd.main", backend] if backend else ["deepmd_ema.cli"]
-    return [program.python, "-c", TELLING_MEMORY, *words]
+    return [program.python, "-c", PRINTING_MEMORY, *words]
 
 
 def environment(threads: int, device: str) -> dict[str, str]:
@@ -286,26 +287,6 @@ def note_rows(lcurve: Path, size: int, rows: dict[int, float]) -> int:
     return now_size
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time, user and system, of a process and of all below it, those that have ended included."""
-    seconds, below = {}, {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # after the name, which may contain anything but ends with the last bracket
-            fields = file.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        process = int(file.parent.name)
-        below.setdefault(int(fields[1]), []).append(process)
-        seconds[process] = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-    found, total = [pid], 0.0
-    while found:
-        process = found.pop()
-        total += seconds.get(process, 0.0)
-        found += below.get(process, [])
-    return total
-
-
 def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict[str, np.ndarray]) -> None:
     """Write frames of one system; without the array ``box`` it is open."""
     (folder / "set.000").mkdir(parents=True)
@@ -344,7 +325,7 @@ def write_repeated(
 
 
 def read_errors(text: str) -> dict[str, float]:
-    """Return what `test` of either program printed: energy, eV/atom, and force, eV/angstrom, as RMSE."""
+    """Return the RMSE printed by `test` of either program: energy, eV/atom, and force, eV/angstrom."""
     # the last of several lines is the weighted average over systems
     return {name: float(re.findall(pattern, text)[-1]) for name, pattern in ERROR_LINES.items()}
 
@@ -377,7 +358,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def ratio_in_words(one: list[float], other: list[float]) -> str:
+def median_and_each(values: Sequence[float]) -> str:
+    """Return a cell with the median and each value."""
+    return f"{statistics.median(values):.4g} ({', '.join(f'{value:.4g}' for value in values)})"
+
+
+def format_ratio(one: list[float], other: list[float]) -> str:
     """Return the median of the ratios of pairs, with the least and the largest."""
     ratios = [a / b for a, b in zip(one, other)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""

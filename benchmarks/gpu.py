@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace, words: list[object], log: str, hours: float = 1.0) -> str:
-    """Return what a command prints, which is also kept in a file.
+    """Return the output of a command, which is also kept in a file.
 
     Raises:
         RuntimeError: with the end of it, if it fails.
@@ -85,8 +85,8 @@ def _run(args: argparse.Namespace, words: list[object], log: str, hours: float =
 def _tests(args: argparse.Namespace) -> str:
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rA", "-p", "no:cacheprovider", "tests"]
     lines = _run(args, words, "tests").splitlines()
-    told = [line for line in lines if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED"))]
-    return "\n".join(f"- {line}" for line in [*told, lines[-1]])
+    results = [line for line in lines if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED"))]
+    return "\n".join(f"- {line}" for line in [*results, lines[-1]])
 
 
 def _zero(args: argparse.Namespace) -> str:

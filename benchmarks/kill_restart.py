@@ -37,7 +37,7 @@ TABLES = ("lcurve.out", "val.log", "val_ema.log")
 
 @dataclass
 class Story:
-    """What happened to the run that was killed.
+    """History of the run that was killed.
 
     Attributes:
         moments: when each kill came: ``inside`` the run, or while ``starting``.
@@ -64,7 +64,7 @@ class Run:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> bool:
-        """Start or restart the training; return whether it goes on from a checkpoint."""
+        """Start or restart the training; return whether it continues from a checkpoint."""
         again = (self.folder / LINK).exists()
         words = ["train", "input.json", *(["--restart", LINK] if again else [])]
         with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
@@ -79,7 +79,7 @@ class Run:
         self._expect(0)
 
     def wait_for_movement(self) -> bool:
-        """Wait until a new row stands in the learning curve; return False if the run has ended before."""
+        """Wait until a new row is in the learning curve; return False if the run has ended before."""
         before, end = self.newest_row(), time.monotonic() + PATIENCE_S
         while self.is_alive():
             if self.newest_row() > before:
@@ -224,7 +224,7 @@ def differences(whole: Path, parts: Path) -> list[str]:
 
 
 def describe(story: Story, step_s: float, wall_s: float) -> list[str]:
-    """Return what was done to the run."""
+    """Return a description of the kills of the run."""
     inside, starting = story.moments["inside"], story.moments["starting"]
     return [
         f"- {inside} kills inside the run, {starting} while it started; {story.half_written} left a half-written file, "

@@ -89,7 +89,7 @@ def main() -> None:
             f"# Large data sets, {common.today()}",
             f"`python {command}--batch {args.batch}`: molecules of 9 atoms (6 to 12 where systems are many or mixed) "
             f"with energies and forces, se_e2_a, {args.batch} frames a batch; MB of memory are resident: private, and "
-            "mapped files. Read are bytes that the process asks the system for, until the first step is done; those "
+            "mapped files.Read are bytes that the process requests until the first step is done; those "
             f"of the first row of a set with {'an empty' if args.cold else 'whatever'} page cache. Waiting is the "
             "share of the time of training, from the first batch on.  \n"
             f"On {common.machine(common.programs(None), args.threads, args.device)}.",
@@ -309,7 +309,7 @@ def _input(folder: Path, args: argparse.Namespace) -> dict:
 
 @dataclass
 class Watched:
-    """What is seen of a run from outside.
+    """Measurements of a run from outside.
 
     Attributes:
         first_step: seconds until the first row of lcurve.out was there.

@@ -1,4 +1,4 @@
-"""What several ranks cost and save: bytes per rank at each zero_stage, and steps per second with the share of exchange.
+"""Bytes per rank at each zero_stage, and steps per second on several ranks with the share of communication.
 
 usage: python benchmarks/parallel.py memory [--ranks 4] [--width 2400] [--output PAGE]
        python benchmarks/parallel.py speed [--ranks 1 2] [--steps 60] [--output PAGE]
@@ -25,7 +25,6 @@ import common
 
 STAGES = (0, 1, 2, 3)
 KINDS = ("parameters", "gradients", "moments", "average")
-RANGE = "average as `rank_range`"
 
 
 def main() -> None:
@@ -56,7 +55,7 @@ def _memory(args: argparse.Namespace) -> str:
     config = common.bare(config)
     config["model"]["fitting_net"]["neuron"] = [args.width] * 3
     narrow = {"decay": 0.999, "dtype": "float32"}  # as wide as the weights
-    averages = [{"name": "ema", **narrow}, {"name": "range", "layout": "rank_range", **narrow}]
+    averages = [{"name": "ema", **narrow}]
     config["training"] |= {"averaging": averages, "numb_steps": 2, "disp_freq": 100}
     ranks = args.ranks or [4]
     rows = []
@@ -67,11 +66,7 @@ def _memory(args: argparse.Namespace) -> str:
             whole = found[0]["whole"]
             theory = _theory(whole, stage, number)
             cells = [f"{h / 1e6:.1f} ({t / 1e6:.1f})" for h, t in zip(held, theory)]
-            shared = max(f["bytes"][RANGE] for f in found)
-            cells += [
-                f"{sum(held) / 1e6:.1f} ({sum(theory) / 1e6:.1f})",
-                f"{shared / 1e6:.1f} ({whole / number / 1e6:.1f})",
-            ]
+            cells.append(f"{sum(held) / 1e6:.1f} ({sum(theory) / 1e6:.1f})")
             rows.append([str(number), str(stage), *cells])
             print(" | ".join(rows[-1]), flush=True)
     text = (
@@ -79,7 +74,7 @@ def _memory(args: argparse.Namespace) -> str:
         "moments, one average. MB that the fullest rank holds between two steps, gradients after a backward pass; what "
         f"theory says in brackets.  \nOn {common.machine(common.programs(None), 1, 'cpu')}."
     )
-    header = ["ranks", "zero_stage", *KINDS, "together", RANGE]
+    header = ["ranks", "zero_stage", *KINDS, "together"]
     return "\n\n".join([f"# Bytes per rank, {common.today()}", text, common.table(header, rows)])
 
 
@@ -140,11 +135,11 @@ def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.train.assemble import assemble
-    from deepmd_ema.train.find_start import find_start
-    from deepmd_ema.train.prepare import prepare
+    from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.new_run import Start
+    from deepmd_ema.train.start.prepare import prepare
 
-    config, start = load_config("input.json"), find_start(None, None)
+    config, start = load_config("input.json"), Start()
     with open_world(args.device, find_launch()) as world:
         trainer = assemble(prepare(config, start, world), start, world)
         found = {"memory": _bytes_of, "speed": _times_of}[args.what](trainer, args)
@@ -170,7 +165,6 @@ def _bytes_of(trainer, args: argparse.Namespace) -> dict:
             "gradients": _local_bytes([p.grad for p in trained]),
             "moments": _local_bytes(moments),
             "average": trainer.bank["ema"].storage.num_bytes,
-            RANGE: trainer.bank["range"].storage.num_bytes,
         },
     }
 

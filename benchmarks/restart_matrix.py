@@ -1,4 +1,4 @@
-"""Does a checkpoint of any zero_stage on any number of processes go on at any other, and do all stages train the same?
+"""Restarts from any zero_stage and number of processes at any other, and comparison of training at all stages.
 
     python benchmarks/restart_matrix.py --descriptors se_e2_a dpa3
     python benchmarks/restart_matrix.py --quick --descriptors se_e2_a dpa2 --optimizers AdamW HybridMuon
@@ -52,7 +52,6 @@ AVERAGES = [
     {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 5},
     {"name": "flat", "type": "swa", "start_step": 2, "update_every": 2, "device": "cpu"},
     {"name": "whole", "decay": 0.9, "layout": "full_tensor", "dtype": "float64"},
-    {"name": "ranged", "type": "swa", "layout": "rank_range"},
 ]
 PARTS = {"weights": ("model",), "moments": ("optimizer",), "averages": ("averages",)}
 CURVES = ("lcurve.out", "lcurve_slow.out")
@@ -63,7 +62,7 @@ Place = tuple[int, int]  # stage, processes
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained: the name of a small descriptor of the tests, the optimizer, the precision of the nets."""
+    """A training: the name of a small descriptor of the tests, the optimizer, the precision of the nets."""
 
     descriptor: str
     optimizer: str
@@ -160,8 +159,8 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
     """
     import torch
 
+    from deepmd_ema.train.loop.trainer import Callback
     from deepmd_ema.train.run import run_training
-    from deepmd_ema.train.trainer import Callback
 
     class Compare(Callback):
         """Compares what a restart would save before its first step with what it was made of."""
@@ -268,7 +267,7 @@ def matrix_page(places: list[Place], pairs: dict[tuple[Place, Place], dict]) -> 
 
 
 def folder_of(work: Path, place: Place) -> Path:
-    """Return where the run of a place is."""
+    """Return the folder of the run of a place."""
     return work / f"stage{place[0]}on{place[1]}"
 
 

@@ -1,26 +1,25 @@
-"""Speed beside DeePMD-kit: steps, start-up, validation, checkpoints, MD, memory; the bound, and how cost grows.
+"""Speed beside DeePMD-kit: steps, start-up, validation, checkpoints, MD, memory, and the bound.
 
 usage: python benchmarks/speed.py [--peer DIR] [--stage step bound ...] [--kinds "dpa3" ...] [--output PAGE]
 
-The models are those of compile.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
+The models are those of models.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
 else. Both programs get the same input, precision, batch size and threads, and take turns; a ratio is the median of the
 ratios of the turns. Results are kept in --work and not measured again, so each stage may be run at another time:
 
-- ``step``: training runs are started and halted with SIGSTOP; they then go on in turns, one at a time. The time of a
+- ``step``: training runs are started and halted with SIGSTOP; they then run in turns, one at a time. The time of a
   step is that between rows of lcurve.out: loader, forward, backward, optimizer. Turns of dp-ema begin after its first
   epoch, in which it finds the neighbors of each frame, to keep them: DeePMD-kit does so in every step. Peak memory is
   that of these runs.
 - ``bound``: dp-ema alone. The floating-point operations of the matrix products of a step are counted and set beside
-  the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is told
+  the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is listed
   by class of operation (:mod:`speed_bound`).
 - ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
 - ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
   checkpoint with an average is written after it.
 - ``md``: steps per second in ASE with a ``.dp`` and a ``.pt2`` here and the ``.pth`` that `dp convert-backend` makes of
   the ``.dp``, of models that were trained for a few steps.
-- ``grow``: time of a step against atoms, batch, neighbors, types and ranks (:mod:`speed_grow`), drawn with --plot.
 
---set adds ways to run dp-ema, which stand beside the others in all stages: --set spline:model.descriptor.KEY=VALUE.
+--set adds ways to run dp-ema, which stand beside the others in all stages: --set always:model.descriptor.KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -42,21 +41,20 @@ from typing import Any
 
 import common
 import speed_cases
-import speed_grow
 import speed_page
 from speed_cases import Case, Runner
 
-STAGES = ("step", "bound", "start", "validation", "checkpoint", "md", "grow")
+STAGES = ("step", "bound", "start", "validation", "checkpoint", "md")
 ROW_S = 0.3  # between two rows of lcurve.out, about
 PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
 MD_TRAINING = 200  # steps
 QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "turns": 2, "seconds": 0.5,
-         "repeats": 1, "axes": ["atoms"]}  # fmt: skip
+         "repeats": 1}  # fmt: skip
 Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
 
 
 def main() -> None:
-    """Measure what is asked for, and print the page of all that is known."""
+    """Measure the chosen stages, and print the page of all results."""
     args = _arguments()
     runners, found = speed_cases.runners_of(args), {}
     cases = speed_cases.cases_of(args)
@@ -67,7 +65,6 @@ def main() -> None:
         "validation": (_validation, _once(cases)),
         "checkpoint": (_checkpoint, _once(cases)),
         "md": (_md, _once(cases)),
-        "grow": (speed_grow.measure, _once(cases, "float64")),
     }
     for stage, (measure, its_cases) in stages.items():
         for case in its_cases:
@@ -75,9 +72,6 @@ def main() -> None:
             if result is not None:
                 found[stage, case] = result
     common.publish(speed_page.page(found, runners, args), args.output)
-    if args.plot is not None:
-        grown = {case: result for (stage, case), result in found.items() if stage == "grow"}
-        speed_grow.plot(grown, args.axes, args.plot)
 
 
 def _arguments() -> argparse.Namespace:
@@ -89,8 +83,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint")
     parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
-    parser.add_argument("--axes", nargs="+", default=list(speed_grow.AXES), choices=speed_grow.AXES)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw how the cost grows here")
     parser.add_argument("--quick", action="store_true", help="one small model, few turns: about two minutes")
     parser.set_defaults(threads=1)
     args = parser.parse_args()
@@ -100,28 +92,27 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _once(cases: list[Case], precision: str | None = None) -> list[Case]:
+def _once(cases: list[Case]) -> list[Case]:
     """Return the cases with the first batch size alone, for what does not depend on it."""
-    batch = cases[0].batch
-    return [case for case in cases if case.batch == batch and precision in (None, case.precision)]
+    return [case for case in cases if case.batch == cases[0].batch]
 
 
 def _result(
     stage: str, case: Case, runners: list[Runner], measure: Measure, args: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """Return what is known about a case, which is measured if the stage is asked for and a program has no result."""
+    """Return the result of a case, which is measured if the stage is chosen and a program has no result."""
     name = "input" if stage == "start" else case.file_name
     folder = args.work.resolve() / "speed" / f"{args.device}-{args.threads}" / stage / name
     file, wanted = folder / "result.json", {runner.name for runner in runners}
     known = json.loads(file.read_text()) if file.exists() else None
-    if stage in args.stage and not (known and wanted <= set(known["asked"])):
+    if stage in args.stage and not (known and wanted <= set(known["programs"])):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         # those of an earlier call are measured again: only what took turns can be compared
-        before = set(known["asked"]) if known else set()
+        before = set(known["programs"]) if known else set()
         again = [runner for runner in speed_cases.RUNNERS if runner.name in before - wanted]
         known = measure(case, [*runners, *again], _in_folder(args, folder))
-        known |= {"asked": sorted(wanted | before), "load": os.getloadavg()[0]}
+        known |= {"programs": sorted(wanted | before), "load": os.getloadavg()[0]}
         file.write_text(json.dumps(known))
         print(stage, *case.words, {k: v for k, v in known.items() if k not in ("times", "bound")}, flush=True)
     return known
@@ -181,12 +172,12 @@ def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) 
     program = common.programs(args.peer)["ours" if runner.ours else "peer"]
     command = runner.command(common.programs(args.peer))
     if args.device == "cuda":
-        command = common.telling_memory(program, runner.backend)
+        command = common.printing_memory(program, runner.backend)
     return common.HaltedRun.start(command, args.folder / runner.name, config, env)
 
 
 def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
-    """Return how many steps of a program take about ``ROW_S``."""
+    """Return the number of steps of a program that take about ``ROW_S``."""
     run = _start(case, runner, args, 1)
     try:
         run.wait_for(4, time.perf_counter() + args.wait)
@@ -315,7 +306,7 @@ def _extra(rows: dict[int, float], period: int) -> tuple[float, float]:
 
 def _md(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of an MD step of 192 atoms in blocks that take turns, by program, or program and form of file."""
-    from md_runs import OURS, PEER, MdRun
+    from md import OURS, PEER, MdRun
 
     jobs, failed = {}, {}
     for runner in runners:

@@ -61,7 +61,7 @@ TURNS = 3
 class Operations(TorchDispatchMode):
     """Counts the matrix products that torch carries out within it, and the bytes that all other operations touch.
 
-    It stands below autograd, so that what functions written by hand do in their forward and backward is seen as well.
+    It is below autograd, so that the operations inside an ``autograd.Function`` are counted as well.
 
     Attributes:
         products: (batches, m, k, n), shapes and strides of the factors and their precision -> how often.
@@ -98,7 +98,7 @@ class Operations(TorchDispatchMode):
 
 
 def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
-    """Return what a step of the run in ``folder`` consists of, and how long its parts take.
+    """Return the parts of a step of the run in ``folder``, and their times.
 
     Returns:
         Seconds of a ``step``, of its products ``at_square_rate`` and, each shape measured alone, ``at_own_rates``;
@@ -108,12 +108,12 @@ def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.train.assemble import assemble
-    from deepmd_ema.train.find_start import find_start
-    from deepmd_ema.train.prepare import prepare
+    from deepmd_ema.train.assembly.assemble import assemble
+    from deepmd_ema.train.start.new_run import Start
+    from deepmd_ema.train.start.prepare import prepare
 
     with chdir(folder):
-        config, start = load_config("input.json"), find_start(None, None)
+        config, start = load_config("input.json"), Start()
         with open_world(device, find_launch()) as world:
             trainer = assemble(prepare(config, start, world, skip_neighbor_stat=True), start, world)
             try:
@@ -201,7 +201,7 @@ def _profiled(trainer: Any, steps: int, device: torch.device) -> dict[str, Any]:
 
 
 class _Regions:
-    """Stands in for the stopwatch of a trainer, and names the regions in the profile."""
+    """Replaces the stopwatch of a trainer, and names the regions in the profile."""
 
     def of(self, name: str) -> record_function:
         return record_function(f"part: {name}")

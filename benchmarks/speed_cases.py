@@ -1,4 +1,4 @@
-"""What is measured in speed.py and gpu.py: models, inputs of both programs, and the programs with their settings."""
+"""Cases of speed.py and gpu.py: models, inputs of both programs, and the programs with their settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import common
 
-MODELS = common.ROOT / "benchmarks" / "compile.json"
+MODELS = common.ROOT / "benchmarks" / "models.json"
 CASES = common.ROOT / "benchmarks" / "speed.json"
 FITTING = [120, 120, 120]
-LARGEST = 64 * 192  # atoms in all frames of a system
-MOST_FRAMES = 64  # of a system: batches of 1 to 64 divide them, so that all are full
+MAX_ATOMS = 64 * 192  # atoms in all frames of a system
+MAX_FRAMES = 64  # of a system: batches of 1 to 64 divide them, so that all are full
 DOUBLED = (2, 1, 1)  # the cells of the example have 96 atoms
 
 
@@ -93,12 +93,12 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS])
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME:KEY=VALUE[,KEY=VALUE]",
-        help="one more way to run dp-ema, with options of its input, as spline:model.descriptor.embedding_eval=spline",
+        help="one more way to run dp-ema, with options of its input, as always:model.descriptor.interpolate=always",
     )  # fmt: skip
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return the cases that the command line asks for."""
+    """Return the cases that the command line chooses."""
     models = json.loads(MODELS.read_text())
     known = {name: {"model": name} for name in models} | json.loads(CASES.read_text())
     found = []
@@ -112,7 +112,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def runners_of(args: argparse.Namespace) -> list[Runner]:
-    """Return the programs that the command line asks for, dp-ema first; those of the peer only where it is."""
+    """Return the programs that the command line chooses, dp-ema first; those of the peer only where it is."""
     named = [runner for runner in RUNNERS if runner.name in args.programs]
     extra = []
     for word in args.set:
@@ -149,7 +149,9 @@ def system_of(source: str, times: tuple[int, int, int], work: Path, num_types: i
     folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{name}"
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
-        common.write_repeated(Path(source), folder, times, num_types, min(MOST_FRAMES, max(8, LARGEST // (96 * cells))))
+        common.write_repeated(
+            Path(source), folder, times, num_types, min(MAX_FRAMES, max(8, MAX_ATOMS // (96 * cells)))
+        )
     return folder
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import common
 import speed_bound
-import speed_grow
 from speed_cases import Case, Runner
 
 Found = dict[tuple[str, Case], dict[str, Any]]
@@ -29,7 +28,6 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
         ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
         ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
         ("Molecular dynamics", "Steps per second in ASE, 192 atoms.", _md_rows),
-        ("How the time of a step grows", speed_grow.NOTE, speed_grow.rows),
     ):
         header, rows = make(found, runners)
         if rows:
@@ -72,7 +70,7 @@ def _ratios(times: dict[str, list[float]], runners: list[Runner]) -> list[str]:
     if not peers:
         return [""] * sum(r.ours for r in runners)
     fastest = min(peers, key=lambda name: statistics.median(peers[name]))
-    return [common.ratio_in_words(peers[fastest], times.get(r.name, [])) for r in runners if r.ours]
+    return [common.format_ratio(peers[fastest], times.get(r.name, [])) for r in runners if r.ours]
 
 
 def _table(found: Found, stage: str, runners: list[Runner], unit: str, cells: Any) -> Table:
@@ -147,7 +145,7 @@ def _start_rows(found: Found, runners: list[Runner]) -> Table:
             rows.append([runner.title, str(result["frames"]), *parts, f"{at['numbers']:.2f}"])
         ours, peers = ([t for r, t in known.items() if r.ours is which] for which in (True, False))
         if ours and peers:
-            ratios = [common.ratio_in_words(peers[0].get(k, []), ours[0].get(k, [])) for k in ("all", "numbers")]
+            ratios = [common.format_ratio(peers[0].get(k, []), ours[0].get(k, [])) for k in ("all", "numbers")]
             rows.append(["DeePMD-kit / dp-ema", "", "", "", *ratios])
     header = ["", "frames", "neighbor statistics, s", "descriptor and bias, s", "with all statistics, s",
               "sel in numbers, s"]  # fmt: skip
@@ -184,7 +182,7 @@ def _md_rows(found: Found, runners: list[Runner]) -> Table:
                  for suffix in ("", ".pt2")]  # fmt: skip
         for title, own in [*forms, ("dp --pt, .pth", peer)]:
             if own:
-                ratio = common.ratio_in_words(peer, own) if own is not peer else ""
+                ratio = common.format_ratio(peer, own) if own is not peer else ""
                 rows.append(
                     [*case.words[:2], title, f"{1 / statistics.median(own):.1f}", ratio, f"{result['load']:.1f}"]
                 )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from error_curves import median_and_each
+from common import median_and_each
 from speed_cases import with_options
 
 RECIPES = common.ROOT / "benchmarks" / "time_to_accuracy.json"
@@ -34,7 +34,7 @@ PEER_STEPS, PEER_ROW = 300, 50  # that are timed: those after the first 100
 
 
 def main() -> None:
-    """Measure what is asked for, and print the page of all that is known."""
+    """Measure the chosen stages, and print the page of all results."""
     args = _arguments()
     recipes = json.loads(RECIPES.read_text())
     keys = [(name, seed) for name in args.sets for seed in args.seeds]
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _note(found: Any, stage: str, key: tuple[Any, ...], args: argparse.Namespace, config: Any, measure: Any) -> None:
-    """Enter the result of a run, which is made if its stage is asked for and it is not there."""
+    """Enter the result of a run, which is made if its stage is chosen and it does not exist."""
     folder = args.work.resolve() / "time_to_accuracy" / "-".join(map(str, (stage, *key)))
     file = folder / "result.json"
     if file.exists() and json.loads((folder / "input.json").read_text()) == config:
@@ -176,7 +176,7 @@ def _ratio(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespa
     """Return by how much longer DeePMD-kit takes; the time of its steps does not depend on the target."""
     times = [[found["time"].get((name, seed, key)) for seed in args.seeds] for key in ("peer", recipe)]
     pairs = [(theirs["seconds"], ours["seconds"]) for theirs, ours in zip(*times) if theirs and ours]
-    return common.ratio_in_words(*zip(*pairs)) if pairs else ""
+    return common.format_ratio(*zip(*pairs)) if pairs else ""
 
 
 def _reached(found: dict[str, Any], name: str, recipe: str, args: argparse.Namespace) -> str:

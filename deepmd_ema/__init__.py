@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.version import __version__
+
 if TYPE_CHECKING:
     from deepmd_ema.infer.potential import Potential
 
-__version__ = "0.2.0.dev0"
 __all__ = ["Potential", "__version__"]
 
 

@@ -1,4 +1,4 @@
-"""What a model is evaluated on: frames of any sizes on one flat atom axis, with their neighbors as a dense matrix."""
+"""Input of a model: frames of any sizes on one flat atom axis, with their neighbors as a dense matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class NeighborLayout:
-    """How a model wants its neighbors: which pairs, how many, in which order.
+    """Neighbors that a model needs: which pairs, how many, in which order.
 
     Attributes:
         rcut: cutoff radius, angstrom.
@@ -44,7 +44,7 @@ class Neighborhood:
     Attributes:
         neighbor: (A, K) int64, flat atom index of each neighbor; ``A`` is none.
         vector: (A, K, 3) float64, angstrom, as in the batch, also where there is no neighbor.
-        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
+        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A * K`` is none.
     """
 
     neighbor: Tensor
@@ -77,7 +77,7 @@ class Batch:
         periodic: (F,) bool.
         neighbor: (A, K) int64, flat atom index of each neighbor.
         vector: (A, K, 3) float64, position of the neighbor (its image) minus that of the atom, angstrom.
-        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom stands as a neighbor; ``A * K`` is none.
+        reverse: (A, M) int64, the flat slots ``i * K + k`` in which an atom is a neighbor; ``A * K`` is none.
         labels: name (see ``labels``) to tensor, zeros where a frame has no such label.
         has_label: label name to (F,) float64, 1 where the frame has the label.
         conditions: what the energy depends on beside positions and elements, by name (see ``labels``): float64,

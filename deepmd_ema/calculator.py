@@ -76,7 +76,7 @@ class DP(Calculator):
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: its lock is its own."""
+        """Return the state of a copy, without the lock."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class DP(Calculator):
         return changed
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Return what has changed since the last calculation; ``atoms.info``, which ASE does not look at, as well."""
+        """Return names of changes since the last calculation, also of ``atoms.info``, which ASE does not compare."""
         changes: list[str] = [] if self._is_same(atoms) else super().check_state(atoms, tol)
         if not changes and not all(
             np.array_equal(np.asarray(value), np.asarray(self._conditions.get(name)))
@@ -163,7 +163,7 @@ class DP(Calculator):
         return found
 
     def _is_same(self, atoms: Atoms) -> bool:
-        """Whether nothing has changed that ASE looks at; it asks four times in a step of MD, and is slow."""
+        """Whether nothing has changed that ASE compares; its own comparison is slow and done four times per step."""
         last = self.atoms
         if last is None:
             return False

@@ -43,7 +43,7 @@ def occupied_states(symbol: str) -> list[bool]:
     """Return for each of ``NUM_STATES`` one-electron states whether it is occupied.
 
     Shells are sorted by n, then by l. By Hund's rule every orbital of a shell gets one electron before any gets two;
-    of each orbital the state of the second electron stands first, as DeePMD-kit has it.
+    of each orbital the state of the second electron comes first, as in DeePMD-kit.
     """
     states = []
     for (_, l), number in electrons_of_shells(symbol).items():  # noqa: E741  # its name in quantum mechanics
@@ -55,10 +55,10 @@ def occupied_states(symbol: str) -> list[bool]:
 def _filled(number: int) -> Iterator[tuple[Shell, int]]:
     """Yield all shells with their electrons: by n + l, then by n (Madelung rule), until ``number`` are placed."""
     shells = sorted(((n, l) for n in range(1, 8) for l in range(n)), key=lambda shell: (sum(shell), shell[0]))  # noqa: E741
-    room = NUM_STATES
+    left = NUM_STATES
     for n, l in shells:  # noqa: E741
-        if room == 0:
+        if left == 0:
             return
         most = 2 * (2 * l + 1)
         yield (n, l), min(number, most)
-        number, room = number - min(number, most), room - most
+        number, left = number - min(number, most), left - most

@@ -56,7 +56,7 @@ class DivergedError(UserError):
 
 
 class Interrupted(UserError):  # noqa: N818 - not an error
-    """The run was asked to stop and has saved its state; ``signal_number`` is the signal that asked."""
+    """The run received ``signal_number``, saved its state and stopped."""
 
     def __init__(self, problem: str, signal_number: int = 2) -> None:
         self.signal_number = signal_number
@@ -84,18 +84,18 @@ class Terminated(KeyboardInterrupt):
         super().__init__(message or f"stopped by {name} outside the training steps; nothing was saved")
 
 
-_LONGEST_SHOWN = 300  # letters of a path in a message
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_MAX_PATH_CHARACTERS = 300  # letters of a path in a message
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # what the user can do, by the error of the system
 _TO_DO = {
-    **dict.fromkeys(_NO_ROOM, "Make room on the disk."),
+    **dict.fromkeys(_NO_SPACE, "Make room on the disk."),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place."),
     errno.EROFS: "Name another place.",
     errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
     errno.ELOOP: "A link leads back to itself: remove it.",
     errno.ENOENT: "Make the folder, or correct the name.",
-    errno.ENOTDIR: "A file stands where a folder is expected: correct the name.",
-    errno.EISDIR: "A folder stands where a file is expected: give the name of a file.",
+    errno.ENOTDIR: "There is a file where a folder is expected: correct the name.",
+    errno.EISDIR: "There is a folder where a file is expected: give the name of a file.",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: raise the limit of `ulimit -n`."),
     errno.EFBIG: "Raise the limit of `ulimit -f`, or choose a file system that takes larger files.",
     **dict.fromkeys((errno.EIO, errno.ESTALE), "The disk or the network file system fails: see the system's log."),
@@ -103,13 +103,13 @@ _TO_DO = {
 
 
 def os_error_message(error: OSError) -> str | None:
-    """Return what a user reads of an error of the system; None if neither file nor reason is of the user's making."""
+    """Return the message about an error of the system; None if neither file nor reason is of the user's making."""
     if error.filename is None and error.errno not in _TO_DO:
         return None
     place = ""
     if isinstance(error.filename, str | bytes):
         name = os.fsdecode(error.filename)
-        place = f"{name}: " if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}...: "
+        place = f"{name}: " if len(name) <= _MAX_PATH_CHARACTERS else f"{name[:_MAX_PATH_CHARACTERS]}...: "
     return f"{place}{reason_of(error)}. {_advice(error)}".rstrip()
 
 
@@ -134,7 +134,7 @@ def reason_of(error: BaseException) -> str:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether the system had no room left."""
-    return errno_of(error) in _NO_ROOM
+    return errno_of(error) in _NO_SPACE
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -161,7 +161,7 @@ def _advice(error: BaseException) -> str:
 
 @contextmanager
 def collect_problems(problems: list[str], place: str = "") -> Iterator[None]:
-    """Add the problems of a UserError raised inside to ``problems``, each after ``place``, and go on."""
+    """Add the problems of a UserError raised inside to ``problems``, each after ``place``, and continue."""
     try:
         yield
     except UserError as error:
@@ -189,7 +189,7 @@ def counted(number: int, thing: str, things: str = "") -> str:
 
 
 def every_steps(number: int) -> str:
-    """Return how often something is done: ``every step``, ``every 2,000 steps``."""
+    """Return an interval as text: ``every step``, ``every 2,000 steps``."""
     return "every step" if number == 1 else f"every {number:,} steps"
 
 

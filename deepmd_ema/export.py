@@ -21,8 +21,8 @@ from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.linear import LinearDescriptor
-from deepmd_ema.model.splines import least_distance, make_tables, tabulate
+from deepmd_ema.model.interface import Composite
+from deepmd_ema.model.interpolation import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
@@ -39,11 +39,11 @@ class Frozen:
 
     Attributes:
         path: the file.
-        source: what was frozen, in words.
+        source: description of the weights that were frozen.
         num_bytes: its size.
         difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
         only_here: why DeePMD-kit's torch backend does not read it, or an empty string.
-        tables: of its networks, in words, or an empty string.
+        tables: description of the tables of its networks, or an empty string.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Frozen:
     tables: str = ""
 
     def text(self) -> str:
-        """Return what was written, how far it is from the checkpoint, and what can be done with it."""
+        """Return a line about the file: size, largest difference to the checkpoint, and programs that read it."""
         found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
         use = self.only_here or (
             f"start a run from it: dp-ema train INPUT --init-model {self.path}"
@@ -78,7 +78,7 @@ def convert(loaded: LoadedModel, output: str | Path) -> Frozen:
         output: ``.dp``, ``.yaml``, or ``.pt``: then a file of kind ``weights``, without what a restart needs.
 
     Raises:
-        UserError: if the name says no format, or something else stands there.
+        UserError: if the name says no format, or there is something else.
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     path = Path(output)
@@ -116,7 +116,7 @@ def freeze(
     if compress is not None and not compiled:
         raise UserError(
             f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
-            "them from tables without being asked. Leave it out, or write a .pt2 file."
+            "them from tables by default. Leave it out, or write a .pt2 file."
         )
     section, extra = dict(info.config["model"]), {**info.as_dict(), "config": dict(info.config)}
     difference: dict[str, float] = {}
@@ -132,12 +132,14 @@ def freeze(
         difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
 
     if compiled:
+        from deepmd_ema.interchange.pt2 import write_pt2
+
         tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
         model, tables = _with_tables(loaded, target, compress)
-        interchange.write_pt2(path, model, loaded.config, tree, target, check=read_back)
+        write_pt2(path, model, loaded.config, tree, target, check=read_back)
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
-    source, only_here = f"{info.in_words()}, from {info.path}", _only_here(loaded.model)
+    source, only_here = f"{info.describe()}, from {info.path}", _only_here(loaded.model, loaded.config)
     return Frozen(path, source, path.stat().st_size, difference, only_here, tables)
 
 
@@ -158,20 +160,20 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
                 "Leave it out."
             )
         return loaded.model, ""
-    sizes = sorted({table.intervals for table in found})
+    sizes = sorted({series.terms for series in found})
     return model, (
-        f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} intervals, derivatives "
-        f"within {max(table.error for table in found):.0e} of the largest; pairs nearer than "
-        f"{least_distance(model):.2f} angstrom by the networks\n"
+        f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
+        f"within {max(series.error for series in found):.0e} of the largest; pairs nearer than "
+        f"{min_table_distance(model):.2f} angstrom by the networks\n"
     )
 
 
-def _only_here(model: EnergyModel) -> str:
+def _only_here(model: EnergyModel, config: ModelConfig) -> str:
     """Return why DeePMD-kit's torch backend does not read a model, or an empty string."""
     feature, whole = "use_srtab" if model.short_range is not None else "", model.descriptor
     descriptors = [whole]
-    if isinstance(whole, LinearDescriptor):
-        feature, descriptors = "linear_ener", whole.descriptors
+    if config.type == "linear_ener" and isinstance(whole, Composite):
+        feature, descriptors = config.type, whole.descriptors
     if not feature or all(one.mixed_types for one in descriptors):
         return ""
     return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"
@@ -251,7 +253,7 @@ def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
     head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
     facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
     checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back)
-    return Frozen(path, f"{info.in_words()}, from {info.path}", path.stat().st_size, difference)
+    return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference)
 
 
 def _target(path: Path, option: str) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from deepmd_ema.errors import UserError, WriteError, errno_of
 
-_LONGEST_NAME = 255  # bytes, of a file on the file systems in use
+_MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
 _LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
 _PART = re.compile(r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network file systems have no fsync of a folder
@@ -26,7 +26,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network file systems have no fs
 
 @dataclass(frozen=True)
 class Kind:
-    """What a command writes, recognised by its first bytes: only such a file may be written over.
+    """A kind of output file, recognised by its first bytes: only such a file may be overwritten.
 
     Attributes:
         name: with its article.
@@ -122,7 +122,7 @@ def replace_folder(part: Path, final: Path) -> None:
 
 
 def spare_of(folder: Path) -> Path:
-    """Return where a folder stands while another one takes its place."""
+    """Return the temporary path of a folder while another one takes its place."""
     return folder.parent / f"{folder.name}.old"
 
 
@@ -200,7 +200,7 @@ def refuse_inputs(path: Path, option: str, inputs: Iterable[str | Path | None]) 
 def sweep(folder: Path) -> None:
     """Remove half-written files and folders in ``folder`` that a killed process has left.
 
-    A process is asked for on its own machine only; a file of another machine is left after a day.
+    A process is looked up on its own machine only; a file of another machine is removed after a day.
     """
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (match := _PART.fullmatch(name)) is not None:
@@ -225,7 +225,7 @@ def time_in(folder: Path) -> float:
 
 @cache
 def this_machine() -> str:
-    """Return what tells this machine, since its start, from others: numbers of processes mean something on it."""
+    """Return an identifier of this machine since its start, within which process numbers are unique."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
@@ -259,7 +259,7 @@ def part_of(final: Path) -> Path:
     """Return the path of the half-written form of a file or folder, which nobody can foresee and `sweep` knows."""
     suffix = final.suffix if len(os.fsencode(final.suffix)) < 100 else ""
     mark = f".{this_machine()}-{os.getpid()}-{secrets.token_hex(8)}.part{suffix}"
-    name = os.fsdecode(os.fsencode(final.name)[: _LONGEST_NAME - len(os.fsencode(mark))])
+    name = os.fsdecode(os.fsencode(final.name)[: _MAX_NAME_BYTES - len(os.fsencode(mark))])
     return final.with_name(name + mark)
 
 

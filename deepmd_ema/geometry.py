@@ -19,14 +19,18 @@ from deepmd_ema.errors import DataError
 
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 
-LARGEST_POSITION = 1e6  # angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
+MAX_POSITION = 1e6  # angstrom; positions and cells beyond it are no atoms, and the grid of the search overflows
 NEAR_ORIGIN = 1e4  # angstrom; open frames within it have no faults
-_LARGEST_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for the same reason
+_MAX_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for the same reason
 _FLAT_CELL = 1e-6  # volume over product of the lengths
-_MOST_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
-_MOST_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
-_MOST_DENSE = 1.5e5  # distances of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
-_MOST_ALONE = 1 << 18  # multiplications that OpenBLAS leaves to one thread; its others would spin beside those of torch
+_MAX_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
+_MAX_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
+_MAX_DENSE_DISTANCES = (
+    1.5e5  # distances of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
+)
+_MAX_SINGLE_THREAD_PRODUCTS = (
+    1 << 18
+)  # multiplications that OpenBLAS leaves to one thread; its others would spin beside those of torch
 _ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
 _FRAMES_PER_THREAD = 16
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
@@ -158,7 +162,7 @@ class KeptPairs:
         self._offset: Array | float = 0.0  # (P, 3) shifts of the pairs in angstrom
 
     def find(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
-        """Return what ``find_pairs`` returns; arguments and errors are the same."""
+        """Return the pairs as ``find_pairs`` does; arguments and errors are the same."""
         kept = self.reaching(coord, box, rcut)
         vector = coord[kept.j] - coord[kept.i] + self._offset
         distance = np.sqrt(np.einsum("pk,pk->p", vector, vector))
@@ -209,7 +213,7 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
         faults = _cell_faults(box, num_atoms, rcut) if box is not None else _extent_faults(coord)
         far = np.abs(coord).max(axis=(1, 2), initial=0.0)
     text = "a position of {:.3g} angstrom, expected less than {:g}. Is the file damaged?"
-    far_off = {k: text.format(far[k], LARGEST_POSITION) for k in np.flatnonzero(~(far <= LARGEST_POSITION)).tolist()}
+    far_off = {k: text.format(far[k], MAX_POSITION) for k in np.flatnonzero(~(far <= MAX_POSITION)).tolist()}
     return faults | far_off
 
 
@@ -222,7 +226,7 @@ def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
 def _extent_faults(coord: Array) -> dict[int, str]:
     extent = np.ptp(coord, axis=1).max(axis=1, initial=0.0) if coord.shape[1] else np.zeros(len(coord))
     text = "the atoms of this open system are {:.3g} angstrom apart, expected less than {:g}. Is the file damaged?"
-    return {k: text.format(extent[k], _LARGEST_EXTENT) for k in np.flatnonzero(~(extent <= _LARGEST_EXTENT)).tolist()}
+    return {k: text.format(extent[k], _MAX_EXTENT) for k in np.flatnonzero(~(extent <= _MAX_EXTENT)).tolist()}
 
 
 def _cell_faults(box: Array, num_atoms: Array, rcut: float) -> dict[int, str]:
@@ -233,7 +237,7 @@ def _cell_faults(box: Array, num_atoms: Array, rcut: float) -> dict[int, str]:
     images = (2 * np.ceil(rcut / heights) + 1).prod(axis=1)
     neighbors = num_atoms * (4 / 3 * math.pi * rcut**3) / volume
     sound = (volume > _FLAT_CELL * edges.prod(axis=1)) & (volume > 0)
-    sound &= (edges.max(axis=1) <= _LARGEST_EXTENT) & (images <= _MOST_IMAGES) & (neighbors <= _MOST_NEIGHBORS)
+    sound &= (edges.max(axis=1) <= _MAX_EXTENT) & (images <= _MAX_IMAGES) & (neighbors <= _MAX_NEIGHBORS)
     return {
         k: _cell_fault(box[k], edges[k], volume[k], heights[k], images[k], neighbors[k], rcut)
         for k in np.flatnonzero(~sound).tolist()
@@ -246,19 +250,17 @@ def _cell_fault(
     shown = " ".join(f"{v:g}" for v in cell.ravel())
     if not (volume > _FLAT_CELL * edges.prod() and volume > 0):
         return f"the cell has no volume ({shown}). For open boundaries add an empty file nopbc to the system."
-    if not edges.max() <= _LARGEST_EXTENT:
-        return (
-            f"an edge of the cell is {edges.max():.3g} angstrom long ({shown}), expected at most {_LARGEST_EXTENT:g}."
-        )
-    if images > _MOST_IMAGES:
+    if not edges.max() <= _MAX_EXTENT:
+        return f"an edge of the cell is {edges.max():.3g} angstrom long ({shown}), expected at most {_MAX_EXTENT:g}."
+    if images > _MAX_IMAGES:
         return (
             f"the cell is {heights.min():.3g} angstrom thin ({shown}): {images:.2g} images of it lie within the cutoff "
-            f"of {rcut:g} angstrom, expected at most {_MOST_IMAGES:g}. Lengths are in angstrom; use a less skewed "
+            f"of {rcut:g} angstrom, expected at most {_MAX_IMAGES:g}. Lengths are in angstrom; use a less skewed "
             "cell of the same crystal, or a smaller cutoff."
         )
     return (
         f"the cell of {volume:.3g} angstrom^3 ({shown}) is so small that an atom has {neighbors:.2g} neighbors within "
-        f"the cutoff of {rcut:g} angstrom, expected at most {_MOST_NEIGHBORS:g}. Lengths are in angstrom; are they "
+        f"the cutoff of {rcut:g} angstrom, expected at most {_MAX_NEIGHBORS:g}. Lengths are in angstrom; are they "
         "given in nm?"
     )
 
@@ -278,7 +280,7 @@ def neighbor_statistics(
     by_rank = np.empty(0)
     nearest = np.full((num_types, num_types), np.inf)
     frame_min, frame_pair = [], []
-    # of the cores that this process may use, which macOS does not tell
+    # of the cores that this process may use, unknown on macOS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     remaining = iter(frames)
     with ThreadPoolExecutor(threads or min(4, cores)) as pool:
@@ -358,7 +360,7 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
 
 
 def _by_rank(i: Array, j: Array, distance: Array, natoms: int) -> Array:
-    """Return the shortest distance of any atom to its first, second, ... neighbor, from pairs that stand once."""
+    """Return the shortest distance of any atom to its first, second, ... neighbor, from pairs that occur once."""
     near_first = np.argsort(distance)
     atom = np.stack([i[near_first], j[near_first]], 1).ravel()
     order = stable_argsort(atom, natoms)
@@ -377,9 +379,9 @@ def _shortest(one: Array, other: Array) -> Array:
 
 def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:
     """Return quantities of vesin (Pairs, Shifts, vectors D, distances) of each pair once, in any order."""
-    if box is not None and 0 < len(coord) <= _MOST_DENSE**0.5:
+    if box is not None and 0 < len(coord) <= _MAX_DENSE_DISTANCES**0.5:
         heights = 1 / np.linalg.norm(np.linalg.inv(box), axis=0)
-        if heights.max() < 2 * rcut and len(coord) ** 2 * (1 + 2 * rcut / heights).prod() < _MOST_DENSE:
+        if heights.max() < 2 * rcut and len(coord) ** 2 * (1 + 2 * rcut / heights).prod() < _MAX_DENSE_DISTANCES:
             found = _search_dense(coord, box, rcut, heights)
             return tuple(found[quantity] for quantity in quantities)
     if box is None:  # a cutoff far beyond an open system would be searched in steps of its size
@@ -395,7 +397,7 @@ def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tu
 
 
 def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict[str, Array]:
-    """Return what vesin returns, by its names, from the distances of all atoms to all images near the cell.
+    """Return the quantities of vesin, by its names, from the distances of all atoms to all images near the cell.
 
     For few atoms in a cell not larger than the cutoff it is faster than vesin, and several threads search at once.
     """
@@ -415,10 +417,10 @@ def _search_dense(coord: Array, box: Array, rcut: float, heights: Array) -> dict
     left = np.concatenate([-2 * start, (start**2).sum(1, keepdims=True), ones[: len(start)]], 1)
     right = np.concatenate([end, ones, (end**2).sum(1, keepdims=True)], 1)
     square = np.empty((len(start), len(end)))
-    rows = max(1, _MOST_ALONE // max(1, right.size))
+    rows = max(1, _MAX_SINGLE_THREAD_PRODUCTS // max(1, right.size))
     for first in range(0, len(start), rows):
         np.matmul(left[first : first + rows], right.T, out=square[first : first + rows])
-    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair stands twice
+    square[:, : len(coord)][np.tri(len(coord), dtype=bool)] = math.inf  # in the cell itself each pair occurs twice
     i, k = np.divmod(np.flatnonzero(square < rcut**2 * (1 + _ROUNDING)), len(end))
     j = other[k]
     shift = (images[image] - cell[other])[k] + cell[i]

@@ -84,7 +84,7 @@ class Label:
     errors: tuple[Quantity, ...] = ()
 
     def num_rows(self, num_atoms: int) -> int:
-        """Return how many rows a frame of ``num_atoms`` atoms has."""
+        """Return the number of rows of a frame of ``num_atoms`` atoms."""
         return num_atoms if self.per_atom else (3 * num_atoms) ** 2 if self.per_pair else 1
 
     def shape_of(self, *sizes: int) -> tuple[int, ...]:

@@ -32,9 +32,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 def locked(paths: Iterable[Path]) -> Iterator[None]:
     """Hold the locks ``paths``, files that are made and removed again; the system frees those of a killed process.
 
-    A lock file says who holds it. The system's own lock on it settles the matter on one machine, and where the file
-    system knows such locks on several. Where it does not, a run on another machine is told by its signs of life: the
-    time of the file, which a thread moves forward.
+    A lock file names its holder. The system's own lock on it decides on one machine, and on several where the file
+    system supports such locks. Where it does not, a run on another machine is recognized by its heartbeat: the
+    modification time of the file, which a thread updates.
 
     Raises:
         UserError: if another run holds one of them; the message names its process and machine.
@@ -109,8 +109,8 @@ def _refuse_living(handle: int, path: Path, is_sure: bool, ended_runs: set[tuple
             raise _in_use(path, holder)
     elif run not in ended_runs and (silent := time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
         logger.warning(
-            "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be asked on its own machine "
-            "only. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
+            "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only on its own "
+            "machine. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
             "ended, stop this run, remove the file and start again.",
             path.absolute(), holder["pid"], holder["host"], max(0.0, silent), WATCH_S,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def _shows_life(path: Path) -> bool:
 
 
 def _holder(handle: int) -> Mapping[str, Any]:
-    """Return what the lock file says of its holder; empty where it says nothing."""
+    """Return the holder that the lock file names; empty where it names none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(os.pread(handle, 4096, 0))
         return {**{key: str(found[key]) for key in ("machine", "host", "since")}, "pid": int(found["pid"])}

@@ -91,7 +91,7 @@ class EnergyLoss:
         return total, {name: shown[name] for name in self.display_names}
 
     def needs(self, batch: Batch) -> dict[str, bool]:
-        """Return what the model has to compute for ``batch`` beside energies and forces, as its arguments."""
+        """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
         return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
 
     def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
@@ -180,7 +180,7 @@ class _Error(NamedTuple):
     rows: Tensor
 
     def sums(self) -> Tensor:
-        """Return what must be added up over ranks, detached."""
+        """Return the sums to be added up over ranks, detached."""
         return torch.stack([self.value.sum.detach(), self.shown.sum.detach(), self.rows])
 
 

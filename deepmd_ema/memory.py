@@ -1,4 +1,4 @@
-"""How the C library of the process treats memory that is freed."""
+"""Settings of the C library for memory that is freed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # of malloc.h of the GNU C library
-_LARGEST_THRESHOLD = 32 << 20  # that it accepts, bytes
+_MAX_THRESHOLD = 32 << 20  # that it accepts, bytes
 
 
 def keep_freed_memory(most: int | None = None) -> bool:
@@ -27,6 +27,6 @@ def keep_freed_memory(most: int | None = None) -> bool:
     except (OSError, AttributeError, TypeError):
         return False
     if most is not None:
-        return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, most))
+        return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, most))
     # no blocks of their own, which are always given back, and no giving back of the end of the heap
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20))

@@ -30,7 +30,7 @@ class FrameResult:
         atom_type: (N,) types in the order of the model's type map.
         volume: angstrom^3, or None for an open frame.
         prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy (N,), and hessian
-            (9 N^2,) where it is asked for.
+            (9 N^2,) where it is requested.
         label: the same for the labels that the frame has.
     """
 

@@ -218,13 +218,13 @@ def content_digest(tree: Any) -> str:
 
 
 def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
-    """Yield what tells ``tree`` from every other content; each part begins with its kind and its size."""
+    """Yield bytes that identify the content of ``tree``; each part begins with its kind and its size."""
     if isinstance(tree, Tensor):
         yield f"{tree.dtype} {tuple(tree.shape)};".encode()
         yield tree.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
     elif isinstance(tree, np.ndarray | np.generic):
         array = np.asarray(tree)
-        yield f"{array.dtype.str} {array.shape};".encode()  # its order of bytes as well, which `name` does not tell
+        yield f"{array.dtype.str} {array.shape};".encode()  # with its byte order, which `name` lacks
         yield array.tobytes()
     elif isinstance(tree, Mapping):
         yield f"dict {len(tree)};".encode()
@@ -240,7 +240,7 @@ def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
 
 
 def _place_of(tensor: Tensor) -> Any:
-    """Return what is equal for two tensors if they are the same numbers in the same memory."""
+    """Return a key that is equal for two tensors of the same numbers in the same memory."""
     if not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

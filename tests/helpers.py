@@ -211,14 +211,14 @@ def changed(values, changes):
 
 
 class FullDisk:
-    """A file on a disk with room for ``room`` bytes more."""
+    """A file on a disk with space for ``space`` bytes more."""
 
-    def __init__(self, file, room=100):
-        self.file, self.room = file, room
+    def __init__(self, file, space=100):
+        self.file, self.space = file, space
 
     def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
+        self.space -= len(data)
+        if self.space < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.file.write(data)
 
@@ -235,7 +235,7 @@ def training_parts():
     """Return what a checkpoint of a run must hold beside its weights, as little as possible."""
     streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
     return {"optimizer": {"type": "Adam", "state": {}}, "streams": streams, "display": display,
-            "owes_validation": False}  # fmt: skip
+            "validation_pending": False}  # fmt: skip
 
 
 def assert_same(a, b, path=""):

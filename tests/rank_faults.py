@@ -368,7 +368,7 @@ def _in_validation(action):
 def _watch(when, act):
     """Have the next run call ``act`` where a callback is called."""
     from deepmd_ema.train import run
-    from deepmd_ema.train.trainer import Callback
+    from deepmd_ema.train.loop.trainer import Callback
 
     callback = Callback()
     setattr(callback, when, act)

@@ -14,7 +14,7 @@ from deepmd_ema.averaging.average import Average
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.model.build import build_model
-from deepmd_ema.train.averages import tracked_averages
+from deepmd_ema.train.loop.averages import tracked_averages
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,7 +34,6 @@ def profiles_of(*entries):
     [
         ("device", "cpu", "cpu"),
         ("dtype", "float32", "float32"),
-        ("layout", "rank_range", "rank_range"),
         ("layout", "full_tensor", "full_tensor"),
         ("buffers", "average", "average"),
         ("update_every", 3, 3),
@@ -92,7 +91,7 @@ def test_buffers_says_whether_the_energies_of_elements_are_averaged():
 
 
 @pytest.mark.parametrize("decay", [0.999, 0.9999])
-def test_D1_an_average_of_float32_weights_does_not_stay_behind_in_a_run_that_decays(decay):
+def test_an_average_of_float32_weights_does_not_stay_behind_in_a_run_that_decays(decay):
     """In float32 it lost 7 to 10 % of its distance from the live weights: updates fell below its rounding."""
     generator = torch.Generator().manual_seed(0)
     net = Net(width=40, dtype=torch.float32)

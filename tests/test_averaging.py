@@ -19,7 +19,7 @@ from deepmd_ema.errors import CheckpointError, ConfigError
 
 # what nobody should have to import for an average of weights
 HEAVY = {"h5py", "vesin", "dargs", "tqdm", "ase", "matplotlib", "yaml"}
-ROOMS = {"averaging", "dist", "errors", "tensors", "weights"}
+PACKAGES = {"average_settings", "averaging", "checks", "dist", "errors", "tensors", "weights"}
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_importing_averages_imports_neither_the_trainer_nor_what_reads_data():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {name.partition(".")[0] for name in found} & HEAVY
-    rooms = {name.split(".")[1] for name in found if name.startswith("deepmd_ema.")}
-    assert rooms == ROOMS
+    packages = {name.split(".")[1] for name in found if name.startswith("deepmd_ema.")}
+    assert packages == PACKAGES
 
 
 def test_names_that_clash_are_an_error(net):

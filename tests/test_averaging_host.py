@@ -74,7 +74,7 @@ def test_what_moves_after_the_copy_does_not_reach_the_average():
 
 
 @EACH
-def test_D5_D6_the_fate_of_a_step_travels_with_its_copy(profile):
+def test_D6_the_fate_of_a_step_travels_with_its_copy(profile):
     net, staged, direct = pair(profile)
     for step in range(12):
         good = step % 3 != 1

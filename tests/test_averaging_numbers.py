@@ -52,7 +52,7 @@ LONG = [
 
 
 @pytest.mark.parametrize("profile", LONG, ids=lambda p: p.name)
-def test_D1_bfloat16_weights_are_averaged_to_1e_5_over_5000_updates(profile):
+def test_bfloat16_weights_are_averaged_to_1e_5_over_5000_updates(profile):
     profile = replace(profile, dtype="float32")
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_D1_bfloat16_weights_are_averaged_to_1e_5_over_5000_updates(profile):
 @pytest.mark.parametrize(
     ("weights", "asked", "held"), [("float64", "float32", "float64"), ("bfloat16", "float32", "float32")]
 )
-def test_D1_an_average_is_never_narrower_than_its_weights(weights, asked, held):
+def test_an_average_is_never_narrower_than_its_weights(weights, asked, held):
     net = make_net(dtype=getattr(torch, weights))
     bank = AverageBank(net, [replace(PLAIN, dtype=asked)])
     first = net.first.weight.detach().clone()
@@ -84,7 +84,7 @@ def test_D1_an_average_is_never_narrower_than_its_weights(weights, asked, held):
         assert torch.allclose(bank.weights("ema")["first.weight"], expected, rtol=1e-14, atol=0)
 
 
-def test_D1_an_average_in_float64_is_exact_to_float64():
+def test_an_average_in_float64_is_exact_to_float64():
     net = make_net(dtype=torch.float32)
     bank = AverageBank(net, [EmaProfile("ema", 0.99, warmup=False, dtype="float64")])
     history = [net.first.weight.detach().clone()]
@@ -99,7 +99,7 @@ def test_D1_an_average_in_float64_is_exact_to_float64():
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_D2_a_constant_parameter_keeps_its_bits(dtype, where):
+def test_a_constant_parameter_keeps_its_bits(dtype, where):
     net = Net(dtype=dtype)
     others = [EmaProfile("fast", 0.5), PowerProfile("p", 3.0), SwaProfile("flat"), SwaProfile("wide", dtype="float64")]
     bank = AverageBank(net, [EmaProfile("ema", 0.999), *others])
@@ -113,7 +113,7 @@ def test_D2_a_constant_parameter_keeps_its_bits(dtype, where):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_D3_the_host_path_the_device_path_and_single_tensors_agree_bitwise(dtype):
+def test_the_host_path_the_device_path_and_single_tensors_agree_bitwise(dtype):
     torch.manual_seed(1)
     net = Net(width=37, dtype=dtype)
     host, device = AverageBank(net, [WARM]), AverageBank(net, [WARM])
@@ -130,7 +130,7 @@ def test_D3_the_host_path_the_device_path_and_single_tensors_agree_bitwise(dtype
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_D5_a_step_that_is_not_finite_does_not_poison_an_average(net, where):
+def test_a_step_that_is_not_finite_does_not_poison_an_average(net, where):
     bank, reference = AverageBank(net, [WARM]), AverageBank(net, [WARM])
     good = [copies(net)]
     for step in range(3):
@@ -150,7 +150,7 @@ def test_D5_a_step_that_is_not_finite_does_not_poison_an_average(net, where):
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_D6_a_skipped_step_does_not_count_as_an_update(net, where):
+def test_a_skipped_step_does_not_count_as_an_update(net, where):
     bank = AverageBank(net, [WARM])
     with on_device() if where == "device" else nullcontext():
         for ok in (1.0, 0.0, 1.0, 0.0, 0.0):
@@ -186,7 +186,7 @@ LATE = EmaProfile("ema", 0.9, warmup=False, start_step=7, update_every=4)
 
 
 @pytest.mark.parametrize("profile", [PLAIN, WARM, POWER, SWA, LATE], ids=lambda p: p.name)
-def test_D3_every_formula_gives_the_same_on_host_and_device(profile):
+def test_every_formula_gives_the_same_on_host_and_device(profile):
     net, profile = make_net(width=37, dtype=torch.float32), replace(profile, dtype="float32")
     host, device = AverageBank(net, [profile]), AverageBank(net, [profile])
     for step in range(40):
@@ -243,7 +243,7 @@ def test_averages_in_another_precision_widen_the_weights_once():
 
 
 @pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)
-def test_D5_the_fate_of_a_step_is_never_read_by_the_host(net, profile):
+def test_the_fate_of_a_step_is_never_read_by_the_host(net, profile):
     bank = AverageBank(net, [profile])
     with on_device(), Recorded() as seen:
         bank.update(torch.ones(()))

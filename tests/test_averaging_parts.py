@@ -17,7 +17,7 @@ def net():
     return make_net()
 
 
-def test_E1_E2_buffers_are_the_live_ones_and_integers_stay_integers(net):
+def test_E2_buffers_are_the_live_ones_and_integers_stay_integers(net):
     bank = AverageBank(net, [PLAIN])
     net.mean.fill_(7.0)
     net.atomic_number.fill_(26)
@@ -31,7 +31,7 @@ def test_E1_E2_buffers_are_the_live_ones_and_integers_stay_integers(net):
     assert list(weights) == list(net.state_dict())
 
 
-def test_E4_frozen_parameters_cost_no_memory_and_stand_live_in_the_average(net):
+def test_frozen_parameters_cost_no_memory_and_stand_live_in_the_average(net):
     net.first.requires_grad_(False)
     bank = AverageBank(net, [PLAIN])
     assert len(bank["ema"].storage.tensors) == 2
@@ -60,7 +60,7 @@ def test_parameters_at_one_address_are_one_only_with_one_shape_and_precision():
     }  # fmt: skip
 
 
-def test_E4_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog):
+def test_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog):
     caplog.set_level(logging.INFO)
     net.first.requires_grad_(False)
     bank = AverageBank(net, [PLAIN])
@@ -84,7 +84,7 @@ def test_E4_a_parameter_that_is_switched_on_starts_from_its_live_value(net, capl
     assert "first.weight, first.bias was not averaged before" in caplog.text
 
 
-def test_E4_an_average_of_a_parameter_that_is_frozen_now_is_dropped(net):
+def test_an_average_of_a_parameter_that_is_frozen_now_is_dropped(net):
     bank = AverageBank(net, [PLAIN])
     move(net, 0)
     bank.update()
@@ -96,7 +96,7 @@ def test_E4_an_average_of_a_parameter_that_is_frozen_now_is_dropped(net):
     assert torch.equal(again.weights("ema")["second.weight"], state["profiles"]["ema"]["weights"]["second.weight"])
 
 
-def test_E5_no_module_is_copied(net, monkeypatch):
+def test_no_module_is_copied(net, monkeypatch):
     monkeypatch.setattr(nn.Module, "__deepcopy__", lambda *_: pytest.fail("deep copy"), raising=False)
     bank = AverageBank(net, [PLAIN])
     bank.update()
@@ -105,7 +105,7 @@ def test_E5_no_module_is_copied(net, monkeypatch):
     bank.state_dict()
 
 
-def test_I1_a_tensor_shared_by_tasks_has_one_average_under_both_names():
+def test_a_tensor_shared_by_tasks_has_one_average_under_both_names():
     water, ice = make_net(), make_net()
     ice.first = water.first
     first = water.first.weight.detach().clone()
@@ -122,7 +122,7 @@ def test_I1_a_tensor_shared_by_tasks_has_one_average_under_both_names():
     assert saved["water.first.weight"] is saved["ice.first.weight"]
 
 
-def test_I2_adding_or_removing_a_task_keeps_the_averages_of_the_others():
+def test_adding_or_removing_a_task_keeps_the_averages_of_the_others():
     water, ice = Net(), Net()
     ice.first = water.first
     both = AverageBank({"water": water, "ice": ice}, [PLAIN])
@@ -140,7 +140,7 @@ def test_I2_adding_or_removing_a_task_keeps_the_averages_of_the_others():
 
 
 @pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)
-def test_I3_the_average_of_an_idle_head_does_not_drift(profile):
+def test_the_average_of_an_idle_head_does_not_drift(profile):
     water, ice = make_net(), Net()
     ice.first = water.first
     bank = AverageBank({"water": water, "ice": ice}, [profile])
@@ -152,7 +152,7 @@ def test_I3_the_average_of_an_idle_head_does_not_drift(profile):
         assert not torch.equal(weights[f"water.{name}"], water.state_dict()[name])
 
 
-def test_E1_buffers_are_averaged_on_request_and_integers_never(net):
+def test_buffers_are_averaged_on_request_and_integers_never(net):
     profile = EmaProfile("ema", 0.9, warmup=False, buffers="average")
     bank = AverageBank(net, [profile, EmaProfile("copy", 0.9, warmup=False)])
     assert bank["ema"].tensor_names == (*PARAMETERS, "mean")
@@ -179,14 +179,14 @@ def test_E1_buffers_are_averaged_on_request_and_integers_never(net):
     assert_same(copies(net), live)
 
 
-def test_E1_a_buffer_that_a_forward_replaces_is_followed(net):
+def test_a_buffer_that_a_forward_replaces_is_followed(net):
     bank = AverageBank(net, [EmaProfile("ema", 0.5, warmup=False, buffers="average")])
     net.mean = net.mean + 2
     bank.update()
     assert torch.equal(bank.weights("ema")["mean"], torch.full((3,), 2.0, dtype=torch.float64))
 
 
-def test_E1_buffers_switched_on_at_a_restart_start_live_and_switched_off_are_live(net, caplog):
+def test_buffers_switched_on_at_a_restart_start_live_and_switched_off_are_live(net, caplog):
     caplog.set_level(logging.INFO)
     plain, whole = EmaProfile("ema", 0.9), EmaProfile("ema", 0.9, buffers="average")
     bank = AverageBank(net, [plain])
@@ -206,14 +206,14 @@ def test_E1_buffers_switched_on_at_a_restart_start_live_and_switched_off_are_liv
     assert torch.equal(off.weights("ema")["first.weight"], on.weights("ema")["first.weight"])
 
 
-def test_E2_buffers_of_the_averaged_model_are_those_of_the_moment(net):
+def test_buffers_of_the_averaged_model_are_those_of_the_moment(net):
     bank = AverageBank(net, [PLAIN])
     train(net, bank, range(3))
     net.mean.fill_(3.0)
     assert torch.equal(bank.weights("ema")["mean"], net.mean)
 
 
-def test_E4_frozen_parameters_take_no_bytes(net):
+def test_frozen_parameters_take_no_bytes(net):
     whole = AverageBank(net, [PLAIN, EmaProfile("wide", 0.9, dtype="float64")])
     assert whole["wide"].storage.num_bytes == whole["ema"].storage.num_bytes > 0
     net.second.requires_grad_(False)
@@ -223,7 +223,7 @@ def test_E4_frozen_parameters_take_no_bytes(net):
     assert both["ema"].storage.num_bytes == 2 * both["narrow"].storage.num_bytes
 
 
-def test_E4_a_parameter_that_is_frozen_for_a_while_starts_again_from_its_live_value(net):
+def test_a_parameter_that_is_frozen_for_a_while_starts_again_from_its_live_value(net):
     bank = AverageBank(net, [PLAIN])
     train(net, bank, range(3))
     net.first.requires_grad_(False)

@@ -50,9 +50,7 @@ def swap_as_a_rank(layout, sharded):
     return averaged == right, averaged != live, after == live, digest(held)
 
 
-@pytest.mark.parametrize(
-    ("layout", "sharded"), [("rank_range", False), ("local_shard", False), ("local_shard", True), ("full_tensor", True)]
-)
+@pytest.mark.parametrize(("layout", "sharded"), [("local_shard", False), ("local_shard", True), ("full_tensor", True)])
 def test_every_rank_computes_with_the_whole_average(layout, sharded):
     ended = [e.value for e in run_ranks(2, swap_as_a_rank, layout, sharded)]
     assert [e[:3] for e in ended] == [(True, True, True)] * 2

@@ -30,7 +30,7 @@ def net():
     return make_net()
 
 
-def test_A2_warmup_does_not_start_again_after_a_restart(net):
+def test_warmup_does_not_start_again_after_a_restart(net):
     bank = AverageBank(net, [WARM])
     for step in range(20):
         move(net, step)
@@ -56,7 +56,7 @@ KINDS = [
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at", [1, 11])
-def test_A1_a_restart_continues_every_average_bitwise(dtype, staged, at):
+def test_a_restart_continues_every_average_bitwise(dtype, staged, at):
     with through_staging() if staged else nullcontext():
         net, other = make_net(dtype=dtype), Net(dtype=dtype)
         bank = AverageBank(net, KINDS)
@@ -89,7 +89,7 @@ def as_from_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def test_A5_what_is_handed_out_does_not_alias_the_average_or_the_weights(net):
+def test_what_is_handed_out_does_not_alias_the_average_or_the_weights(net):
     bank = AverageBank(net, [PLAIN])
     move(net, 0)
     bank.update()
@@ -103,7 +103,7 @@ def test_A5_what_is_handed_out_does_not_alias_the_average_or_the_weights(net):
     assert_same(state["profiles"]["ema"]["weights"], saved)
 
 
-def test_A6_the_decay_of_the_input_wins_with_one_warning_that_names_both(net, caplog):
+def test_the_decay_of_the_input_wins_with_one_warning_that_names_both(net, caplog):
     state = AverageBank(net, [PLAIN]).state_dict()
     bank = AverageBank(net, [EmaProfile("ema", 0.5, warmup=False)])
     bank.load_state_dict(state)
@@ -114,7 +114,7 @@ def test_A6_the_decay_of_the_input_wins_with_one_warning_that_names_both(net, ca
     assert bank.info("ema")["decay"] == 0.5
 
 
-def test_A7_an_average_switched_on_at_a_restart_starts_from_the_loaded_weights_and_says_so(net, caplog):
+def test_an_average_switched_on_at_a_restart_starts_from_the_loaded_weights_and_says_so(net, caplog):
     caplog.set_level(logging.INFO)
     bank = AverageBank(net, [WARM])
     move(net, 0)
@@ -124,7 +124,7 @@ def test_A7_an_average_switched_on_at_a_restart_starts_from_the_loaded_weights_a
     assert bank.info("ema")["updates"] == 0
 
 
-def test_A8_reseeding_after_other_weights_were_loaded_starts_from_them(net):
+def test_reseeding_after_other_weights_were_loaded_starts_from_them(net):
     bank = AverageBank(net, [PLAIN])
     bank.update()
     net.load_state_dict(Net().state_dict())
@@ -142,7 +142,7 @@ def test_A8_reseeding_after_other_weights_were_loaded_starts_from_them(net):
         (lambda w: w.update({"first.weight": torch.zeros(4, 3)}), r"another shape: first.weight is \(4, 3\) there"),
     ],
 )
-def test_A9_keys_that_do_not_fit_fail_with_their_names(net, spoil, said):
+def test_keys_that_do_not_fit_fail_with_their_names(net, spoil, said):
     bank = AverageBank(net, [PLAIN])
     state = bank.state_dict()
     spoil(state["profiles"]["ema"]["weights"])
@@ -150,7 +150,7 @@ def test_A9_keys_that_do_not_fit_fail_with_their_names(net, spoil, said):
         bank.load_state_dict(state)
 
 
-def test_A10_a_float32_average_of_a_bfloat16_model_is_float32_after_loading():
+def test_a_float32_average_of_a_bfloat16_model_is_float32_after_loading():
     net, profile = Net(dtype=torch.bfloat16), EmaProfile("ema", 0.999, warmup=False, dtype="float32")
     bank = AverageBank(net, [profile])
     for step in range(5):
@@ -166,7 +166,7 @@ def test_A10_a_float32_average_of_a_bfloat16_model_is_float32_after_loading():
     assert_same(state["profiles"]["ema"]["weights"], again.state_dict()["profiles"]["ema"]["weights"])
 
 
-def test_A6_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, caplog):
+def test_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, caplog):
     bank = AverageBank(net, [PowerProfile("p", 3.0), EmaProfile("e", 0.9)])
     train(net, bank, range(5))
     state = bank.state_dict()
@@ -183,7 +183,7 @@ def test_A6_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, 
 
 
 @pytest.mark.parametrize("profile", [POWER, SWA])
-def test_A7_a_growing_average_that_is_switched_on_at_a_restart_counts_from_there(net, profile):
+def test_a_growing_average_that_is_switched_on_at_a_restart_counts_from_there(net, profile):
     bank = AverageBank(net, [profile])
     bank.load_state_dict(None, step=1000)
     train(net, bank, range(1))
@@ -224,7 +224,7 @@ def test_an_average_of_0_1_0_that_is_a_power_profile_now_is_told(net, caplog):
     assert "average ema: was of type ema in the checkpoint and is power from now on" in caplog.text
 
 
-def test_A1_the_mean_age_goes_on_to_the_last_bit(net):
+def test_the_mean_age_goes_on_to_the_last_bit(net):
     """An average that remembers its start: the mean step is small beside the number of steps."""
     slow = EmaProfile("ema", 0.999, warmup=False)
     bank = AverageBank(net, [slow])

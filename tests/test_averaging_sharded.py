@@ -44,7 +44,7 @@ def train(model, bank, steps):
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("profile", KINDS, ids=lambda p: p.name)
-def test_F3_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, profile, staged):
+def test_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, profile, staged):
     with sharded_twins(tmp_path) as (net, twin):
         if staged:
             with through_staging():
@@ -83,7 +83,7 @@ def test_modules_inside_the_sharded_one_see_the_average(tmp_path):
         assert torch.equal(net(x), live)
 
 
-def test_D3_sharded_and_whole_averages_are_the_same_bits(tmp_path):
+def test_sharded_and_whole_averages_are_the_same_bits(tmp_path):
     with sharded_twins(tmp_path) as (net, twin):
         bank, twin_bank = AverageBank(net, KINDS), AverageBank(twin, KINDS)
         train(net, bank, 7)

@@ -22,7 +22,7 @@ def net():
     return make_net()
 
 
-def test_B1_swaps_leave_the_live_trajectory_bitwise_alone():
+def test_swaps_leave_the_live_trajectory_bitwise_alone():
     runs = []
     for validated in (False, True):
         torch.manual_seed(3)
@@ -43,7 +43,7 @@ def test_B1_swaps_leave_the_live_trajectory_bitwise_alone():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_B2_an_exception_inside_a_swap_restores_the_live_weights(net, error):
+def test_an_exception_inside_a_swap_restores_the_live_weights(net, error):
     bank = AverageBank(net, [PLAIN])
     move(net, 0)
     bank.update()
@@ -60,7 +60,7 @@ def test_B2_an_exception_inside_a_swap_restores_the_live_weights(net, error):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_B2_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net, monkeypatch, number):
+def test_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net, monkeypatch, number):
     bank = AverageBank(net, [PLAIN])
     move(net, 0)
     bank.update()
@@ -88,7 +88,7 @@ def test_B2_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net
     assert_same(copies(net), live)
 
 
-def test_B2_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(net, monkeypatch):
+def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
     live, whole, seen = copies(net), Exchange.swap_in, []
 
@@ -114,7 +114,7 @@ def test_B2_a_second_signal_in_an_exchange_is_delivered_although_the_first_raise
     assert_same(copies(net), live)
 
 
-def test_B2_running_out_of_memory_in_the_middle_of_an_exchange_is_undone(net, monkeypatch):
+def test_running_out_of_memory_in_the_middle_of_an_exchange_is_undone(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
     move(net, 0)
     bank.update()
@@ -135,7 +135,7 @@ def test_B2_running_out_of_memory_in_the_middle_of_an_exchange_is_undone(net, mo
     assert_same(bank.weights("ema"), average)
 
 
-def test_B3_before_the_first_update_the_average_is_the_live_model(net):
+def test_before_the_first_update_the_average_is_the_live_model(net):
     bank = AverageBank(net, [WARM, EmaProfile("late", 0.9, start_step=5)])
     for name in bank.names:
         with bank.swapped_in(name):
@@ -151,7 +151,7 @@ def test_B3_before_the_first_update_the_average_is_the_live_model(net):
     assert_same(copies(net), live)
 
 
-def test_B4_a_swap_inside_a_swap_is_an_error_and_keeps_the_outer_one(net):
+def test_a_swap_inside_a_swap_is_an_error_and_keeps_the_outer_one(net):
     bank = AverageBank(net, [PLAIN, EmaProfile("slow", 0.999)])
     move(net, 0)
     bank.update()
@@ -165,7 +165,7 @@ def test_B4_a_swap_inside_a_swap_is_an_error_and_keeps_the_outer_one(net):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_B5_a_compiled_model_sees_the_swap_without_compiling_again(net):
+def test_a_compiled_model_sees_the_swap_without_compiling_again(net):
     compilations = []
 
     def count(graph, _inputs):
@@ -186,7 +186,7 @@ def test_B5_a_compiled_model_sees_the_swap_without_compiling_again(net):
     assert len(compilations) == 1
 
 
-def test_B6_names_are_those_of_the_bare_model_whatever_wraps_it(net):
+def test_names_are_those_of_the_bare_model_whatever_wraps_it(net):
     wrapped = nn.DataParallel(torch.compile(nn.DataParallel(net), backend="eager"))
     bank = AverageBank(wrapped, [PLAIN])
     assert sorted(bank.weights("ema")) == sorted(net.state_dict())
@@ -194,7 +194,7 @@ def test_B6_names_are_those_of_the_bare_model_whatever_wraps_it(net):
     assert "0.first.weight" in AverageBank(inside, [PLAIN]).weights("ema")
 
 
-def test_B6_a_layer_that_happens_to_be_called_module_keeps_its_name():
+def test_a_layer_that_happens_to_be_called_module_keeps_its_name():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -204,13 +204,13 @@ def test_B6_a_layer_that_happens_to_be_called_module_keeps_its_name():
     assert sorted(AverageBank(Odd(), [PLAIN]).weights("ema")) == ["module.bias", "module.weight", "scale"]
 
 
-def test_B6_a_model_without_trained_parameters_is_an_error(net):
+def test_a_model_without_trained_parameters_is_an_error(net):
     net.requires_grad_(False)
     with pytest.raises(ConfigError, match="no trained parameter to average"):
         AverageBank(net, [PLAIN])
 
 
-def test_B7_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch):
+def test_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
     pointers = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].storage.tensors}
     cloned = []
@@ -228,7 +228,7 @@ def test_B7_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch)
     assert max(cloned) == max(p.numel() for p in net.parameters())
 
 
-def test_A4_states_taken_inside_a_swap_hold_raw_weights_and_averages(net):
+def test_states_taken_inside_a_swap_hold_raw_weights_and_averages(net):
     for model in (net, Net(dtype=torch.bfloat16)):
         bank = AverageBank(model, [PLAIN, EmaProfile("slow", 0.999, warmup=False)])
         move(model, 0)
@@ -246,7 +246,7 @@ def test_A4_states_taken_inside_a_swap_hold_raw_weights_and_averages(net):
 
 @pytest.mark.parametrize("profile", [POWER, SWA, SwaProfile("ema", dtype="float32"), SwaProfile("ema", device="cpu")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_B1_a_swap_of_any_kind_leaves_live_weights_and_average_bitwise_alone(profile, dtype):
+def test_a_swap_of_any_kind_leaves_live_weights_and_average_bitwise_alone(profile, dtype):
     net = make_net(dtype=dtype)
     bank = AverageBank(net, [profile])
     train(net, bank, range(6))
@@ -260,7 +260,7 @@ def test_B1_a_swap_of_any_kind_leaves_live_weights_and_average_bitwise_alone(pro
         assert_same(bank.weights("ema"), average)
 
 
-def test_B3_a_growing_average_is_the_live_model_after_its_first_update(net):
+def test_a_growing_average_is_the_live_model_after_its_first_update(net):
     bank = AverageBank(net, [POWER])
     train(net, bank, range(1))
     assert_same(bank.weights("ema"), copies(net))

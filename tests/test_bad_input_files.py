@@ -18,7 +18,7 @@ from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.locks import locked
-from deepmd_ema.train.place import LOCK
+from deepmd_ema.train.start.output_files import LOCK
 
 LAST = 4
 
@@ -80,12 +80,12 @@ BAD_STARTS = {
     "truncated": (
         lambda desk: cut("model.ckpt-4.pt"),
         ["--restart", "model.ckpt.pt"],
-        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: go on from that one."],
+        ["model.ckpt.pt: damaged, cut off after", "model.ckpt-2.pt: continue from that one."],
     ),
     "one bit of it changed": (
         lambda desk: flip("model.ckpt-4.pt"),
         ["--restart", "model.ckpt.pt"],
-        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: go on from that one."],
+        ["model.ckpt.pt: damaged, ", "model.ckpt-2.pt: continue from that one."],
     ),
     "its target is gone": (
         lambda desk: Path("model.ckpt-4.pt").unlink(),
@@ -190,7 +190,7 @@ def test_a_restart_on_data_that_have_grown_says_so(desk):
 
 def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
     cut("model.ckpt-4.pt")
-    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": go on")[0]
+    named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": continue")[0]
     desk.train("--restart", named).must_say(code=GOOD)
     assert checkpoint.load("model.ckpt.pt")["step"] == 8
 
@@ -280,7 +280,7 @@ BAD_PLACES = {
     "a file in place of the statistics": (
         lambda: Path("stat").write_text(""),
         {"training__stat_file": "stat"},
-        ["training.stat_file: stat: cannot be written (", "Remove what stands there, name another place"],
+        ["training.stat_file: stat: cannot be written (", "Remove the file that is there, name another place"],
     ),
 }
 
@@ -381,7 +381,7 @@ def test_two_runs_may_share_a_folder_of_checkpoints_but_no_file_in_it(clean):
 def test_a_forgotten_restart_loses_nothing_and_is_told_before_the_first_step(desk):
     before = everything()
     told = desk.train()
-    told.must_say("files of an earlier run, up to step 4, stand here: moved to earlier-1.", "use --restart", code=GOOD)
+    told.must_say("there were files of an earlier run, up to step 4: moved to earlier-1.", "use --restart", code=GOOD)
     assert told.text.index("moved to earlier-1") < told.text.index("Batch       1")
     ran = [name for name in before if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"]
     assert len(ran) > 5
@@ -473,7 +473,7 @@ def test_a_path_that_the_system_refuses_is_one_message(clean, kind):
 def test_a_log_that_cannot_be_written_any_more_is_told_once(clean):
     Path("train.log").symlink_to("/dev/full")
     told = clean.train("-l", "train.log")
-    told.must_say("cannot be written any more (No space left on device): goes on without it", code=GOOD)
+    told.must_say("cannot be written any more (No space left on device): the run continues without it", code=GOOD)
     assert told.text.count("/train.log") == 1
     assert len(told.text.splitlines()) < 100
 
@@ -485,7 +485,7 @@ def test_a_full_disk_at_the_rows_is_told_and_not_hidden_by_the_end(desk, monkeyp
     def also_full(*_):
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr("deepmd_ema.train.display.Reporter.close", also_full)
+    monkeypatch.setattr("deepmd_ema.train.loop.reporter.Reporter.close", also_full)
     told = desk.train("-v", "ERROR")
     told.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
 

@@ -65,7 +65,7 @@ def test_anchors_that_multiply_are_refused_at_once(desk, merge):
     Path("input.yaml").write_text(bomb(12, merge))
     began = time.process_time()
     desk.run("check", "input.yaml").must_say(
-        "input.yaml: anchors that stand for more than 100,000 values: this is no input."
+        "input.yaml: anchors that expand to more than 100,000 values: this is no input."
     )
     assert time.process_time() - began < 5  # all memory or for ever, if they are not refused; some ms if they are
 

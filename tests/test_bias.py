@@ -26,10 +26,10 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.train import bias as bias_module
-from deepmd_ema.train.bias import refit
-from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.start import Start
+from deepmd_ema.train.loop import refit_bias as bias_module
+from deepmd_ema.train.loop.refit_bias import refit
+from deepmd_ema.train.start.new_run import Start
+from deepmd_ema.train.start.prepare import prepare
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
 ZERO = 1e-10  # eV/atom
@@ -71,7 +71,7 @@ def put(model, bias):
     model.out_bias.copy_(torch.from_numpy(bias).view(1, -1, 1))
 
 
-def test_E3_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_fitted_with():
+def test_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_fitted_with():
     """Frames of different sizes and compositions, labels of another energy zero: live and averaged weights alike."""
     config, frames = tiny_config(), shifted_frames()
     model = random_model(config)
@@ -231,7 +231,7 @@ BANK = {
 }
 
 
-def test_E3_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeypatch):
+def test_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeypatch):
     """The live file and each averaged file have no mean residual per atom on the training frames."""
     folder = train(tmp_path / "run", data, monkeypatch, **REFIT, **BANK)
     plain = train(tmp_path / "plain", data, monkeypatch, **BANK)
@@ -297,7 +297,7 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
 
     folder = train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
     with monkeypatch.context() as broken:
-        broken.setattr("deepmd_ema.train.assemble.refit", fail)
+        broken.setattr("deepmd_ema.train.loop.refit", fail)
         with pytest.raises(AssertionError):
             train(tmp_path / "run", data, monkeypatch, num_steps=7, **REFIT)
     assert "refitted_bias" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")

@@ -99,7 +99,7 @@ def test_an_average_of_a_checkpoint_is_changed_with_its_own_weights(run, data, t
     assert abs(residuals(out, data).mean()) < ZERO
     info = load_model(out).info
     assert (info.kind, info.weights, info.step, info.min_nbor_dist) == ("weights", "ema", 7, 0.9)
-    assert info.in_words() == load_model(run[1]).info.in_words()
+    assert info.describe() == load_model(run[1]).info.describe()
     assert info.config == load_model(run[0]).info.config
 
 
@@ -125,7 +125,7 @@ def test_a_bias_fitted_after_training_is_shown(run, tmp_path, capsys):
     payload["refitted_bias"] = {name: torch.full((1, 2, 1), -1.0, dtype=torch.float64) for name in ("live", "ema")}
     checkpoint.save(tmp_path / "model.ckpt-7.pt", payload)
     assert cli.main(["show", str(tmp_path / "model.ckpt-7.pt")]) == 0
-    assert "bias           fitted again after training, for live, ema; a restart goes on" in capsys.readouterr().out
+    assert "bias           fitted again after training, for live, ema; a restart continues" in capsys.readouterr().out
 
 
 def test_values_are_taken_as_they_are(run, tmp_path, capsys):
@@ -263,9 +263,15 @@ def test_elements_that_the_data_do_not_hold_or_tell_apart_are_named(run, data, t
     assert change(run[0], "-s", data / "oxygen", "-o", tmp_path / "new.pt") == 0
     assert "+0.000000  not in the data" in capsys.readouterr().out
     assert change(run[0], "-s", data / "water", "-o", tmp_path / "new.pt") == 0
-    assert "do not tell the energies of O, H apart: they share the change" in capsys.readouterr().out
+    assert (
+        "the energies of O, H cannot be determined separately from these compositions; equal changes are used"
+        in capsys.readouterr().out
+    )
     assert change(run[0], "-s", data / "water", "-m", "set", "-o", tmp_path / "new.pt") == 0
-    assert "do not tell the energies of O, H apart: they share them" in capsys.readouterr().out
+    assert (
+        "the energies of O, H cannot be determined separately from these compositions; equal values are used"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

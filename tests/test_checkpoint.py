@@ -80,7 +80,7 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
     spoil(here / "model.ckpt-3.pt", how)
     spoil(here / "model.ckpt-2.pt", "cut")
-    with pytest.raises(CheckpointError, match=r"model.ckpt-3.pt: damaged, .*\bmodel.ckpt-1.pt: go on from that one"):
+    with pytest.raises(CheckpointError, match=r"model.ckpt-3.pt: damaged, .*\bmodel.ckpt-1.pt: continue from that one"):
         checkpoint.load("model.ckpt-3.pt")
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load(here / "model.ckpt-2.pt")
@@ -118,7 +118,7 @@ def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, p
 def test_a_damaged_file_without_an_older_one_says_so(here):
     checkpoint.save("model.ckpt-3.pt", payload(3))
     spoil(here / "model.ckpt-3.pt", "cut")
-    with pytest.raises(CheckpointError, match="No older intact checkpoint stands beside it"):
+    with pytest.raises(CheckpointError, match="There is no older intact checkpoint beside it"):
         checkpoint.load("model.ckpt-3.pt")
 
 

@@ -68,7 +68,7 @@ def test_families_do_not_see_each_others_files(here):
     assert live.steps() == average.steps() == [1]
 
 
-def test_A14_rotation_goes_by_the_step_and_not_by_time(here):
+def test_rotation_goes_by_the_step_and_not_by_time(here):
     live = CheckpointSeries("model.ckpt", keep=2, start=0)
     for step in (1, 9, 10, 100):
         save_together(step, [(live, payload(step))])
@@ -84,7 +84,7 @@ def test_a_keep_below_one_keeps_everything(here, keep):
     assert live.steps() == list(range(1, 9))
 
 
-def test_A14_files_of_a_longer_earlier_run_do_not_push_out_new_ones(here, caplog):
+def test_files_of_a_longer_earlier_run_do_not_push_out_new_ones(here, caplog):
     caplog.set_level(logging.INFO)
     for step in (100, 1000, 1100, 1200):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
@@ -196,7 +196,7 @@ print("end", count)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_A12_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
+def test_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
     here = os.path.dirname(__file__)
     for at in range(1, 60):
         folder = tmp_path / str(at)
@@ -297,7 +297,7 @@ def test_what_was_pushed_out_stays_until_a_checkpoint_knows(here):
     assert names(here) == ["best.ckpt-8.t-1.pt"]
 
 
-def test_C2_the_best_so_far_survives_a_restart(here, best):
+def test_the_best_so_far_survives_a_restart(here, best):
     submit(best, 5.0, 4)
     submit(best, 3.0, 8)
     again = BestFiles("best", ".", 2, "E:MAE")

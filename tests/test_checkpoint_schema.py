@@ -22,7 +22,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import KINDS as SHOWN
 from deepmd_ema.infer.show import describe
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
-from deepmd_ema.train.find_start import find_start
+from deepmd_ema.train.start.start_file import load_restart, load_weights
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,11 +76,11 @@ def changed(tree, place, value=None, drop=False):
 
 
 def begin(path):
-    find_start(None, str(path)).adopt_from_checkpoint(CONFIG)
+    load_weights(str(path)).adopt_from_checkpoint(CONFIG)
 
 
 def go_on(path):
-    start = find_start(str(path), None)
+    start = load_restart(str(path))
     config = start.adopt_from_checkpoint(CONFIG)
     start.check_resumable(config, allow_change=True)
     start.run_id(config)
@@ -117,7 +117,7 @@ def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_tol
         read_it(path, *COMMANDED)
 
 
-@pytest.mark.parametrize("part", ["optimizer", "streams", "display", "owes_validation", "model", "config", "step"])
+@pytest.mark.parametrize("part", ["optimizer", "streams", "display", "validation_pending", "model", "config", "step"])
 @pytest.mark.parametrize("junk", ["missing", "text"])
 def test_a_checkpoint_that_lacks_a_part_is_told_with_its_name(trained, tmp_path, part, junk):
     payload = checkpoint.load(trained / "model.ckpt-4.pt")
@@ -249,7 +249,7 @@ def test_a_run_starts_from_the_weights_of_a_frozen_model(trained, tmp_path, monk
     monkeypatch.chdir(tmp_path / "desk")
     for suffix in (".dp", ".yaml"):
         assert main(["freeze", "--average", "ema", "-o", f"m{suffix}"]) == 0
-        begin = find_start(None, f"m{suffix}")
+        begin = load_weights(f"m{suffix}")
         averaged = load_model("model_ema.ckpt-4.pt").model.state_dict()
         assert all(torch.equal(tensor, averaged[name]) for name, tensor in begin.payload["model"].items())
         assert main(["train", "--init-model", f"m{suffix}", "input.json", "--device", "cpu"]) == 0

@@ -201,7 +201,7 @@ def test_a_long_list_of_problems_fits_one_screen(failing, capsys):
     failing(DataError([f"problem {k}" for k in range(100)]))
     assert cli.main(["show", "input.json"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == cli.MOST_SHOWN + 2
+    assert len(err) == cli.MAX_PROBLEMS + 2
     assert err[-1] == "     and 75 more; `dp-ema check` shows all"
 
 

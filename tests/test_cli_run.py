@@ -70,8 +70,8 @@ def test_the_averaged_file_is_the_average_inside_the_checkpoint(run):
     inside, beside = load_model(run, use_average=True), load_model(run / "model_ema.ckpt.pt")
     for name, tensor in inside.model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), beside.model.state_dict()[name].numpy(), err_msg=name)
-    assert inside.info.in_words() == beside.info.in_words()
-    assert inside.info.in_words().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, {STEPS} updates")
+    assert inside.info.describe() == beside.info.describe()
+    assert inside.info.describe().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, {STEPS} updates")
 
 
 def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):

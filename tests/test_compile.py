@@ -15,20 +15,19 @@ from torch._dynamo.utils import counters
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.config.schema.run import Link
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compile as compiling
-from deepmd_ema.model.build import DESCRIPTORS, share_parts
-from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.build import share_parts
+from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import run
-from deepmd_ema.model.kernels.series import MIN_TERMS
-from deepmd_ema.model.splines import splines_of
-from deepmd_ema.train import compile as train_compile
+from deepmd_ema.model.interpolation import interpolations_of
+from deepmd_ema.model.interpolation.series import MIN_TERMS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 
@@ -40,7 +39,7 @@ SMALLER = {
 }
 NET = {"neuron": [2], "numb_fparam": 1, "numb_aparam": 2}
 LOSS = EnerLossConfig(start_pref_v=1, limit_pref_v=1)
-TRACED = CompileConfig(backend="aot_eager")
+TRACED = CompileOptions(backend="aot_eager")
 # what two tasks share; without an embedding of elements the third way is the fourth
 WAYS = {
     "all": [("descriptor", 0), ("fitting_net", 0)],
@@ -131,7 +130,7 @@ def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_number
 
 
 def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
-    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
+    compiler = Compiler(CompileOptions(backend="aot_eager", dynamic=False))
     _, model = toy_model("se_e2_r", SMALL, {"neuron": [2]})
     for natoms in (5, 6, 6, 5, 6):
         coord, _ = toy_atoms(natoms, natoms, spread=2.6)
@@ -141,9 +140,9 @@ def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
 
 
 def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_again_eagerly():
-    _, model = toy_model("se_e2_a_spline", {"neuron": [4, 8]})
-    (spline,) = splines_of(model.train()).values()
-    spline.use(MIN_TERMS)
+    _, model = toy_model("se_e2_a_interpolated", {"neuron": [4, 8]})
+    (interpolation,) = interpolations_of(model.train()).values()
+    interpolation.use(MIN_TERMS)
     compiler = Compiler(TRACED)
     (batch, *_) = batches_of(model)
     with torch.no_grad():
@@ -152,7 +151,7 @@ def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_agai
     graph = compiler._evaluate(model, batch, compiler._up)
     assert torch.isnan(graph["energy"]).any()
     found = outputs_loss_and_gradients(compiler, model, batch)
-    spline.use(0)
+    interpolation.use(0)
     assert_same(found, outputs_loss_and_gradients(run, model, batch), 1e-7)
 
 
@@ -217,53 +216,19 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     assert "compiled  2 graphs in" in caplog.text
 
 
-def test_auto_goes_on_eagerly_where_a_run_is_short_and_a_restart_adopts_that(desk, caplog):
-    caplog.set_level("INFO")
-    auto = train(desk / "auto", training__enable_compile="auto")
-    assert "the run goes on eagerly" in caplog.text
-    assert auto[0]["config"]["training"]["enable_compile"] is False
-    caplog.clear()
-    train(desk / "auto", "--restart", "model.ckpt-3.pt", training__enable_compile="auto")
-    assert "training.enable_compile = auto" not in caplog.text
-
-
-@pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa3"])
-def test_the_estimate_counts_tasks_of_one_structure_once_whatever_their_first_batches_are(descriptor):
-    models = [toy_model(descriptor, SMALL, NET, seed=seed)[1].train() for seed in range(len(FRAMES))]
-    steps = [(0.25, model, batch) for model, batch in zip(models, batches_of(models[0]), strict=True)]
-    alone, together, twice = (train_compile._Probe.measure(tasks) for tasks in (steps[:1], steps, [*steps, *steps]))
-    assert alone.operations == together.operations == twice.operations > 500
-    other = toy_model("se_e2_r", SMALL, NET)[1].train()
-    assert train_compile._Probe.measure([*steps, (0.5, other, next(batches_of(other)))]).operations > alone.operations
-
-
-def test_auto_takes_compiled_code_if_a_step_is_measured_to_be_faster(desk, caplog, monkeypatch):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)
-    monkeypatch.setattr(train_compile, "FASTER", 1e9)
-    compiled = train(desk / "fast", training__enable_compile="auto")
-    assert compiled[0]["config"]["training"]["enable_compile"] is True
-    assert "it is tried" in caplog.text
-    assert "training goes on compiled" in caplog.text
-
-
-def test_without_a_compiler_the_message_says_what_to_install_and_auto_goes_on(desk, caplog, monkeypatch, capsys):
+def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, capsys):
     def fail(*_):
         from torch._inductor.exc import InvalidCxxCompiler
 
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(compiling.Compiler, "trace", fail)
-    monkeypatch.setattr(train_compile, "LARGEST_SHARE", 1e9)
-    caplog.set_level("INFO")
-    train(desk / "auto", training__enable_compile="auto")
-    assert "Install g++" in caplog.text
-    assert "The run goes on eagerly." in caplog.text
-    values = tiny_input([desk / "train_0"], num_steps=2, **TINY, training__enable_compile=True)
+    values = tiny_input([desk / "train_0"], [desk / "validation"], num_steps=2, **TINY, training__enable_compile=True)
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 2
     message = capsys.readouterr().err
     assert "training.enable_compile: no C++ compiler was found" in message
+    assert "Install g++" in message
     assert "Traceback" not in message
     with pytest.raises(UserError, match="could not compile the model"), explained("here", "Leave it out"):
         raise RuntimeError("no kernel for this")
@@ -271,7 +236,7 @@ def test_without_a_compiler_the_message_says_what_to_install_and_auto_goes_on(de
 
 def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, monkeypatch):
     train(desk / "run")
-    monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
+    monkeypatch.setattr(evaluating, "CompileOptions", lambda: TRACED)
     command = ["test", "-m", str(desk / "run" / "model_ema.ckpt.pt"), "-s", str(desk / "validation")]
     found = []
     for more in ([], ["--compile"]):

@@ -18,8 +18,10 @@ from deepmd_ema.config import (
     model_config_from_dict,
 )
 from deepmd_ema.config.rules import RULES
-from deepmd_ema.config.schema.model import FITTINGS, EnerFittingConfig
+from deepmd_ema.config.schema.model import FITTINGS
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.families.ener.section import EnerFittingConfig
+from deepmd_ema.registry import Family
 
 NOT_YET = "known to DeePMD-kit, not available in dp-ema "
 
@@ -48,7 +50,7 @@ BAD = [
         ["Did you mean numb_step or numb_steps?"],
     ),
     # required keys
-    ({"model": REMOVE}, "model", ["required, but missing", "what is trained"]),
+    ({"model": REMOVE}, "model", ["required, but missing", "the model that is trained"]),
     ({"learning_rate": REMOVE}, "learning_rate", ["required, but missing"]),
     ({"learning_rate.start_lr": REMOVE}, "learning_rate.start_lr", ["required, but missing", "a number > 0"]),
     ({"model.type_map": REMOVE}, "model.type_map", ["required, but missing", '["O", "H"]']),
@@ -125,7 +127,12 @@ BAD = [
     ({"loss.type": "tensor"}, 'loss.type = "tensor"', [NOT_YET]),
     ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1", [NOT_YET]),
     ({"loss.enable_atom_ener_coeff": True}, "loss.enable_atom_ener_coeff", [NOT_YET]),
-    ({"training.enable_compile": "yes"}, 'training.enable_compile = "yes"', ['"auto"']),
+    ({"training.enable_compile": "yes"}, 'training.enable_compile = "yes"', ["true or false", "Write true"]),
+    (
+        {"training.enable_compile": "auto"},
+        'training.enable_compile = "auto"',
+        ["was removed", "Use true for long"],
+    ),
     ({"training.compile_options": {"mode": "fast"}}, 'training.compile_options.mode = "fast"', ["reduce-overhead"]),
     ({"training.enable_tf32": "high"}, 'training.enable_tf32 = "high"', ["true or false"]),
     ({"training.acc_freq": 2}, "training.acc_freq = 2", [NOT_YET]),
@@ -154,7 +161,7 @@ def test_a_mistake_gets_one_message_with_its_place(changes, place, phrases):
 
 # what does not fit together in the section `model` -> changes, where the message stands, what it says
 BROKEN_MODELS = {
-    "elements_stand_once": ({"model.type_map": ["H", "H"]}, "model.type_map", "H stands more than once"),
+    "elements_stand_once": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "smoothing_begins_inside_cutoff": (
         {"model.descriptor.rcut_smth": 6},
         "model.descriptor.rcut_smth = 6",
@@ -219,7 +226,7 @@ def test_what_does_not_fit_together_in_a_model_is_told(changes, place, phrase):
 
 # name of a rule -> changes that break it, where the message stands, what it says
 BROKEN_RULES = {
-    "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H stands more than once"),
+    "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "descriptor_fits_together": (
         {"model.descriptor.axis_neuron": 41},
         "model.descriptor.axis_neuron = 41",
@@ -522,7 +529,7 @@ BROKEN_YAML = [
     ("a: " + "[" * 200 + "]" * 200, ["nested too deeply"]),
     (
         "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]),
-        ["anchors that stand for more than 100,000 values"],
+        ["anchors that expand to more than 100,000 values"],
     ),
     ("a: *nowhere\n", ["not YAML", "found undefined alias"]),
 ]
@@ -572,14 +579,18 @@ def test_json_with_a_byte_order_mark_is_read(tmp_path):
     assert load_config(path) == config_from_dict(GOOD)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherFitting(EnerFittingConfig):
+    """Another network."""
+
+    type: ClassVar[str] = "other"
+
+
+OTHER = Family(OtherFitting, "no_package:Other")
+
+
 def test_an_unknown_fitting_is_answered_with_those_of_the_registry(monkeypatch):
-    @dataclass(frozen=True, kw_only=True)
-    class OtherFitting(EnerFittingConfig):
-        """Another network."""
-
-        type: ClassVar[str] = "other"
-
-    monkeypatch.setitem(FITTINGS, "other", OtherFitting)
+    monkeypatch.setitem(FITTINGS.own, "other", f"{__name__}:OTHER")
     with pytest.raises(ConfigError, match=r'model\.fitting_net\.type = "othr": unknown\. Did you mean other\?'):
         config_from_dict(spoiled({"model.fitting_net": {"type": "othr"}}))
     assert isinstance(

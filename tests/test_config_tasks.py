@@ -204,7 +204,7 @@ WRONG = {
         "model.model_dict",
         '"a/b" is no name of a task',
     ),
-    "heads_are_told_apart": (
+    "heads_are_distinct": (
         {"model__model_dict__Ice": model(), "training__data_dict__Ice": {"training_data": {"systems": ["x"]}}},
         "model.model_dict.Ice",
         "task ice has this name but for upper and lower case",
@@ -246,7 +246,7 @@ WRONG = {
         "model.model_dict.ice.type_map",
         "Give both the same elements",
     ),
-    "tasks_are_told_apart": (
+    "case_embedding_is_one_number": (
         {
             "model__model_dict__ice__fitting_net": {"dim_case_embd": 2},
             "model__model_dict__water__fitting_net": {"dim_case_embd": 3},

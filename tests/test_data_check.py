@@ -9,10 +9,10 @@ import pytest
 from fake_descriptor import FakeConfig
 from helpers import open_data, toy_frame, toy_labels, write_system
 
-from deepmd_ema.config.schema.dpa3 import DPA3Config, RepflowConfig
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.errors import DataError
+from deepmd_ema.families.dpa3.section import DPA3Config, RepflowConfig
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs
 
 ELEMENTS = ["O", "H"]
@@ -370,7 +370,7 @@ def test_a_set_of_very_many_elements_fits_the_screen(tmp_path):
 def test_neighbors_of_large_sets_are_searched_in_some_frames_only(water):
     report = check(["water"], max_searched=5)
     assert report.num_searched == 5
-    assert any("(in 5 frames, evenly taken)" in line for line in report.lines())
+    assert any("(in 5 frames, evenly spaced)" in line for line in report.lines())
 
 
 def test_long_tables_are_cut(tmp_path):

@@ -257,8 +257,8 @@ def test_atoms_may_be_many_cells_outside_of_theirs(cells):
 @pytest.mark.parametrize("cells", [0, 3])
 def test_images_are_those_of_a_block_around_them(monkeypatch, cells):
     made = []
-    for most in (collate_module._MOST_COUNTED, 0):
-        monkeypatch.setattr(collate_module, "_MOST_COUNTED", most)
+    for most in (collate_module._MAX_TABLE_IMAGES, 0):
+        monkeypatch.setattr(collate_module, "_MAX_TABLE_IMAGES", most)
         made.append(pair_frame(far_away(make_frame(0), cells), LAYOUT))
     for name in ("table", "image", "neighbor", "reverse"):
         one, other = (getattr(frame, name) for frame in made)

@@ -12,11 +12,11 @@ import pytest
 from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.collate import pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs, neighbor_statistics
 
 LABELS = ("energy", "force", "virial")

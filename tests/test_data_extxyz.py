@@ -11,11 +11,11 @@ import pytest
 from helpers import assert_same_files, open_data, tiny_input, toy_frame, toy_labels
 
 from deepmd_ema.cli import main
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.formats import extxyz
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import DataError
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 LABELS = ("energy", "force", "virial")
 ELEMENTS = np.array(["O", "H", "C"])

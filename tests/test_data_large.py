@@ -11,7 +11,6 @@ import pytest
 from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data import source
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
@@ -19,6 +18,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.npy import Rows
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 FRAMES, ATOMS = 20_000, 12
 ARRAYS_MB = FRAMES * 2 * 3 * ATOMS * 8 / 1e6  # coordinates and forces: 11.5

@@ -12,13 +12,13 @@ from helpers import open_data, tiny_input, toy_frame, toy_labels, write_system
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.cli import main
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats import discover
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes, plan_batches
 from deepmd_ema.data.source import Chunk, Frame, Place, frame_chunks
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels
 
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
 from deepmd_ema.data.check import units
 from deepmd_ema.data.check.paths import PathRatios, path_ratios
 from deepmd_ema.data.check.physics import Evidence, Ratio, judge
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 pytestmark = pytest.mark.usefixtures("real_radii")
 
@@ -103,19 +103,17 @@ def test_right_data_are_quiet(tmp_path):
             report = report_of(source)
             assert report.units.warnings == [], source
             if source.name.startswith("train"):
-                assert "can be told: lengths in 1, forces in 1, energies in 1" in report.units.lines()[0], source
+                assert "verified: lengths in 1, forces in 1, energies in 1" in report.units.lines()[0], source
 
 
 def test_what_cannot_be_told_is_said(tmp_path):
     path = copied(WATER, tmp_path / "s", frames=5)
     lines = report_of(path).units.lines()
-    assert lines[0] == (
-        "Units and signs: of 1 system, can be told: lengths in 1, forces in 1, energies in 0, virials in 0"
-    )
-    assert lines[1] == f"  cannot be told: energies of {path}"
+    assert lines[0] == ("units and signs verified: lengths in 1, forces in 1, energies in 0, virials in 0 of 1 system")
+    assert lines[1] == f"  not verified: energies of {path}"
     for file in ("energy", "force"):
         (path / "set.000" / f"{file}.npy").unlink()
-    assert report_of(path).units.lines() == ["Units and signs: cannot be told without forces"]
+    assert report_of(path).units.lines() == ["units and signs: cannot be verified without forces"]
 
 
 def test_small_systems_are_judged_together(tmp_path):
@@ -130,15 +128,13 @@ def test_elements_that_are_unknown_hide_lengths_only(tmp_path):
     (path / "type_map.raw").write_text(names.replace("H", "H_wat").replace("O", "O_wat"))
     report = report_of(path)
     assert "the forces have the wrong sign" in report.units.warnings[0]
-    assert report.units.told["lengths"] == 0
+    assert report.units.verified["lengths"] == 0
 
 
 def test_of_many_systems_some_are_judged(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "_MOST_SYSTEMS", 2)
+    monkeypatch.setattr(units, "_MAX_SYSTEMS", 2)
     parts = [copied(MOLECULES, tmp_path / f"s{k}", seed=k, frames=20) for k in range(5)]
-    assert (
-        report_of(*parts).units.lines()[0].startswith("Units and signs: of 2 of 5 systems, evenly taken, can be told")
-    )
+    assert report_of(*parts).units.lines()[0].endswith(" of 2 evenly spaced systems of 5")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +186,7 @@ def test_strained_crystals_tell_units_and_signs(factors, words):
 def test_right_strained_crystals_are_quiet():
     findings = units._Findings(judge(crystal(12), ["O_", "H_"]), None)  # no elements, whose bonds would have a length
     assert findings.texts == []
-    assert findings.told >= {"energy", "force", "virial"}
+    assert findings.verified >= {"energy", "force", "virial"}
 
 
 def crystal(num, energy=1, force=1, virial=1, seed=0, size=0.01):
@@ -277,8 +273,8 @@ def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_told(tmp_path
     units._count(
         report, "argon", [Frame(np.zeros((1, 3)), np.zeros(1, int), labels={"energy": 0.0, "force": 0.0})], findings
     )
-    assert report.untold["a unit common to energies and forces"] == ["argon"]
-    assert report.told == {"lengths": 0, "forces": 1, "energies": 1}
+    assert report.unverified["a unit common to energies and forces"] == ["argon"]
+    assert report.verified == {"lengths": 0, "forces": 1, "energies": 1}
 
 
 def test_frames_of_very_many_atoms_are_judged_by_their_nearest_pairs():

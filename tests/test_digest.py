@@ -166,13 +166,13 @@ def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
     tree["software"] = "deepmd-kit"
     write_tree(frozen, tree)
     info = load_model(frozen).info
-    assert info.in_words() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
+    assert info.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
     assert list(info.config) == ["model"]
     del tree["model_def_script"]["dp_ema"]
     write_tree(frozen, tree)
     words = "weights of an unknown step; the file does not say whether they are live or averaged"
-    assert load_model(frozen).info.in_words() == words
+    assert load_model(frozen).info.describe() == words
     again = freeze(load_model(frozen), frozen.with_name("again.dp")).path
-    assert load_model(again).info.in_words() == words
+    assert load_model(again).info.describe() == words
     with pytest.raises(CheckpointError, match=r"holds unnamed weights \(frozen\), no average"):
         load_model(frozen, use_average=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -12,15 +11,14 @@ import pytest
 from infer_models import write_run
 
 from deepmd_ema import cli
-from deepmd_ema.cli.main import COMMANDS
 from deepmd_ema.config import config_from_dict, ignored_options
 from deepmd_ema.config.manual import manual
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", ROOT / "configs" / "README.md",
-     ROOT / "benchmarks" / "README.md", *(ROOT / "doc").rglob("*.md")]
-)  # fmt: skip
+    [*ROOT.glob("*.md"), *(ROOT / "doc").rglob("*.md")]
+    + [ROOT / folder / "README.md" for folder in ("examples", "configs", "benchmarks")]
+)
 PROGRAM = ROOT / "deepmd_ema"
 SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -99,41 +97,9 @@ def test_every_input_on_a_page_is_good_and_wastes_no_option(page):
         assert config.notes == ()
 
 
-PROOFS = ROOT / "doc" / "averaging_tests.md"
-NUMBERS = {"A": [*range(1, 11), 12, 14], "B": range(1, 9), "C": range(1, 5), "D": [1, 2, 3, 5, 6], "E": range(1, 6),
-           "F": [1, 2, 3, 4, 7, 9], "G": [1, 2, 5], "I": range(1, 5)}  # fmt: skip
-CODES = [f"{letter}{number}" for letter, numbers in NUMBERS.items() for number in numbers]
-
-
-def test_every_behaviour_of_averages_has_its_test():
-    rows = [line.strip("| ").split(" | ") for line in PROOFS.read_text().splitlines() if re.match(r"\| [^c]", line)]
-    codes = [row[0] for row in rows if len(row) == 3]
-    assert sorted(codes) == sorted(CODES)
-    for row in rows:
-        assert re.fullmatch(r"(`[^`]+::test_\w+`(<br>|$))+", row[-1]), row
-
-
 @pytest.mark.parametrize("package", sorted(path.parent.name for path in PROGRAM.glob("*/__init__.py")))
-def test_the_architecture_names_every_module_and_no_other(package):
-    [row] = re.findall(rf"^\| `{package}` \| (.*) \|$", (ROOT / "doc" / "architecture.md").read_text(), flags=re.M)
-    named = {name.partition("/")[0] for name in re.findall(r"`(\w+(?:/\w*)?)`", row)}
-    there = {path.stem for path in (PROGRAM / package).iterdir()} - {"__init__", "__pycache__"}
-    if package == "cli":
-        there -= {name.replace("-", "_") for name in COMMANDS}  # "one file per command"
-    assert named == there
-
-
-@pytest.mark.parametrize(("page", "fewest"), [(PROOFS, 100), (PROOFS.with_name("defects_tests.md"), 5)])
-def test_every_test_that_a_page_of_tests_names_exists(page, fewest):
-    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page.read_text())
-    assert len(named) > fewest
-    known = {
-        (file, node.name)
-        for file in {file for file, _ in named}
-        for node in ast.parse((ROOT / file).read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert sorted({*named} - known) == []
+def test_the_architecture_names_every_package(package):
+    assert f"`{package}`" in (ROOT / "doc" / "architecture.md").read_text()
 
 
 @pytest.fixture

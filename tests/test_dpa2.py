@@ -71,17 +71,17 @@ def test_forces_are_the_derivative_of_the_energy_with_every_option(option):
 def test_the_written_out_gradient_is_that_of_torch_func(kind, changes, monkeypatch):
     """Energies, forces, virials and parameter gradients of all of them."""
     changes = (SUMS_ONLY if kind == "dpa2" else {}) | changes
-    _, model = toy_model(kind, changes | ({} if kind == "se_e3_tebd" else {"embedding_eval": "spline"}))
+    _, model = toy_model(kind, changes | ({} if kind == "se_e3_tebd" else {"interpolate": "always"}))
     batch, results = batch_of(model.train(), frame(), frame(6)), []
-    for written_out in (True, False):
+    for is_written_out in (True, False):
         calls = []
-        if not written_out:
+        if not is_written_out:
             model = with_operations(model, REFERENCE)
         monkeypatch.setattr(type_embedded, "with_vjp", lambda *args, calls=calls: calls.append(1) or with_vjp(*args))
         out = model(batch)
         loss = out["energy"].sum() + out["force"].square().sum() + out["virial"].sin().sum()
         results.append([*out.values(), *torch.autograd.grad(loss, list(model.parameters()))])
-        assert bool(calls) is not written_out
+        assert bool(calls) is not is_written_out
     for written_out, by_torch in zip(*results, strict=True):
         torch.testing.assert_close(written_out, by_torch, rtol=1e-10, atol=1e-11)
 

@@ -1,4 +1,4 @@
-"""A new descriptor is a section, a module and a tree: a made-up one without `sel` and `neuron` goes the whole way."""
+"""Another distribution adds a descriptor without `sel` and `neuron`, and it goes the whole way."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import ast
 import inspect
 import itertools
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import test_laws
 import torch
-from fake_descriptor import FakeConfig, register, train_fake_here
+from fake_descriptor.section import FakeConfig
 from helpers import assert_same, tiny_input
-from parallel_runs import run_ranks
+from packages import install
+from parallel_runs import run_ranks, train_here
 from toy_models import SECTIONS
 
 import deepmd_ema
@@ -21,7 +26,7 @@ from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.argcheck import arguments
 from deepmd_ema.config.manual import json_schema, manual
-from deepmd_ema.config.schema.descriptor import DescriptorConfig, HasIdleOptions, HasInnerNeighbors
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions, HasInnerNeighbors
 from deepmd_ema.config.schema.run import SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
@@ -42,10 +47,13 @@ RUN = {
 
 
 @pytest.fixture(autouse=True)
-def fake(monkeypatch):
-    """The descriptor is registered for one test, and has a small section for the laws."""
-    register(monkeypatch.setitem)
-    monkeypatch.setitem(SECTIONS, "fake", {**FAKE, "most": 60})
+def fake(tmp_path_factory, monkeypatch):
+    """The distribution of the descriptor is installed for one test, and has a small section for the laws."""
+    site = tmp_path_factory.mktemp("site")
+    install(site, "fake-descriptor", {"fake": "fake_descriptor:FAMILY"})
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setitem(SECTIONS, "fake", {"type": "fake", **DESCRIPTORS["fake"].example})
+    return site
 
 
 @pytest.fixture
@@ -97,7 +105,9 @@ def test_statistics_come_from_a_file(folder, capsys):
     assert_same(torch.load("model.ckpt-3.pt", weights_only=True)["model"], first)
 
 
-def test_freeze_refuses_it_by_name(folder, capsys):
+def test_freeze_refuses_it_by_name(folder, capsys, tmp_path, monkeypatch):
+    install(tmp_path / "site", "fake-descriptor", {"fake": "fake_descriptor:UNFROZEN"}, version="2.0")
+    monkeypatch.syspath_prepend(tmp_path / "site")
     run(capsys, "train", "input.json", "--device", "cpu")
     text = run(capsys, "freeze", "-c", "model.ckpt-3.pt", code=2)
     assert 'model.descriptor.type = "fake": cannot be written in the format of DeePMD-kit' in text
@@ -144,7 +154,7 @@ def test_it_trains_on_two_ranks_as_on_one(stage, folder):
         values["training"]["zero_stage"] = zero_stage
         (folder / name).mkdir()
         (folder / name / "input.json").write_text(json.dumps(values))
-        run_ranks(ranks, train_fake_here, str(folder / name), {}, limit=300)
+        run_ranks(ranks, train_here, str(folder / name), {}, limit=300)
     for file in ("model.ckpt-3.pt", "model_ema.ckpt-3.pt"):
         one, two = (torch.load(folder / name / file, weights_only=True)["model"] for name in ("alone", "shared"))
         for name, value in one.items():
@@ -176,19 +186,19 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
     law(descriptor="fake", **case)
 
 
-# ---- the rooms
+# ---- packages
 
 
-def test_no_room_reads_an_option_of_a_descriptor():
-    """Outside of a descriptor's own section, module and tree, its section is asked what sections can answer."""
+def test_no_other_package_reads_an_option_of_a_descriptor():
+    """Outside of the folder of a descriptor its section is asked what sections can answer."""
     questions = (DescriptorConfig, HasIdleOptions, HasInnerNeighbors)
     answers = {name for asked in questions for name in vars(asked) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)
     package = Path(deepmd_ema.__file__).parent
-    own = {"config/descriptor", "model/descriptor", "interchange/dp"}
+    own = ("families/", "model/descriptor/", "interchange/dp/")
     module = {"layout", "measure", "apply_statistics", "sum_names", "stat_settings", "blocks",
               "dim_out", "dtype", "mixed_types", "passes_messages"}  # fmt: skip
-    files = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parent.as_posix() not in own]
+    files = [p for p in sorted(package.rglob("*.py")) if not p.relative_to(package).as_posix().startswith(own)]
     found = [
         f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
         for path in files
@@ -201,3 +211,21 @@ def test_no_room_reads_an_option_of_a_descriptor():
 def _is_descriptor(node):
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name == "descriptor"
+
+
+def test_a_model_loads_its_own_families_only():
+    """Nothing imports another descriptor, sums of models, the Kalman filter or compiled files beside what is used."""
+    code = """
+import sys
+from toy_models import toy_model
+import deepmd_ema.export, deepmd_ema.train.run
+toy_model("se_e2_r")
+print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(deepmd_ema.__file__).parents[1])])
+    env = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
+    assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
+    assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended", "deepmd_ema.infer.images",
+                "deepmd_ema.optim.lkf", "deepmd_ema.train.loop.kalman"} & {*found.split()}  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from helpers import tiny_input, write_system
 from toy_models import TYPES, toy_model
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.config import config_from_dict
+from deepmd_ema.config import config_from_dict, load
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interchange import write_dp
@@ -21,7 +23,9 @@ from deepmd_ema.model.elements import carried_over
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import content_digest
-from deepmd_ema.train.find_start import find_start
+from deepmd_ema.train.run import run_training
+from deepmd_ema.train.start.request import TrainRequest
+from deepmd_ema.train.start.start_file import load_pretrained
 
 PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
@@ -62,7 +66,7 @@ def first_weights(file, config, **options):
     """Return what a run starts from, but for statistics of new elements and the bias."""
     run = config_from_dict(config)
     model = build_model(run.model, seed_for("weights", run.training.seed))
-    start = find_start(None, None, str(file), **options)
+    start = load_pretrained(str(file), **options)
     start.load_weights(ModelSet({"": model}))
     return model.state_dict()
 
@@ -83,6 +87,25 @@ def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trai
         if name.startswith(("fitting.nets", "descriptor.block.embedding", "descriptor.block.layers")):
             torch.testing.assert_close(new[name], value, rtol=1e-14, atol=1e-14)
     assert float(new["descriptor.block.stddev"][0, 0, 0]) not in (0.1, 1.0)  # Na: measured
+
+
+@pytest.mark.parametrize("option", ["--finetune", "--init-model", "--restart"])
+def test_a_start_parses_and_checks_its_input_once_and_reads_its_file_once(option, trained, tmp_path, monkeypatch):
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    monkeypatch.chdir(tmp_path / "run")
+    options = {option: "model.ckpt.pt"} if option == "--restart" else {option: str(trained / "model.ckpt.pt")}
+    with (
+        mock.patch.object(load, "read_config_file", wraps=load.read_config_file) as parse,
+        mock.patch.object(load, "rule_problems", wraps=load.rule_problems) as check,
+        mock.patch.object(checkpoint, "read_archive", wraps=checkpoint.read_archive) as read,
+    ):
+        assert train(input_of(["O", "H"], training__enable_ema=True), *next(iter(options.items()))) == 0
+    assert (parse.call_count, check.call_count, read.call_count) == (1, 1, 1)
+
+
+def test_a_request_is_refused_beside_other_options():
+    with pytest.raises(TypeError, match="run_training: restart belongs into the request"):
+        run_training(TrainRequest("input.json"), restart="model.ckpt.pt")
 
 
 def test_the_bias_is_moved_to_the_data(trained, desk, capsys):
@@ -141,7 +164,7 @@ def test_the_model_section_is_taken_from_the_file(trained, desk, capsys):
 def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(tmp_path):
     config, model = toy_model("hybrid", {"exclude_types": [[0, 1]]})
     write_dp(tmp_path / "model.dp", model, config)
-    start = find_start(None, None, str(tmp_path / "model.dp"))
+    start = load_pretrained(str(tmp_path / "model.dp"))
     assert start.model_section({"type_map": TYPES})["descriptor"]["list"][1]["exclude_types"] == [[0, 1]]
     with pytest.raises(ConfigError, match=r"descriptor.list\[0\].exclude_types, descriptor.list\[1\].exclude_types of"):
         start.model_section({"type_map": TYPES[::-1]})

@@ -51,8 +51,8 @@ def test_pairs_do_not_depend_on_the_kind_of_search(box, monkeypatch):
     coord = np.random.default_rng(3).uniform(-6, 8, (12, 3))
     coord[0] = 0.0  # on a corner of the cell
     found = []
-    for most in (geometry._MOST_DENSE, 0.0):
-        monkeypatch.setattr(geometry, "_MOST_DENSE", most)
+    for most in (geometry._MAX_DENSE_DISTANCES, 0.0):
+        monkeypatch.setattr(geometry, "_MAX_DENSE_DISTANCES", most)
         found.append(find_pairs(coord, box, RCUT))
     for name in ("i", "j", "shift"):
         one, other = (getattr(pairs, name) for pairs in found)

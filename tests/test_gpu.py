@@ -12,8 +12,8 @@ from helpers import assert_same, tiny_input
 from test_train import WITH_AVERAGES, StopAfter, load
 
 from deepmd_ema.errors import DivergedError, Interrupted
+from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
-from deepmd_ema.train.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

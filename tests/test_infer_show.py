@@ -94,4 +94,4 @@ def test_large_numbers_of_an_average_have_separators():
     facts = {"type": "swa", "updates": 20000, "mean_age": 9999.5}
     info = Provenance(Path("m.pt"), "average", "flat", 20000, facts)
     words = "equal weights, 20,000 updates, mean age 9,999.5 steps"
-    assert info.in_words() == f"averaged weights (flat) of step 20,000: {words}"
+    assert info.describe() == f"averaged weights (flat) of step 20,000: {words}"

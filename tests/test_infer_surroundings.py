@@ -19,7 +19,7 @@ from toy_models import TRICLINIC, toy_atoms, toy_model
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.model.splines import splines_of
+from deepmd_ema.model.interpolation import interpolations_of
 
 NATOMS = 12
 SINGLE = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
@@ -27,7 +27,7 @@ SINGLE = {"model__descriptor__precision": "float32", "model__fitting_net__precis
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("run"), model__descriptor__embedding_eval="spline", **SINGLE)[0]
+    return write_run(tmp_path_factory.mktemp("run"), model__descriptor__interpolate="always", **SINGLE)[0]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,11 @@ def same(one, two, atol=0.0):
 @pytest.mark.parametrize("descriptor", ["se_e2_a", "dpa2"])
 def test_a_potential_that_was_used_can_be_copied(descriptor, make):
     """Neither could be pickled, and tables that dpa2 makes inside torch.func could not be copied."""
-    config, model = toy_model(descriptor, {"embedding_eval": "spline"})
+    config, model = toy_model(descriptor, {"interpolate": "always"})
     potential, kept = Potential(LoadedModel(model, config, Provenance("toy", "frozen")), device="cpu"), KeptPairs(1.0)
     frame = (*toy_atoms(0, 9), TRICLINIC)
     known = potential.evaluate(*frame, kept=kept)
-    assert all(spline.tables.made for spline in splines_of(model).values())
+    assert all(interpolation.tables.made for interpolation in interpolations_of(model).values())
     made = make(potential)
     same(made.evaluate(*frame, kept=make(kept)), known)
     made._model.out_bias.add_(1.0)

@@ -20,8 +20,8 @@ from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.report import tables
+from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
-from deepmd_ema.train.trainer import Callback
 
 BEFORE, LAST = 2, 4  # the run stands after BEFORE; all writes of the next step are hit; LAST is its end
 MOST_WRITES = 80  # of one restart and one step
@@ -186,7 +186,7 @@ def assert_same_end(whole, parts):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.timeout(480)  # half a minute, but each of its many runs waits for a disk
-def test_A12_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch):
+def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch):
     struck = 0
     for at in range(1, MOST_WRITES):
         parts = stand / f"parts_{at}"

@@ -20,10 +20,11 @@ from toy_models import (
 )
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
-from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.build import build_model
 from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 
 SAME_MATH = 1e-11  # sums in another order
@@ -140,7 +141,7 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descrip
 
 @every_model
 def test_outputs_can_be_differentiated_by_the_vectors_of_a_batch(descriptor):
-    """By operations that are differentiable by the parameters alone such derivatives were wrong without a word."""
+    """By kernels that are differentiable by the parameters alone such derivatives were wrong without a word."""
     _, model = toy_model(descriptor)
     batch = batch_of(model, frame())
     generator = torch.Generator().manual_seed(0)

@@ -114,8 +114,8 @@ def test_the_wait_for_a_run_on_another_machine_is_told_at_its_start(lock, caplog
     with locked([lock]):
         assert json.loads(lock.read_text())["machine"] == this_machine()
     assert re.search(
-        rf"{lock}: process 7 on node12 held this lock, with a sign of life \d+ s ago, and can be asked on its own "
-        r"machine only\. Waiting up to 70 s for another sign; this run begins if there is none\. .*remove the file",
+        rf"{lock}: process 7 on node12 held this lock, with a sign of life \d+ s ago, and can be checked only on "
+        r"its own machine\. Waiting up to 70 s for another sign; this run begins if there is none\. .*remove the file",
         said_before[0],
     )
     assert "process 7 on node12, which has ended, is taken over" in caplog.text

@@ -21,8 +21,8 @@ BANKS = [p for p in KEPT if "averaging" in json.loads((p / "input.json").read_te
 
 
 def documented_parts():
-    """Return the parts of checkpoints that doc/training.md lists: those of every file, and all of them."""
-    page = (Path(__file__).parents[1] / "doc" / "training.md").read_text()
+    """Return the parts of checkpoints that doc/checkpoints.md lists: those of every file, and all of them."""
+    page = (Path(__file__).parents[1] / "doc" / "checkpoints.md").read_text()
     table = page.partition("## Inside a checkpoint")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*`) \| ([^|]+) \|", table, re.MULTILINE)
     parts = {name: place for names, place in rows for name in re.findall(r"`(\w+)`", names)}
@@ -71,6 +71,26 @@ def test_a_restart_from_an_earlier_version_goes_on_as_that_version_did(folder, t
     for name in later:
         assert_predicts_as_kept(name, kept)
     assert [int(row.split()[0]) for row in Path("val_flat.log").read_text().splitlines() if row[:1] != "#"] == [6]
+
+
+@pytest.mark.parametrize("folder", BANKS, ids=lambda p: p.name)
+def test_a_checkpoint_with_a_removed_layout_is_read_and_restarted(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    payload = checkpoint.load(folder / "model.ckpt-4.pt")
+    old = {"layout": "rank_range"}
+    averages, sections = payload["averages"]["profiles"], payload["config"]["training"]["averaging"]
+    payload["averages"]["profiles"] = {name: {**average, **old} for name, average in averages.items()}
+    payload["config"]["training"]["averaging"] = [{**section, **old} for section in sections]
+    (tmp_path / "old").mkdir()
+    checkpoint.save(tmp_path / "old" / "model.ckpt-4.pt", payload)
+    shutil.copy(folder / "input.json", tmp_path / "old")
+    go_on(tmp_path / "old", 6)
+    assert "layout was rank_range in the checkpoint and is local_shard from now on" in caplog.text
+    kept = np.load(folder / "predictions.npz")
+    for name in {name.rpartition("_")[0] for name in kept if "ckpt-6" in name}:
+        assert_predicts_as_kept(name, kept)
+    assert main(["show", "model.ckpt-4.pt"]) == 0
+    assert main(["freeze", "-c", "model.ckpt-4.pt", "--average", next(iter(averages)), "-o", "a.dp"]) == 0
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)

@@ -11,14 +11,13 @@ from torch.utils._pytree import tree_leaves
 from toy_models import REPFORMER, TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.schema.dpa2 import RepformerConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.model.descriptor.repformer import Repformer
-from deepmd_ema.model.descriptor.repformer_attention import Surroundings
-from deepmd_ema.model.kernels import series, spline
-from deepmd_ema.model.kernels.series import SeriesSum
-from deepmd_ema.model.kernels.spline import SplineSum, _pieces_and_slopes
+from deepmd_ema.families.dpa2.repformer import Repformer
+from deepmd_ema.families.dpa2.repformer_attention import Surroundings
+from deepmd_ema.families.dpa2.section import RepformerConfig
+from deepmd_ema.model.interpolation import series
+from deepmd_ema.model.interpolation.series import SeriesSum
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
@@ -51,21 +50,11 @@ def arguments(name):
     num_atoms, num_slots = hood.neighbor.shape
     net = Network([1, 4, 8], "tanh", timestep=False, dtype=torch.float64, seed=1)
     rows = draw(num_atoms, num_slots, 4).detach()
-    s, (low, spacing) = rows[..., 0], torch.tensor([-4.0, 0.5], dtype=torch.float64)
-    first = ((s - low) / spacing).floor().long()
-    pieces = torch.from_numpy(_pieces_and_slopes())
-    coefficients = draw(23, 8, seed=3).detach()
+    s, (centre, half) = rows[..., 0], torch.tensor([0.0, 4.0], dtype=torch.float64)
     return {
         "moments": (rows, net),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
-        # coefficients are constant; the gradient is no function of anything that is differentiated
-        "spline_sum": (
-            draw(num_atoms, num_slots, 4), s.clone().requires_grad_(), coefficients, low, spacing, pieces, 23
-        ),
-        "spline_sum_vjp": (
-            draw(num_atoms, 4, 8).detach(), coefficients, rows, first, draw(*first.shape, 2, 8).detach(), 23
-        ),
-        "series_sum": (rows, s, draw(16, 8, seed=4), low + 4, -low, 8),
+        "series_sum": (rows, s, draw(16, 8, seed=4), centre, half, 8),
         "values_and_gradients": (draw(6, 4), fitting_networks(), (4, 0, 2)),
         "silu": (draw(num_atoms, 8), activation("silu")),
         "silut": (draw(num_atoms, 8), activation("silut:10")),
@@ -87,9 +76,7 @@ OPERATIONS = {
     )},
     "moments_vjp": (vjp_of(CPUMoments), vjp_of(Moments)),
     **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
-    "series_sum": (series._sum_by_hand, series._plain_sum),
-    "spline_sum": (spline._sum_in_bands, spline._plain_sum),
-    "spline_sum_vjp": (spline._vjp_in_portions, spline._plain_vjp),
+    "series_sum": (series._sum_in_place, series._plain_sum),
 }  # fmt: skip
 every_operation = pytest.mark.parametrize("name", sorted(OPERATIONS))
 
@@ -142,7 +129,7 @@ def repformer_arguments(hood, smooth=True, **changed):
 def tensors_of(found):
     if isinstance(found, (torch.Tensor, tuple)):
         return [found] if isinstance(found, torch.Tensor) else list(found)
-    return [found.value] if isinstance(found, (SeriesSum, SplineSum)) else [found.value, found.jet]
+    return [found.value] if isinstance(found, SeriesSum) else [found.value, found.jet]
 
 
 def leaves_of(args):

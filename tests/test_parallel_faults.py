@@ -19,7 +19,7 @@ from deepmd_ema.dist import rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
 from deepmd_ema.locks import locked
-from deepmd_ema.train.place import LOCK
+from deepmd_ema.train.start.output_files import LOCK
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(240)]
 
@@ -195,7 +195,7 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
     codes, said = run(folder, "", fault)
     assert codes == [128 + number] * 2
     (line,) = said
-    assert line.startswith(f"stopped by {number.name} after step {step} of {LAST}; everything is saved. Go on with")
+    assert line.startswith(f"stopped by {number.name} after step {step} of {LAST}; everything is saved. Continue with")
     assert_goes_on(folder, step)
 
 

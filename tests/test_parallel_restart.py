@@ -51,13 +51,13 @@ def restarted(tmp_path_factory, water_like, water_like_valid):
 
 
 @pytest.mark.parametrize("place", SAME, ids=str)
-def test_A1_a_restart_on_the_same_ranks_continues_to_the_last_bit(restarted, place):
+def test_a_restart_on_the_same_ranks_continues_to_the_last_bit(restarted, place):
     names = assert_same_files(restarted(place), restarted(place, place))
     assert {"lcurve_slow.out", "val_p05.log", "snapshots/model_p05.ckpt-20.pt", "model_whole.ckpt-20.pt"} <= names
 
 
 @pytest.mark.parametrize(("origin", "place"), OTHER, ids=str)
-def test_F7_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(restarted, origin, place):
+def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(restarted, origin, place):
     before, after = restarted(origin), restarted(place, origin, HALF)
     averages = ["ema", *(entry["name"] for entry in BANK)]
     for name in (f"model.ckpt-{HALF}.pt", *(f"model_{average}.ckpt-{HALF}.pt" for average in averages)):
@@ -67,5 +67,5 @@ def test_F7_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_othe
 
 
 @pytest.mark.parametrize(("origin", "place"), OTHER[:3], ids=str)
-def test_F7_a_run_goes_on_at_another_stage_on_other_ranks(restarted, origin, place):
+def test_a_run_goes_on_at_another_stage_on_other_ranks(restarted, origin, place):
     assert_same_run(restarted(place, origin), restarted(place))

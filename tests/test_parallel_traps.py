@@ -19,7 +19,7 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import UserError
-from deepmd_ema.train.trainer import Callback
+from deepmd_ema.train.loop.trainer import Callback
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -48,7 +48,7 @@ def train_without_reshard(folder):
         train_here(folder, {})
 
 
-def test_F3_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, water_like, water_like_valid):
+def test_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, water_like, water_like_valid):
     folders = [tmp_path / name for name in ("whole", "sharded", "trapped")]
     for folder, stage in zip(folders, (0, 2, 2)):
         config = tiny_input([water_like], [water_like_valid], num_steps=10, training__zero_stage=stage, **VALIDATED)
@@ -69,7 +69,7 @@ def test_F3_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, w
 def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
     from deepmd_ema.dist import world
-    from deepmd_ema.train.trainer import Callback
+    from deepmd_ema.train.loop.trainer import Callback
 
     growth = {}
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
@@ -97,7 +97,7 @@ def resident(what):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no way to ask for the largest memory")
-def test_F9_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(tmp_path, water_like, water_like_valid):
+def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(tmp_path, water_like, water_like_valid):
     config = tiny_input(
         [water_like], [water_like_valid], num_steps=4, type_map=("O", "H", "C", "N"), training__zero_stage=3,
         model__fitting_net__neuron=[1000, 1000], **{**VALIDATED, "validating__validation_freq": 4},
@@ -165,7 +165,7 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_l
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_D5_a_step_that_is_not_finite_ends_all_ranks_and_changes_nothing(tmp_path, water_like, stage):
+def test_a_step_that_is_not_finite_ends_all_ranks_and_changes_nothing(tmp_path, water_like, stage):
     wild = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__max_ckpt_keep": 0}
     config = tiny_input(
         [water_like], num_steps=60, training__zero_stage=stage, training__save_freq=1, training__enable_ema=True, **wild
@@ -210,7 +210,7 @@ def threads_when_memory_is_set_up(folder):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="no /proc")
-def test_F9_mallopt_is_called_before_any_thread_is_started(tmp_path, water_like):
+def test_mallopt_is_called_before_any_thread_is_started(tmp_path, water_like):
     (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=1)))
     for ended in run_ranks(2, threads_when_memory_is_set_up, str(tmp_path)):
         assert ended.value == [(1, False)]

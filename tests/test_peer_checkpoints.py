@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import read_deepmd_pt, read_dp
-from deepmd_ema.train.find_start import find_start
+from deepmd_ema.train.start.start_file import load_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there
@@ -58,13 +59,13 @@ def test_a_checkpoint_of_deepmd_kit_gives_its_numbers(name):
 def test_the_average_in_a_checkpoint_is_that_of_its_averaged_file():
     loaded = load_model(FILES / "pt.pt", use_average=True)
     assert_same(predict(loaded), "pt_ema")
-    assert loaded.info.in_words() == "averaged weights (ema) of step 4: decay 0.5"
+    assert loaded.info.describe() == "averaged weights (ema) of step 4: decay 0.5"
 
 
 def test_a_checkpoint_says_what_its_weights_are():
-    assert load_model(FILES / "pt.pt").info.in_words() == "live weights of step 4"
-    assert load_model(FILES / "pt_expt.pt").info.in_words() == "live weights of step 4"
-    assert "does not say whether they are live" in load_model(FILES / "pt_ema.pt").info.in_words()
+    assert load_model(FILES / "pt.pt").info.describe() == "live weights of step 4"
+    assert load_model(FILES / "pt_expt.pt").info.describe() == "live weights of step 4"
+    assert "does not say whether they are live" in load_model(FILES / "pt_ema.pt").info.describe()
 
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml", ".pt"])
@@ -189,9 +190,11 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint_of_deepmd_kit(name, tmp_p
     loaded = load_model(FILES / f"{name}.pt")
     config = tiny_input(["data"], num_steps=2, training__enable_ema=True, training__save_freq=2)
     Path("input.json").write_text(json.dumps({**config, "model": loaded.info.config["model"]}))
-    begin = find_start(None, str(FILES / f"{name}.pt"))
+    begin = load_weights(str(FILES / f"{name}.pt"))
     assert all(torch.equal(begin.payload["model"][key], value) for key, value in loaded.model.state_dict().items())
-    assert cli.main(["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 0
+    with mock.patch.object(checkpoint, "read_archive", wraps=checkpoint.read_archive) as read:
+        assert cli.main(["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 0
+    assert read.call_count == 1
     assert f"weights of {FILES / name}.pt (live, step 4)" in capsys.readouterr().err
     assert cli.main(["train", "input.json", "--restart", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 2
     assert "a checkpoint of DeePMD-kit" in capsys.readouterr().err
@@ -214,6 +217,7 @@ def test_show_says_what_each_model_of_a_checkpoint_of_deepmd_kit_is(capsys):
 PEER_SCRIPT = """
 import sys, torch
 from pathlib import Path
+from unittest import mock
 from deepmd.dpmodel.utils.serialization import load_dp_model
 from importlib import import_module
 

@@ -227,7 +227,7 @@ def test_a_snapshot_is_a_model_as_well(run, capsys):
     assert "average p05: sigma_rel 0.05, gamma 16.97, 200 updates, mean age 10.0 steps, step 200" in said
     assert (
         load_model(path)
-        .info.in_words()
+        .info.describe()
         .startswith("averaged weights (p05) of step 200: sigma_rel 0.05, gamma 16.97, 200 updates")
     )
 
@@ -387,7 +387,7 @@ def test_a_snapshot_of_an_average_that_had_not_begun_is_not_used(copy):
 def test_averages_that_were_updated_by_a_hook_are_refused(copy):
     path = copy / "snapshots" / "model_p05.ckpt-20.pt"
     change(path, average={**checkpoint.load(path)["average"], "should_update": "every_second"})
-    with pytest.raises(CheckpointError, match="updated when every_second said so"):
+    with pytest.raises(CheckpointError, match="updated when every_second decided"):
         find_snapshots(copy)
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile, gamma_of
 from deepmd_ema.errors import UserError
 from deepmd_ema.posthoc.combination import (
-    LONGEST,
-    SHORTEST,
+    MAX_SIGMA_REL,
+    MIN_SIGMA_REL,
     TOLERANCE,
     Track,
     _products,
@@ -47,7 +47,7 @@ def every_tenth(steps, *sigma_rels, count=10, start=0, every=1):
 @pytest.mark.parametrize(
     "tracks",
     [
-        every_tenth(60, 0.05, 0.10, LONGEST),
+        every_tenth(60, 0.05, 0.10, MAX_SIGMA_REL),
         every_tenth(63, 0.05, 0.10, start=3, every=2),
         [*every_tenth(60, 0.05, start=30, every=3), *every_tenth(57, 0.10, start=7), Track(0.0, 9, 1, 5)],
         [Track(4.0, 1), Track(4.0, 1, 20, 7), Track(2.5, 3, 40)],
@@ -123,7 +123,7 @@ def test_swa_is_the_power_profile_of_gamma_zero():
     info = {"type": "swa", "start_step": 0, "update_every": 1, "updates": 50}
     track = Track.of(info, 50)
     assert track == Track(0.0, 50)
-    assert track.sigma_rel == pytest.approx(LONGEST)
+    assert track.sigma_rel == pytest.approx(MAX_SIGMA_REL)
     assert track.shares() == pytest.approx(np.full(50, 0.02), abs=EXACT)
 
 
@@ -201,7 +201,7 @@ def test_a_length_that_was_also_tracked_agrees_with_the_combination(sigma_rel, e
 
 def test_the_target_is_tracked_beside_what_was_kept():
     kept = [Track(6.0, 10, 100, 5), Track(6.0, 20, 50, 5)]
-    target = target_track(kept, LONGEST, 152)
+    target = target_track(kept, MAX_SIGMA_REL, 152)
     assert target.gamma == pytest.approx(0, abs=EXACT)
     assert (target.updates, target.start, target.every) == (20, 50, 5)
 
@@ -226,7 +226,7 @@ def test_the_resolvable_range_is_the_longest_run_that_is_resolved(monkeypatch, b
     found = SimpleNamespace(combinations=[SimpleNamespace(residual=bit == "0") for bit in bits])
     monkeypatch.setattr(f"{resolvable_range.__module__}.find_combinations", lambda *_: found)
     monkeypatch.setattr(f"{resolvable_range.__module__}._NUM_CONSIDERED", len(bits))
-    widths = np.geomspace(SHORTEST, LONGEST, len(bits)).tolist()
+    widths = np.geomspace(MIN_SIGMA_REL, MAX_SIGMA_REL, len(bits)).tolist()
     assert resolvable_range([], 0) == (None if stretch is None else (widths[stretch[0]], widths[stretch[1]]))
 
 

@@ -15,7 +15,7 @@ from deepmd_ema.errors import UserError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.posthoc.combination import TOLERANCE, Track, _products, find_combinations
 from deepmd_ema.posthoc.profiles import SHAPES, Decay
-from deepmd_ema.posthoc.run import find_asked, run_posthoc
+from deepmd_ema.posthoc.run import find_requested, run_posthoc
 from deepmd_ema.posthoc.shapes import DEFAULT_PARTS, DecayRequest, default_requests, parse_shapes, place_decays
 from deepmd_ema.posthoc.snapshots import find_snapshots
 
@@ -128,7 +128,7 @@ def test_what_is_asked_for_decides_what_is_made(run):
     kept = find_snapshots(run)
 
     def made(sigma_rels, requests):
-        found = find_asked(kept, sigma_rels, requests)[0].combinations
+        found = find_requested(kept, sigma_rels, requests)[0].combinations
         return sum(isinstance(one.target, Track) for one in found), sum(isinstance(one.target, Decay) for one in found)
 
     one = [DecayRequest("linear", 0.2)]
@@ -175,7 +175,7 @@ def test_the_file_of_a_decay_says_its_shape_and_part(run, tmp_path, capsys):
 
 def test_decays_that_the_snapshots_do_not_resolve_are_left_out_unless_they_were_asked_for(run, capsys):
     kept = find_snapshots(run)
-    _, _, left_out = find_asked(kept, [], None)
+    _, _, left_out = find_requested(kept, [], None)
     assert left_out == {
         "less than 4 intervals between snapshots": ["cosine 5 %", "cosine 10 %", "1-sqrt 5 %", "1-sqrt 10 %"]
     }

@@ -18,9 +18,10 @@ from torch._inductor import config as inductor_options
 from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
-from deepmd_ema import cli, export, interchange
+from deepmd_ema import cli, export
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
@@ -30,10 +31,10 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-from deepmd_ema.model.build import DESCRIPTORS, build_model
+from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
-from deepmd_ema.model.splines import make_tables, seal, splines_of, tabulate
+from deepmd_ema.model.interpolation import interpolations_of, make_tables, seal, tabulate
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
 
@@ -83,7 +84,7 @@ def as_if_compiled(monkeypatch):
     def compiled_of(path):
         loaded = replace(load_model(path), is_compiled=True)
         function = pt2._with_conditions(loaded.model, loaded.config)
-        monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
+        monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
         return loaded
 
     return compiled_of
@@ -126,7 +127,7 @@ def test_images_of_an_atom_at_one_distance_stay_in_their_order(descriptor, monke
     let_slots_differ(model)
     loaded = LoadedModel(model, config, Provenance("toy", "frozen"))
     function = pt2._with_conditions(model, config)
-    monkeypatch.setattr(interchange, "load_compiled", lambda *_: (function, torch.device("cpu")))
+    monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
     coord, types = toy_atoms(4, 4, spread=2.4)
     plain, other = (
         Potential(replace(loaded, is_compiled=is_compiled)).evaluate(coord, types, 0.8 * TRICLINIC)
@@ -251,7 +252,7 @@ def test_it_computes_what_the_checkpoint_computes_for_any_number_of_atoms(run, c
 
 def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_path):
     loaded = load_model(compiled.path)
-    assert loaded.info.in_words() == load_model(run[0], use_average=True).info.in_words()
+    assert loaded.info.describe() == load_model(run[0], use_average=True).info.describe()
     again = export.freeze(loaded, tmp_path / "again.dp")
     assert max(again.difference.values()) == 0
     with zipfile.ZipFile(compiled.path) as package:
@@ -362,8 +363,8 @@ def with_tables(descriptor, nearest):
     """Return a model whose nets are read at each pair, and a copy with tables that begin at 0.9 ``nearest``."""
     _, model = toy_model(descriptor)
     model.min_nbor_dist = nearest
-    for spline in splines_of(model).values():
-        spline.use(0)
+    for interpolation in interpolations_of(model).values():
+        interpolation.use(0)
     copy = deepcopy(model)
     tabulate(copy, always=True)
     make_tables(copy, batch_of(model, (*toy_atoms(3, 12), TRICLINIC)))
@@ -374,7 +375,7 @@ def with_tables(descriptor, nearest):
 
 @pytest.mark.parametrize("nearest", [0.9, 3.0])
 @pytest.mark.parametrize(
-    "descriptor", ["se_e2_a", "se_e2_r", "se_atten_spline_one_side", "se_atten_spline_strip", "hybrid"]
+    "descriptor", ["se_e2_a", "se_e2_r", "se_atten_interpolated_one_side", "se_atten_interpolated_strip", "hybrid"]
 )
 def test_what_is_compiled_with_tables_is_the_model_also_below_their_least_distance(descriptor, nearest):
     model, copy = with_tables(descriptor, nearest)
@@ -382,7 +383,7 @@ def test_what_is_compiled_with_tables_is_the_model_also_below_their_least_distan
     args = with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0)
     known, found = ExtendedModel(model)(*args), ExtendedModel(copy)(*args)
     for name, value in known.items():
-        assert (found[name] - value).abs().max() <= 3e-9 * value.abs().max(), name
+        assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
     assert (found["energy_derv_r"] - known["energy_derv_r"]).abs().max() > 0  # tables were read
 
 
@@ -391,7 +392,7 @@ def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_dis
     words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert re.search(r"embedding networks as \d+ tables of \d+ to \d+ intervals, derivatives within \S+ of the", said)
+    assert re.search(r"embedding networks as \d+ tables of \d+ to \d+ terms, derivatives within \S+ of the", said)
     least = 0.9 * load_model(run[0]).info.min_nbor_dist
     assert f"pairs nearer than {least:.2f} angstrom by the networks" in said
     known, found = Potential(run[0], device="cpu"), Potential(path)
@@ -424,4 +425,4 @@ def test_wide_networks_get_tables_without_being_asked_and_narrow_ones_do_not(tmp
         asked = [export._with_tables(loaded, torch.device("cpu"), compress) for compress in (None, False, True)]
         assert [bool(text) for _, text in asked] == [has_tables, False, True]
         assert all((found is model) == (not text) for found, text in asked)
-        assert not splines_of(model)["descriptor.spline"].tables
+        assert not interpolations_of(model)["descriptor"].tables

@@ -370,7 +370,7 @@ def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch
     monkeypatch.setattr(sys, "stderr", stream)
     set_up_logging("DEBUG", here / "logs" / "train.log")
     set_up_logging("INFO", here / "logs" / "train.log")  # again, without doubling the messages
-    logger = logging.getLogger("deepmd_ema.some.room")
+    logger = logging.getLogger("deepmd_ema.some.module")
     logger.debug("hidden")
     logger.info("plain")
     logger.warning("careful")

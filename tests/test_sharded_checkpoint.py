@@ -43,7 +43,7 @@ OPTIONS = {
     "validating__full_val_start": 0,
     "validating__max_best_ckpt": 9,
 }
-LAYOUTS = [{"name": layout, "type": "swa", "layout": layout} for layout in ("rank_range", "full_tensor")]
+WHOLE = [{"name": "whole", "type": "swa", "layout": "full_tensor"}]
 
 
 def payload(step=1, rows=6):
@@ -242,9 +242,9 @@ def run(data):
     """Return a function that gives the folder of a run, unbroken or restarted from the middle of another one."""
 
     @cache
-    def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, layouts=False):
+    def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False):
         options = {**OPTIONS, "training__zero_stage": stage, "training__checkpoint_format": form}
-        options["training__averaging"] = [*OPTIONS["training__averaging"], *LAYOUTS * layouts]
+        options["training__averaging"] = [*OPTIONS["training__averaging"], *WHOLE * whole]
         config = tiny_input([data / "data"], [data / "valid"], num_steps=num_steps, **options)
         for section in ("training_data", "validation_data"):
             config["training"][section]["batch_size"] = 2 // ranks
@@ -332,8 +332,8 @@ def test_a_restart_at_stage_3_is_bitwise_and_no_rank_gathers_a_tensor_to_save_or
 
 
 def test_a_restart_at_stage_1_is_bitwise(run):
-    whole = run(1, 2, layouts=True)
-    assert_same_run(whole, run(1, 2, whole, layouts=True))
+    whole = run(1, 2, whole=True)
+    assert_same_run(whole, run(1, 2, whole, whole=True))
 
 
 def test_a_checkpoint_of_sharded_weights_is_the_same_bits_on_one_rank(run):
@@ -342,8 +342,8 @@ def test_a_checkpoint_of_sharded_weights_is_the_same_bits_on_one_rank(run):
 
 
 def test_a_checkpoint_of_sharded_moments_is_the_same_bits_at_stage_2(run):
-    before = run(1, 2, layouts=True)
-    assert_same_checkpoint(before, run(2, 2, before, num_steps=STEPS // 2, layouts=True))
+    before = run(1, 2, whole=True)
+    assert_same_checkpoint(before, run(2, 2, before, num_steps=STEPS // 2, whole=True))
 
 
 def test_the_format_may_change_at_a_restart(run):

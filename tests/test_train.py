@@ -19,9 +19,9 @@ from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.report import tables
+from deepmd_ema.train.loop.step import tf32_products
+from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
-from deepmd_ema.train.step import tf32_products
-from deepmd_ema.train.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -107,7 +107,7 @@ def test_training_lowers_the_force_error(start):
 
 
 @pytest.mark.parametrize("at", [1, 4, 7, 10, 13])
-def test_A1_a_restart_continues_to_the_last_bit(start, at):
+def test_a_restart_continues_to_the_last_bit(start, at):
     whole = start("whole", 20)
     with pytest.raises(Interrupted, match=f"after step {at} of 20"):
         start("parts", 20, callback=StopAfter(at))
@@ -118,7 +118,7 @@ def test_A1_a_restart_continues_to_the_last_bit(start, at):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
-def test_A1_a_restart_with_averaged_rows_continues_to_the_last_bit(start):
+def test_a_restart_with_averaged_rows_continues_to_the_last_bit(start):
     options = {"training__disp_avg": True}
     whole = start("whole", 20, options)
     with pytest.raises(Interrupted):
@@ -174,7 +174,7 @@ def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monke
     )  # the first row, as nothing was flushed before, and each checkpoint
 
 
-def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start):
+def test_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start):
     whole = start("whole", 20)
     with pytest.raises(Interrupted, match="after step 8 of 20"):
         start("parts", 20, callback=InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM)))
@@ -184,7 +184,7 @@ def test_B2_a_signal_inside_a_validation_restores_the_weights_and_the_restart_ma
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
-def test_B1_averaged_validation_does_not_touch_the_live_trajectory(start):
+def test_averaged_validation_does_not_touch_the_live_trajectory(start):
     with_averages = start("with", 12)
     without = start(
         "without",
@@ -198,7 +198,7 @@ def test_B1_averaged_validation_does_not_touch_the_live_trajectory(start):
     assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(other_decay / "model.ckpt-12.pt")["model"])
 
 
-def test_A4_a_checkpoint_holds_raw_weights_as_model_and_averages_as_averages(start):
+def test_a_checkpoint_holds_raw_weights_as_model_and_averages_as_averages(start):
     folder = start("run", 12)
     state, average = load(folder / "model.ckpt-12.pt"), load(folder / "model_ema.ckpt-12.pt")
     assert state["kind"] == "training"
@@ -221,7 +221,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_A4_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, ending):
+def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, ending):
     """What a run writes, best files too, beside what model and average were after each step; also when a run ends
     while the average stands in the model."""
     act, error, saved = ENDINGS[ending]
@@ -261,7 +261,7 @@ def flat(weights):
 STANDING = {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31}
 
 
-def test_A8_averages_start_from_the_loaded_weights(start):
+def test_averages_start_from_the_loaded_weights(start):
     folder = start("run", 10)
     start("from_live", 1, STANDING, init_model=str(folder / "model.ckpt.pt"))
     average = load("model_ema.ckpt-1.pt")["model"]
@@ -269,7 +269,7 @@ def test_A8_averages_start_from_the_loaded_weights(start):
     assert all(torch.allclose(average[n], live[n], rtol=0, atol=1e-20) for n in live)
 
 
-def test_A8_a_new_run_starts_from_an_averaged_file(start):
+def test_a_new_run_starts_from_an_averaged_file(start):
     folder = start("run", 10)
     average = load(folder / "model_ema.ckpt-10.pt")["model"]
     assert not torch.equal(flat(average), flat(load(folder / "model.ckpt-10.pt")["model"]))
@@ -279,7 +279,7 @@ def test_A8_a_new_run_starts_from_an_averaged_file(start):
         assert all(torch.allclose(found[n], average[n], rtol=0, atol=1e-20) for n in average), name
 
 
-def test_A3_an_average_is_refused_by_restart_with_the_file_to_use(start):
+def test_an_average_is_refused_by_restart_with_the_file_to_use(start):
     folder = start("run", 10)
     with pytest.raises(CheckpointError, match=r"model\.ckpt-10\.pt"):
         start("run", 20, restart=str(folder / "model_ema.ckpt.pt"))
@@ -288,7 +288,7 @@ def test_A3_an_average_is_refused_by_restart_with_the_file_to_use(start):
 WITHOUT_AVERAGES = {"training__enable_ema": False, "validating__ema_full_validation": False}
 
 
-def test_A7_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, caplog):
+def test_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, caplog):
     start("run", 10, WITHOUT_AVERAGES)
     loaded = load("model.ckpt-10.pt")["model"]
     with caplog.at_level("INFO"):
@@ -302,7 +302,7 @@ def test_A7_averaging_switched_on_at_a_restart_starts_from_the_live_weights(star
         assert torch.allclose(tensor, 0.1 * loaded[name] + 0.9 * live[name], rtol=1e-12, atol=1e-15), name
 
 
-def test_A7_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, caplog):
+def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, caplog):
     whole = start("whole", 20, WITHOUT_AVERAGES)
     with pytest.raises(Interrupted):
         start("parts", 20, callback=StopAfter(10))
@@ -316,7 +316,7 @@ def test_A7_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, ca
     assert "averages" not in two
 
 
-def test_C1_the_best_file_gives_its_logged_metric_again(start, water_like_valid):
+def test_the_best_file_gives_its_logged_metric_again(start, water_like_valid):
     from deepmd_ema.infer.evaluate import measure
 
     folder = start("run", 20, {"validating__validation_metric": "F:RMSE"})

@@ -22,8 +22,8 @@ from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report.logs import set_up_logging
-from deepmd_ema.train.averages import tracked_averages
-from deepmd_ema.train.saver import StateBuilder
+from deepmd_ema.train.loop.averages import tracked_averages
+from deepmd_ema.train.loop.saver import StateBuilder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,7 +94,7 @@ def test_an_averaged_learning_curve_has_the_errors_of_the_average_on_the_same_ba
 
 
 @pytest.mark.parametrize("at", [3, 8, 13])
-def test_A1_a_restart_continues_the_whole_bank_to_the_last_bit(start, at):
+def test_a_restart_continues_the_whole_bank_to_the_last_bit(start, at):
     whole = start("whole", 20)
     with pytest.raises(Interrupted):
         start("parts", 20, callback=StopAfter(at))
@@ -108,7 +108,7 @@ def test_A1_a_restart_continues_the_whole_bank_to_the_last_bit(start, at):
             assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
-def test_B1_a_bank_with_all_that_it_writes_leaves_the_live_trajectory_alone(start):
+def test_a_bank_with_all_that_it_writes_leaves_the_live_trajectory_alone(start):
     with_bank = start("with", 12)
     without = start(
         "without",
@@ -126,7 +126,7 @@ def test_B1_a_bank_with_all_that_it_writes_leaves_the_live_trajectory_alone(star
     assert (with_bank / "lcurve.out").read_bytes() == (without / "lcurve.out").read_bytes()
 
 
-def test_A6_a_changed_profile_is_used_from_the_restart_on_and_said(start, caplog):
+def test_a_changed_profile_is_used_from_the_restart_on_and_said(start, caplog):
     start("run", 10)
     changed = [{**BANK[0], "decay": 0.5}, *BANK[1:4]]  # and the last one is gone
     with caplog.at_level("INFO"):
@@ -135,7 +135,7 @@ def test_A6_a_changed_profile_is_used_from_the_restart_on_and_said(start, caplog
     assert "average flat of the checkpoint is not tracked any more" in caplog.text
 
 
-def test_C1_the_best_file_of_an_average_gives_its_logged_metric_again(start, water_like_valid):
+def test_the_best_file_of_an_average_gives_its_logged_metric_again(start, water_like_valid):
     folder = start("run", 20, {"validating__validation_metric": "F:RMSE"})
     for name in ("slow", "p05"):
         best = next(folder.glob(f"best_{name}.ckpt-*.t-1.pt"))
@@ -144,7 +144,7 @@ def test_C1_the_best_file_of_an_average_gives_its_logged_metric_again(start, wat
         assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
 
 
-def test_C2_the_best_so_far_of_each_average_survives_a_restart(start):
+def test_the_best_so_far_of_each_average_survives_a_restart(start):
     folder = start("run", 10)
     before = load(folder / "model.ckpt-10.pt")["best"]
     assert set(before) == {"live", "ema", "slow", "p05"}
@@ -153,7 +153,7 @@ def test_C2_the_best_so_far_of_each_average_survives_a_restart(start):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_C3_an_average_out_of_a_training_checkpoint_is_that_of_its_own_file(start, name):
+def test_an_average_out_of_a_training_checkpoint_is_that_of_its_own_file(start, name):
     folder = start("run", 10)
     one = load_model(folder / "model.ckpt-10.pt", average=name)
     two = load_model(folder / f"model_{name}.ckpt-10.pt")
@@ -226,7 +226,7 @@ def test_the_start_says_what_is_averaged_and_what_snapshots_will_take(start, cap
     assert "of disk in all" in caplog.text
 
 
-def test_G2_half_lives_in_frames_and_epochs_survive_a_change_of_batch_and_of_ranks():
+def test_half_lives_in_frames_and_epochs_survive_a_change_of_batch_and_of_ranks():
     sections = [
         {"name": "frames", "half_life": 100, "half_life_unit": "frames"},
         {"name": "epochs", "half_life": 2, "half_life_unit": "epochs"},
@@ -284,14 +284,14 @@ def test_the_hook_sees_steps_and_epochs(start):
     assert [epoch for _, epoch in seen] == [step / 8 for step in (1, 2, 3, 4)]  # 16 frames in batches of 2
 
 
-def test_A14_each_average_keeps_its_own_number_of_files(start):
+def test_each_average_keeps_its_own_number_of_files(start):
     folder = start("run", 30, {"training__max_ckpt_keep": 2, "training__ema_ckpt_keep": 1})
     kept = {name: len(list(folder.glob(f"model_{name}.ckpt-*.pt"))) for name in NAMES}
     assert kept == {"ema": 1, "slow": 2, "epoch": 2, "p05": 2, "p15": 2, "flat": 1}
     assert len(list(folder.glob("model.ckpt-*.pt"))) == 2
 
 
-def test_C4_the_facts_of_each_average_stand_in_its_file(start):
+def test_the_facts_of_each_average_stand_in_its_file(start):
     folder = start("run", 20)
     facts = {name: checkpoint.load(folder / f"model_{name}.ckpt.pt")["average"] for name in NAMES}
     assert facts["flat"]["type"] == "swa"
@@ -306,7 +306,7 @@ def rows_of(path):
     return [line for line in path.read_text().splitlines() if not line.startswith("#")]
 
 
-def test_B3_an_average_that_has_not_begun_is_validated_as_the_live_weights(start):
+def test_an_average_that_has_not_begun_is_validated_as_the_live_weights(start):
     late = {"name": "late", "decay": 0.9, "start_step": 100, "full_validation": True}
     folder = start("run", 12, {"training__averaging": [late]})
     assert len(rows_of(folder / "val_late.log")) == 3
@@ -343,7 +343,7 @@ def test_the_short_form_is_a_bank_of_one_called_ema():
     assert tracked(**options) == tracked(training__averaging=[entry]) != plain
 
 
-def test_A14_the_log_names_averaged_files_like_the_others_and_says_how_far_each_looks_back(start, caplog):
+def test_the_log_names_averaged_files_like_the_others_and_says_how_far_each_looks_back(start, caplog):
     late = {"name": "late", "decay": 0.9, "start_step": 15}
     entries = [{"name": "slow", "decay": 0.5, "warmup": False}, {"name": "flat", "type": "swa"}, late]
     with caplog.at_level("INFO"):
@@ -390,7 +390,7 @@ def test_no_line_about_averages_breaks_the_progress_bar(start, monkeypatch):
     assert {*lines} == {*bars, *messages, *more, ""}
 
 
-def test_A5_E2_a_file_holds_the_moment_that_it_was_made_of():
+def test_E2_a_file_holds_the_moment_that_it_was_made_of():
     """Buffers are the live ones of that step, and no later step reaches what waits to be written."""
     config = tiny_config()
     model = random_model(config)

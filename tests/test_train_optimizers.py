@@ -16,8 +16,8 @@ from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.optim.lkf import LKF
-from deepmd_ema.train import kalman
-from deepmd_ema.train.kalman import KalmanStep, measure_energy, measure_force
+from deepmd_ema.train.loop import kalman
+from deepmd_ema.train.loop.kalman import KalmanStep, measure_energy, measure_force
 from deepmd_ema.train.run import run_training
 
 KINDS = {
@@ -187,7 +187,7 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     tasks = SimpleNamespace(draw=lambda _: task)
     task.train_loader = frames
     with pytest.raises(
-        DivergedError, match=r"step 1.*water frame 3.*stand as before its first update that was not"
+        DivergedError, match=r"step 1.*water frame 3.*were not updated by that step after its first update"
     ) as e:
         step.raise_if_diverged(tasks, 2, World())
     assert "lower optimizer.kf_start_pref_e" in str(e.value)

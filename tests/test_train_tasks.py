@@ -20,11 +20,12 @@ from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.train.assemble import assemble
-from deepmd_ema.train.find_start import find_start
-from deepmd_ema.train.prepare import prepare
-from deepmd_ema.train.start import FromWeights, Start
-from deepmd_ema.train.trainer import Callback
+from deepmd_ema.train.assembly.assemble import assemble
+from deepmd_ema.train.loop.trainer import Callback
+from deepmd_ema.train.start.from_weights import FromWeights
+from deepmd_ema.train.start.new_run import Start
+from deepmd_ema.train.start.prepare import prepare
+from deepmd_ema.train.start.start_file import load_restart
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -105,7 +106,7 @@ def train(tmp_path, monkeypatch, config):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
-        start, world = find_start(restart, None), World()
+        start, world = load_restart(restart) if restart else Start(), World()
         adopted = start.adopt_from_checkpoint(run_config)
         start.check_resumable(adopted, allow_change=False)
         assemble(prepare(adopted, start, world), start, world, callback=callback).run()

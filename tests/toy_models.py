@@ -1,4 +1,4 @@
-"""Small models and batches for the tests of the model rooms."""
+"""Small models and batches for tests."""
 
 from __future__ import annotations
 
@@ -16,34 +16,12 @@ from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.kernels.spline import Spline
+from deepmd_ema.model.interpolation import Interpolation
 
 TYPES = ["O", "H", "Na"]
-FLOW = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 3, "e_rcut": 4.0, "e_rcut_smth": 1.0, "e_sel": 60, "a_rcut": 3.0,
-        "a_rcut_smth": 1.0, "a_sel": 30, "axis_neuron": 3, "smooth_edge_update": True,
-        "update_residual": 1.0}  # fmt: skip
-REPINIT = {"rcut": 4.0, "rcut_smth": 1.0, "nsel": 60, "neuron": [4, 8, 16], "axis_neuron": 4, "tebd_dim": 4,
-           "use_three_body": True, "three_body_neuron": [2, 4], "three_body_sel": 30, "three_body_rcut": 3.0,
-           "three_body_rcut_smth": 1.0}  # fmt: skip
-REPFORMER = {"rcut": 3.2, "rcut_smth": 1.0, "nsel": 40, "nlayers": 3, "g1_dim": 8, "g2_dim": 6, "axis_neuron": 3,
-             "attn1_hidden": 4, "attn1_nhead": 2, "attn2_hidden": 4, "attn2_nhead": 2, "update_h2": True,
-             "attn2_has_gate": True, "update_style": "res_residual", "update_residual": 0.05}  # fmt: skip
-# one small section per registered descriptor; a new descriptor is tested as soon as it has a line here
-SECTIONS = {
-    "se_e2_a": {"type": "se_e2_a", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
-                "axis_neuron": 4},
-    "se_e3": {"type": "se_e3", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8]},
-    "se_e2_r": {"type": "se_e2_r", "sel": [20, 20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16]},
-    "se_atten": {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16], "axis_neuron": 4,
-                 "attn": 8, "attn_layer": 2, "tebd_dim": 4, "smooth_type_embedding": True},
-    "se_atten_v2": {"type": "se_atten_v2", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8, 16],
-                    "axis_neuron": 4, "attn": 8, "attn_layer": 1, "tebd_dim": 4},
-    "se_e3_tebd": {"type": "se_e3_tebd", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2, 4, 8], "tebd_dim": 4},
-    "dpa2": {"type": "dpa2", "repinit": REPINIT, "repformer": REPFORMER, "add_tebd_to_repinit_out": True},
-    "dpa3": {"type": "dpa3", "repflow": FLOW},
-}  # fmt: skip
-# by type and by distance; the second part looks less far
-SECTIONS["hybrid"] = {"type": "hybrid", "list": [SECTIONS["se_e2_a"], SECTIONS["se_e3_tebd"] | {"rcut": 3.5}]}
+FLOW = DESCRIPTORS["dpa3"].example["repflow"]
+REPINIT, REPFORMER = DESCRIPTORS["dpa2"].example["repinit"], DESCRIPTORS["dpa2"].example["repformer"]
+SECTIONS = {name: {"type": name, **family.example} for name, family in DESCRIPTORS.items()}
 
 
 def _repulsion(last=2.4, step=0.02):
@@ -71,17 +49,21 @@ VARIANTS = {
         {},
     ),
     "hybrid_of_messages": ("hybrid", {"list": [SECTIONS["dpa3"], SECTIONS["se_e2_a"]]}, {}),
-    "se_e2_a_spline": ("se_e2_a", {"embedding_eval": "spline"}, {}),
-    "se_e2_r_spline": ("se_e2_r", {"embedding_eval": "spline", "type_one_side": False}, {}),
-    "se_atten_spline": ("se_atten", {"embedding_eval": "spline", "attn_layer": 0}, {}),
-    "se_atten_spline_one_side": ("se_atten", {"embedding_eval": "spline", "attn_layer": 0, "type_one_side": True}, {}),
-    "se_atten_spline_strip": (
+    "se_e2_a_interpolated": ("se_e2_a", {"interpolate": "always"}, {}),
+    "se_e2_r_interpolated": ("se_e2_r", {"interpolate": "always", "type_one_side": False}, {}),
+    "se_atten_interpolated": ("se_atten", {"interpolate": "always", "attn_layer": 0}, {}),
+    "se_atten_interpolated_one_side": (
         "se_atten",
-        {"embedding_eval": "spline", "attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {"interpolate": "always", "attn_layer": 0, "type_one_side": True},
         {},
     ),
-    "se_atten_v2_spline": ("se_atten_v2", {"embedding_eval": "spline", "attn_layer": 0}, {}),
-    "dpa2_spline": ("dpa2", {"embedding_eval": "spline"}, {}),
+    "se_atten_interpolated_strip": (
+        "se_atten",
+        {"interpolate": "always", "attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {},
+    ),
+    "se_atten_v2_interpolated": ("se_atten_v2", {"interpolate": "always", "attn_layer": 0}, {}),
+    "dpa2_interpolated": ("dpa2", {"interpolate": "always"}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
     "table_dpa3": ("dpa3", {}, TABLE),
 }
@@ -108,10 +90,11 @@ def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes
     ``descriptor`` is one of SECTIONS or of VARIANTS.
     """
     descriptor, own_changes, model_changes = VARIANTS.get(descriptor, (descriptor, {}, {}))
-    section = _changed(DESCRIPTORS[descriptor], SECTIONS[descriptor], own_changes)
+    kind = DESCRIPTORS[descriptor].section
+    section = _changed(kind, SECTIONS[descriptor], own_changes)
     return {
         "type_map": TYPES,
-        "descriptor": _changed(DESCRIPTORS[descriptor], section, descriptor_changes or {}),
+        "descriptor": _changed(kind, section, descriptor_changes or {}),
         "fitting_net": {"neuron": [12, 12], **(fitting_changes or {})},
         **model_changes,
         **changes,
@@ -132,7 +115,7 @@ def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=Non
     config = model_config_from_dict(model_section(descriptor, descriptor_changes, fitting_changes, **changes))
     model = build_model(config, seed).eval()
     for module in model.modules():  # which a training run chooses
-        if isinstance(module, Spline) and module.wanted == "spline":
+        if isinstance(module, Interpolation) and module.choice == "always":
             module.use(128)
     disturb(model)
     return config, model

@@ -33,12 +33,12 @@ weights::
     torch.save({"model": model.state_dict(), "averages": bank.state_dict()}, "checkpoint.pt")
     saved = torch.load("checkpoint.pt", weights_only=True)
     model.load_state_dict(saved["model"])  # live weights first
-    bank.load_state_dict(saved["averages"])  # counters and averages go on bitwise
+    bank.load_state_dict(saved["averages"])  # counters and averages continue bitwise
 
     published = torch.nn.Linear(4, 1)
     bank.copy_to("p1", published)  # or bank.weights("p1"), a state dict
 
-A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` tells the decay, updates and mean age.
+A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` returns the decay, updates and mean age.
 """
 
 from deepmd_ema.averaging.bank import AverageBank

@@ -86,7 +86,7 @@ class Average:
         return self._counter.read()
 
     def mean_age(self, steps: int) -> float:
-        """Return how many steps lie, on average, between the weights in it and step ``steps``."""
+        """Return the mean number of steps between the weights in it and step ``steps``."""
         updates, mean_step = self.counts()
         return steps - mean_step if updates >= 0 else 0.0
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
-from deepmd_ema.averaging.binding import Binding, RangeShard, canonical, unwrap
+from deepmd_ema.averaging.binding import Binding, canonical, unwrap
 from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signals_wait
-from deepmd_ema.averaging.profile import LIVE, Profile
+from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.averaging.storage import lerp
 from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import HostCopies, check_weights, prefix_of
+from deepmd_ema.weights import LIVE
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +258,6 @@ class AverageBank:
         averages = {}
         for profile in self._profiles:
             shards = [*self._binding.shards, *(self._binding.buffers if profile.buffers == "average" else [])]
-            if profile.layout == "rank_range":
-                shards = [shard if shard.is_sharded else RangeShard(shard) for shard in shards]
             average = averages[profile.name] = Average(profile, shards)
             if profile.name in self._averages:
                 average.carry_over(self._averages[profile.name])

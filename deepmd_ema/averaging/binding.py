@@ -1,4 +1,4 @@
-"""Which tensors of modules are averaged, under the names of a checkpoint, and the shard of each on this process."""
+"""Selection of the tensors that are averaged, by their names in a checkpoint, and the shard of each on this process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepmd_ema.dist.dtensor import all_gather_rows, from_local, full_tensor, local_shard, shard_like
-from deepmd_ema.tensors import StoredTensor, prefix_of, whole
+from deepmd_ema.dist.dtensor import from_local, full_tensor, local_shard, shard_like
+from deepmd_ema.tensors import StoredTensor, prefix_of
 
 _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -20,7 +18,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Binding:
-    """Which tensors of the modules are averaged, found at construction.
+    """The tensors of the modules that are averaged, selected at construction.
 
     Args:
         modules: by task name, as :class:`deepmd_ema.averaging.AverageBank` takes them.
@@ -98,44 +96,6 @@ class Shard:
     def local_shard(self, full: Tensor | StoredTensor) -> Tensor:
         """Return the local shard of ``full``, which every rank has or can read."""
         return shard_like(full, self.parameter)
-
-    def all_gather_into_param(self) -> None:
-        """Bring what all ranks wrote to ``local`` into ``parameter``. A collective of a :class:`RangeShard`."""
-
-
-class RangeShard(Shard):
-    """A tensor that every process holds whole, of which each averages a range of elements.
-
-    Args:
-        shard: the tensor.
-    """
-
-    def __init__(self, shard: Shard) -> None:
-        self.names, self.parameter = shard.names, shard.parameter
-        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._length = -(-shard.parameter.numel() // self._size)  # of the longest range
-        self.local = self.local_shard(shard.parameter.detach().view(-1))  # a reshape may copy: then not live memory
-
-    def as_tensor(self, part: Tensor) -> Tensor:
-        """Return the tensor of which ``part`` is the local range. A collective."""
-        return self.full_tensor(part)
-
-    def full_tensor(self, part: Tensor) -> Tensor:
-        """Return the tensor of which ``part`` is the local range. A collective."""
-        if self._size == 1:
-            return part.detach().view(self.shape)  # the same memory
-        return all_gather_rows(part.detach(), self.parameter.numel(), self._size).view(self.shape)
-
-    def local_shard(self, full: Tensor | StoredTensor) -> Tensor:
-        """Return the local range of ``full``."""
-        found: Tensor = whole(full)
-        return found.reshape(-1)[self._rank * self._length : (self._rank + 1) * self._length]
-
-    @torch.no_grad()
-    def all_gather_into_param(self) -> None:
-        """Write the ranges of all ranks into the parameter. A collective."""
-        if self._size > 1:
-            self.parameter.copy_(self.full_tensor(self.local))
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Shard
-from deepmd_ema.dist.dtensor import full_tensor, local_shard
+from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.dist.launch import END_SIGNALS
 from deepmd_ema.dist.own_rows import OwnRows
 
@@ -49,7 +49,6 @@ class Exchange:
             else:
                 self._aside[i] = shard.local.detach().to(mine.device, copy=True)
                 shard.local.copy_(average)
-            shard.all_gather_into_param()
             self._done += 1
 
     @torch.no_grad()
@@ -63,7 +62,6 @@ class Exchange:
                 shard.local.copy_(self._aside.pop(i))
             else:
                 _swap(shard.local, storage.tensors[i])
-            shard.all_gather_into_param()
             self._done = i
 
     @property
@@ -124,10 +122,9 @@ def full_tensors(
     found: dict[str, Any] = {}
     for wanted in shards:
         shard, read = reads[wanted.names[0]]
-        tensor = read()  # may be a collective
+        tensor = read()
         if own_rows is not None:
-            is_temporary = _memory_of(local_shard(tensor)) not in held
-            found |= dict.fromkeys(wanted.names, own_rows(tensor, is_temporary))
+            found |= dict.fromkeys(wanted.names, own_rows(tensor))
             continue
         tensor = full_tensor(tensor)  # also without `keep`: it is a collective where shards are gathered
         if keep:

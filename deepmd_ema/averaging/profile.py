@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepmd_ema.average_settings import (
+    AverageSettings,
+    EmaSettings,
+    PowerSettings,
+    SwaSettings,
+    redeclared,
+    sigma_rel_check,
+)
+from deepmd_ema.checks import positive
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, WIDEST_SIGMA_REL
-
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_CHOICES = {"device": DEVICES, "dtype": DTYPES, "layout": LAYOUTS, "buffers": BUFFERS}
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(AverageSettings):
     """The settings of one average: use :class:`EmaProfile`, :class:`PowerProfile` or :class:`SwaProfile`.
 
     All follow ``s <- d * s + (1 - d) * w`` (s: average, w: live weights); they differ in the decay d. No update comes
     before ``start_step``; there the average is the live weights.
 
     Attributes:
-        name: in file names and logs; letters, digits, ``_`` and ``-``, not ``live``.
+        name: in file names and logs.
         start_step: optimizer steps before the average starts.
         update_every: optimizer steps between two updates; decays are corrected for it.
         device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of a GPU are then
@@ -36,27 +40,17 @@ class Profile:
             weights in float32 loses updates that are smaller than its rounding: at the end of a run in which the
             learning rate decays, 7 to 10 % of its distance from the live weights (decay 0.999 to 0.9999).
         layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
-            weights at each update and holds the whole average on every rank; ``rank_range`` lets each rank average
-            a range of every tensor that all ranks hold, gathered to swap and to save only.
+            weights at each update and holds the whole average on every rank.
         buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
             floating-point ones that are in the state dict. Integer and bool ones never are.
         should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start
             count; the epoch is what the trainer hands to ``AverageBank.update``. It must be possible to pickle it.
     """
 
-    type: ClassVar[str] = ""
-
-    name: str
-    start_step: int = field(default=0, kw_only=True)
-    update_every: int = field(default=1, kw_only=True)
-    device: str = field(default=LIVE, kw_only=True)
-    dtype: str = field(default="float64", kw_only=True)
-    layout: str = field(default="local_shard", kw_only=True)
-    buffers: str = field(default="copy", kw_only=True)
     should_update: Callable[[int, Any], bool] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        problems = [f"average {self.name!r}: {problem}" for problem in self._problems()]
+        problems = [f"average {self.name!r}: {problem}" for problem in self.problems()]
         if problems:
             raise ConfigError(problems)
 
@@ -82,16 +76,9 @@ class Profile:
         found["should_update"] = None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
         return {"type": self.type, **found}
 
-    def _problems(self) -> Iterator[str]:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == LIVE:
-            yield f"the name must be letters, digits, _ and -, and not {LIVE!r}."
-        for key, least in (("start_step", 0), ("update_every", 1)):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                yield f"{key} {value!r}, expected a whole number of at least {least}."
-        for key, known in _CHOICES.items():
-            if getattr(self, key) not in known:
-                yield f"{key} {getattr(self, key)!r}, expected one of: {', '.join(known)}."
+    def problems(self) -> Iterator[str]:
+        """Yield each wrong setting with its value and what is expected."""
+        yield from super().problems()
         hook = self.should_update
         if hook is None:
             return
@@ -107,7 +94,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class EmaProfile(Profile):
+class EmaProfile(Profile, EmaSettings):
     """An exponential average.
 
     Attributes:
@@ -117,10 +104,7 @@ class EmaProfile(Profile):
             ``should_update`` the updates are counted instead of the steps.
     """
 
-    type: ClassVar[str] = "ema"
-
-    decay: float = 0.999
-    warmup: bool = True
+    decay: float = redeclared(EmaSettings, "decay", 0.999)
 
     @classmethod
     def from_half_life(cls, name: str, steps: float, **more: Any) -> EmaProfile:
@@ -131,8 +115,8 @@ class EmaProfile(Profile):
             steps: above 0.
             more: the other settings.
         """
-        if not _is_number(steps) or not 0 < steps < math.inf:
-            raise ConfigError(f"average {name!r}: a half-life of {steps!r} steps, expected a number above 0.")
+        if not positive.test(steps) or steps == math.inf:
+            raise ConfigError(f"average {name!r}: a half-life of {steps!r} steps, expected {positive.wants}.")
         return cls(name, decay=0.5 ** (1 / steps), **more)
 
     def decay_at(self, updates: int | Tensor) -> Any:
@@ -148,16 +132,9 @@ class EmaProfile(Profile):
         decays = ((1 + t) / (10 + t)).clamp(max=self.decay)
         return decays.prod(-1) if every > 1 else decays
 
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        if not _is_number(self.decay) or not 0 <= self.decay < 1:
-            yield f"decay {self.decay!r}, expected 0 <= decay < 1."
-        if not isinstance(self.warmup, bool):
-            yield f"warmup {self.warmup!r}, expected true or false."
-
 
 @dataclass(frozen=True)
-class PowerProfile(Profile):
+class PowerProfile(Profile, PowerSettings):
     """An average whose window grows with the run: the power function of EDM2 (arXiv:2312.02696, section 3.1).
 
     The weights of step tau after t steps are in the ratio of ``tau ** gamma``. Update t = 1, 2, ... has the decay
@@ -169,9 +146,7 @@ class PowerProfile(Profile):
         gamma: at least 0; 0 gives equal weights, higher ones forget the start sooner.
     """
 
-    type: ClassVar[str] = "power"
-
-    gamma: float
+    gamma: float = redeclared(PowerSettings, "gamma")
 
     @classmethod
     def from_sigma_rel(cls, name: str, sigma_rel: float, **more: Any) -> PowerProfile:
@@ -196,17 +171,10 @@ class PowerProfile(Profile):
         """Return the decay of the update that follows after ``updates`` updates."""
         return (updates / (updates + 1)) ** (self.gamma + 1)
 
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
-            yield f"gamma {self.gamma!r}, expected a number of at least 0."
-
 
 @dataclass(frozen=True)
-class SwaProfile(Profile):
+class SwaProfile(Profile, SwaSettings):
     """Equal weights of all steps since the start: a :class:`PowerProfile` with gamma 0."""
-
-    type: ClassVar[str] = "swa"
 
     def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay of the update that follows after ``updates`` updates."""
@@ -247,8 +215,8 @@ def gamma_of(sigma_rel: float) -> float:
     Raises:
         ValueError: if no gamma of at least 0 has this width.
     """
-    if not _is_number(sigma_rel) or not 0 < sigma_rel <= WIDEST_SIGMA_REL * (1 + 1e-12):
-        raise ValueError(f"sigma_rel {sigma_rel!r}, expected a number above 0 and at most {WIDEST_SIGMA_REL:.4f}.")
+    if not sigma_rel_check.test(sigma_rel):
+        raise ValueError(f"sigma_rel {sigma_rel!r}, expected {sigma_rel_check.wants}.")
     # sigma_rel falls with gamma and is below 1 / (gamma + 2)
     low, high = 0.0, 1 / sigma_rel
     for _ in range(200):
@@ -257,7 +225,3 @@ def gamma_of(sigma_rel: float) -> float:
             break
         low, high = (middle, high) if sigma_rel_of(middle) > sigma_rel else (low, middle)
     return low
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

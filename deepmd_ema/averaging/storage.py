@@ -67,7 +67,7 @@ class Storage:
         self.tensors[i].copy_(whole(full) if self._gathered[i] else self.shards[i].local_shard(full))
 
     def as_tensor(self, i: int) -> Tensor:
-        """Return tensor ``i``, sharded as its parameter is if it is not kept whole. A collective of ranges."""
+        """Return tensor ``i``, sharded as its parameter is if it is not kept whole."""
         return self.tensors[i] if self._gathered[i] else self.shards[i].as_tensor(self.tensors[i])
 
     def averaged(self, i: int) -> Tensor:
@@ -75,7 +75,7 @@ class Storage:
         return full_tensor(self.as_tensor(i))
 
     def local_shard(self, i: int) -> Tensor:
-        """Return what belongs into the live shard ``i``. A collective when it is gathered."""
+        """Return the content of the live shard ``i``. A collective when it is gathered."""
         return self.shards[i].local_shard(self.tensors[i]) if self._gathered[i] else self.tensors[i]
 
 
@@ -181,7 +181,7 @@ class Staging:
 def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None) -> None:
     """Move the averages of each buffer towards the live tensors by its share of the distance.
 
-    Buffers of the same tensors go on together, part by part, so that each is read from memory and widened once.
+    Buffers of the same tensors are updated together, part by part, so that each is read from memory and widened once.
 
     Args:
         moves: buffers and their shares.

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema import __version__
 from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, write_archive
 from deepmd_ema.checkpoint.folder import SHARDS, is_sharded, read_folder, write_folder
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
@@ -28,18 +27,20 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, spare_of, writing
 from deepmd_ema.tensors import whole
+from deepmd_ema.version import __version__
 from deepmd_ema.weights import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
 
 # files that a run has written and no command can make again: what they are, and what would be lost
 _NOT_REPLACED = {
-    "training": ("the training checkpoint itself", "no restart could go on"),
+    "training": ("the training checkpoint itself", "no restart could continue"),
     "snapshot": ("a snapshot of the run", "`dp-ema posthoc` would leave it out"),
     "average": ("the average that the run has saved", "it would be gone"),
     "best": ("one of the best files of the run", "it would be gone"),
 }
-_LONGEST_NAME = 4096  # bytes of a path, on any system
+_RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
+_MAX_NAME_BYTES = 4096  # bytes of a path, on any system
 
 
 class DeepmdCheckpointError(CheckpointError):
@@ -91,8 +92,8 @@ def save_sharded(path: Path, payload: Mapping[str, Any], world: World, fallback:
 
     Args:
         path: the folder.
-        payload: as for :func:`save`, with :class:`~deepmd_ema.tensors.RowShard` in place of tensors that the ranks
-            share out.
+        payload: as for :func:`save`, with :class:`~deepmd_ema.tensors.RowShard` in place of tensors that are
+            distributed over the ranks.
         world: the processes of the run, with a group that nobody else uses meanwhile.
         fallback: as for :func:`save`.
 
@@ -121,7 +122,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Return what :func:`load` does, with tensors in the shards of a sharded checkpoint left on the disk.
+    """Return the payload as :func:`load` does, with tensors of a sharded checkpoint left on the disk.
 
     Args:
         path: as for :func:`load`.
@@ -134,9 +135,9 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
     except DamagedError as error:
         older = _newest_intact_before(path)
         advice = (
-            f"The newest intact checkpoint before it is {older}: go on from that one."
+            f"The newest intact checkpoint before it is {older}: continue from that one."
             if older is not None
-            else "No older intact checkpoint stands beside it."
+            else "There is no older intact checkpoint beside it."
         )
         raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
 
@@ -153,7 +154,7 @@ def load_facts(path: str | Path) -> dict[str, Any]:
         if is_sharded(Path(path)):
             return _checked(Path(path), read_folder(Path(path), share=None))
         payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # whatever it is: the other way of reading says it in words
+    except Exception:  # whatever it is: the other way of reading has a message for it
         return load(path)
     return _checked(Path(path), payload)
 
@@ -185,7 +186,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
-    """Check that a restart can go on from ``payload``, read from ``path``.
+    """Check that a restart can continue from ``payload``, read from ``path``.
 
     Raises:
         CheckpointError: if it holds weights only; the message names the file to use instead.
@@ -208,7 +209,7 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
         use = f"Use --restart {partner}"
     raise CheckpointError(
         f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
-        f"so a restart cannot go on from it. {use}, or start anew from these weights with --init-model {path}."
+        f"so a restart cannot continue from it. {use}, or start anew from these weights with --init-model {path}."
     )
 
 
@@ -228,11 +229,11 @@ def ensure_writable(folder: str | Path, option: str = "") -> None:
         with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
             probe.write(b"x")
     except OSError as error:
-        place, asked = (f"{option}: ", f", or let {option} name one") if option else ("", "")
+        place, remedy = (f"{option}: ", f", or let {option} name one") if option else ("", "")
         reason = "a file of that name is in the way" if folder.is_file() else reason_of(error)
         raise CheckpointError(
             f"{place}{folder.absolute()}: cannot write here ({reason}). Start the run in a folder that you may write "
-            f"to{asked}."
+            f"to{remedy}."
         ) from error
 
 
@@ -270,7 +271,7 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
 def payload_head(
     kind: str, weights: str, step: int | None, config: Mapping[str, Any], min_nbor_dist: Any, **more: Any
 ) -> dict[str, Any]:
-    """Return how every model file begins: what it is, who wrote it, and of which run and step the weights are.
+    """Return the first entries of a model file: its kind, the program that wrote it, run and step of its weights.
 
     Args:
         kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
@@ -358,7 +359,7 @@ def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
 
 
 def _checked(path: Path, payload: Any) -> dict[str, Any]:
-    """Return ``payload`` without its digest, once it is clear that a run has written it and that it is whole."""
+    """Return ``payload`` under the keys of this version, without its digest, once a run is known to have written it."""
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
         found = payload["format"]
         if not isinstance(found, int) or not 1 <= found <= FORMAT:
@@ -366,8 +367,9 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
                 f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
                 f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
+        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
         check_content(payload, path)
-        return {name: part for name, part in payload.items() if name != DIGEST}
+        return payload
     weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
     if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
         raise DeepmdCheckpointError(path, payload)
@@ -390,7 +392,7 @@ def _newest_intact_before(path: Path) -> Path | None:
 def _follow(pointer: Path) -> Path:
     try:
         with pointer.open("rb") as file:
-            name = file.read(_LONGEST_NAME).decode().strip()
+            name = file.read(_MAX_NAME_BYTES).decode().strip()
         if not name.isprintable():
             raise ValueError("it is no text")
         named = pointer.parent / name

@@ -32,7 +32,7 @@ def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
     Args:
         path: the folder; what is there is replaced.
         payload: as :func:`deepmd_ema.checkpoint.save` takes it, with :class:`~deepmd_ema.tensors.RowShard` in place of
-            tensors that the ranks share out; everything else is taken from rank 0.
+            tensors that are distributed over the ranks; everything else is that of rank 0.
         world: the processes of the run, with a group that nobody else uses meanwhile.
 
     Raises:

@@ -39,7 +39,7 @@ def best_pattern(prefix: str) -> str:
 
 
 def series_and_step(file: str) -> tuple[str, int] | None:
-    """Return what :func:`numbered_name` made a name of, or None."""
+    """Return the arguments of :func:`numbered_name` that gave a name, or None."""
     match = _NUMBERED.fullmatch(file)
     return (match[1], int(match[2])) if match is not None else None
 

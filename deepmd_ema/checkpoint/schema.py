@@ -1,4 +1,4 @@
-"""What a model file must hold: the parts of each kind and the type of every part, checked once, when a file is read."""
+"""Schema of model files: the parts of each kind and the type of every part, checked once, when a file is read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from deepmd_ema.tensors import StoredTensor
 from deepmd_ema.weights import LIVE
 
 Rule: TypeAlias = Callable[[Any, str], Iterator[str]]
-"""Yields what is wrong with a value; the second argument says where it stands."""
+"""Yields the mistakes in a value; the second argument is its place."""
 
-_LARGEST = 1 << 62  # of a count; numpy and torch compute with 64 bits
-_MOST_TOLD = 5
+_MAX_COUNT = 1 << 62  # of a count; numpy and torch compute with 64 bits
+_MAX_PROBLEMS = 5
 
 
 def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
@@ -46,8 +46,8 @@ def _refuse(problems: Iterator[str], path: str | Path, what: str) -> None:
     found = list(problems)
     if found:
         raise CheckpointError(
-            f"{path}: not {what} as dp-ema writes it: {first_few(found, _MOST_TOLD)}. Another program has changed it, "
-            "or it was not made by a run: take another file."
+            f"{path}: not {what} as dp-ema writes it: {first_few(found, _MAX_PROBLEMS)}. Another program has changed "
+            "it, or it was not made by a run: take another file."
         )
 
 
@@ -111,7 +111,7 @@ def _or_none(rule: Rule) -> Rule:
 
 
 def _of_one_or_each_task(test: Callable[[Any], bool], rule: Rule) -> Rule:
-    """Return the rule of a value, or of values by task; ``test`` tells the value itself."""
+    """Return the rule of a value, or of values by task; ``test`` recognizes a single value."""
     return _either(test, rule, _each(rule))
 
 
@@ -124,7 +124,7 @@ def _kind(value: Any) -> str:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and -_MAX_COUNT < value < _MAX_COUNT
 
 
 def _is_number(value: Any) -> bool:
@@ -243,13 +243,15 @@ def _distance_is_of_the_tasks(payload: Any, place: str) -> Iterator[str]:
         yield f"min_nbor_dist is {_kind(distance)}, expected a number, or one for each of several tasks"
 
 
+INTERPOLATION = _parts({"choice": _each(TEXT), "terms": _each(COUNT), "needed": _each(COUNT)}, {})
+# as version 0.1 has it
 SPLINES = _parts({"wanted": _each(TEXT)}, {"terms": _each(COUNT), "needed": _each(COUNT), "checked": _each(COUNT)})
 
 KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
-         "streams": STREAMS, "display": DISPLAY, "owes_validation": FLAG},
-        {**_COMMON, "averages": AVERAGES, "best": BEST, "splines": SPLINES,
+         "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
+        {**_COMMON, "averages": AVERAGES, "best": BEST, "interpolation": INTERPOLATION, "splines": SPLINES,
          "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),

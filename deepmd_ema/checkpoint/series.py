@@ -22,10 +22,10 @@ class CheckpointSeries:
 
     Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the format.
 
-    The suffix stands before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give ``model_ema.ckpt-100.pt``.
-    Rotation goes by the step in the name and counts only files up to the current step. Files with higher steps are of
-    an earlier run that went further, or of a branch that a restart has left: they are not touched until this run
-    overtakes their step, and then removed, so that they never push out a file of this run.
+    The suffix comes before the last dot of the prefix: ``model.ckpt`` and ``_ema`` give ``model_ema.ckpt-100.pt``.
+    Rotation uses the step in the name and counts only files up to the current step. Files with higher steps are of
+    an earlier run that went further, or of a branch before a restart: they are kept until this run passes their step,
+    and are then removed, so that they never displace a file of this run.
 
     Args:
         prefix: ``training.save_ckpt``; may contain folders.
@@ -78,7 +78,7 @@ class CheckpointSeries:
                 part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
 
     def rotate(self, step: int) -> None:
-        """Remove what is not kept after ``step`` was written: overtaken files, and the oldest beyond ``keep``."""
+        """Remove files after ``step`` was written: those of earlier runs up to it, and the oldest beyond ``keep``."""
         steps = self.steps()
         last = step if self._last is None else self._last
         # of an earlier run or another branch: this run would have written its own file at such a step
@@ -254,7 +254,7 @@ def _move_on(step: int, series: Sequence[CheckpointSeries], bests: Sequence[Best
 
 
 def keep_count(max_keep: int, ratio: float | None, num_steps: int, save_freq: int) -> int:
-    """Return how many checkpoints stay: ``max_keep``, or the share ``ratio`` of all that the run will write."""
+    """Return the number of checkpoints to keep: ``max_keep``, or the share ``ratio`` of all that the run will write."""
     if ratio is None:
         return max_keep
     written = math.ceil(num_steps / save_freq) if save_freq > 0 else 1

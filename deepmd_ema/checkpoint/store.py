@@ -1,4 +1,4 @@
-"""How a run writes model files: gathered, each a file of rank 0, or sharded, each a folder of files of all ranks."""
+"""Writers of model files: gathered, each a file of rank 0, or sharded, each a folder of files of all ranks."""
 
 from __future__ import annotations
 

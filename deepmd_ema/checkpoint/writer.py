@@ -1,4 +1,4 @@
-"""The thread that writes the files of a run while training goes on."""
+"""The thread that writes the files of a run during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from deepmd_ema.dist.world import World, untold
+from deepmd_ema.dist.world import World, clear_announced
 from deepmd_ema.errors import RankLostError
 
 NICENESS = 10  # a tenth of a core where other threads want all of them; measured: the stall of a save is halved
@@ -20,7 +20,7 @@ _NAME = "dp-ema-writer"
 
 @dataclass
 class WriterTimes:
-    """What a writer has done so far.
+    """Counts and times of a writer.
 
     Attributes:
         steps: steps of which files were written.
@@ -42,7 +42,7 @@ class Writer:
     :meth:`begin`, before their tensors are copied, so that host memory holds the state of one step at most. What a job
     refers to must stay as it is until the next :meth:`begin` of another step, :meth:`wait` or :meth:`finish`.
 
-    After a job has failed, all others are dropped; its error is raised once, where training asks for it.
+    After a job has failed, all others are dropped; its error is raised once, at the next call of training.
 
     Args:
         world: the processes of the run.
@@ -141,7 +141,7 @@ class Writer:
         return self._busy or bool(self._jobs)
 
     def _raise(self) -> None:
-        # what another rank has told the thread, that rank tells here again: both must be in the same collective
+        # an error that another rank reported to the thread is reported again here: both must be in the same collective
         if self._error is not None and not isinstance(self._error, RankLostError):
             error, self._error = self._error, None
             raise error
@@ -182,6 +182,6 @@ def _step_back() -> None:
 def _error_of(job: Callable[[], None]) -> BaseException | None:
     try:
         job()
-    except BaseException as error:  # whatever it is, it is raised again where training asks
-        return untold(error)
+    except BaseException as error:  # whatever it is, it is raised again in `begin` or `wait`
+        return clear_announced(error)
     return None

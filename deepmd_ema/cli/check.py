@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what the input asks for and what its data hold."""
+    """Print a summary of the input and of its data."""
     from deepmd_ema.config import as_launched, config_summary, config_warnings, ignored_options, load_config
     from deepmd_ema.report.table import facts, render
 

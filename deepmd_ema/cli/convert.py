@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write what was asked for and print what was read and what was written."""
+    """Write the files and print lines about the content that was read and written."""
     from deepmd_ema.data.convert import convert_data, is_data
 
     if args.format is not None or any(is_data(name) for name in args.input):
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _convert_model(args: argparse.Namespace) -> None:
-    """Write the file and print what was read, what was written, and how far it is from what was read."""
+    """Write the file and print its source, its size, and the largest difference between the two."""
     with loading():
         from deepmd_ema.export import convert
         from deepmd_ema.infer.load import load_model

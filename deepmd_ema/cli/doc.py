@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.cli.streams import say_error
+
 SUMMARY = "the manual of the input"
 
 
@@ -16,5 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the manual, one option of it, or the schema."""
     from deepmd_ema.config.manual import json_schema_text, manual
+    from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 
+    if not args.option or "descriptor" in args.option:
+        for name, fault in DESCRIPTORS.faults.items():
+            say_error(f'descriptor "{name}" is not listed: {fault}')
     print(json_schema_text() if args.json_schema else manual(args.option))

@@ -10,7 +10,6 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from deepmd_ema import __version__
 from deepmd_ema.cli import (
     change_bias,
     check,
@@ -42,12 +41,13 @@ from deepmd_ema.errors import (
     is_out_of_memory,
     os_error_message,
 )
+from deepmd_ema.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
-MOST_SHOWN = 25  # problems on one screen; `dp-ema check` shows all
+MAX_PROBLEMS = 25  # problems on one screen; `dp-ema check` shows all
 LESS_MEMORY = (
     "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
     "`dp-ema check` estimates what the largest batch takes."
@@ -68,7 +68,7 @@ INSTALL = {
 
 
 class Command(Protocol):
-    """What the file of a sub-command has; it imports what it needs when it runs, so that ``--help`` is quick."""
+    """Module of a sub-command; it imports its dependencies when it runs, so that ``--help`` is quick."""
 
     SUMMARY: str
 
@@ -93,7 +93,7 @@ COMMANDS: dict[str, Command] = {
     "plot": plot,
     "doc": doc,
 }
-WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print what was asked for, and nothing else
+WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print their result and nothing else
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,9 +170,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
     if is_out_of_memory(error):
         return EXIT_USER, f"{head}: {_first_line(error)}. {LESS_MEMORY}"
-    told = os_error_message(error) if isinstance(error, OSError) else None
-    if told is not None:
-        return EXIT_USER, f"{head}: {told}"
+    message = os_error_message(error) if isinstance(error, OSError) else None
+    if message is not None:
+        return EXIT_USER, f"{head}: {message}"
     top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if top in INSTALL:
         return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}"
@@ -183,8 +183,8 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
 
 
 def _first_line(error: BaseException) -> str:
-    asked = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
-    return f"out of memory ({asked[0].lower()})" if asked else "out of memory"
+    requested = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
+    return f"out of memory ({requested[0].lower()})" if requested else "out of memory"
 
 
 def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
@@ -195,7 +195,7 @@ def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
     where = next((w for w in words if w.endswith((".json", ".yaml", ".yml"))), None)
     place = f" in {where}" if where and isinstance(error, ConfigError) else ""
     place = f" in the data of {where}" if where and isinstance(error, DataError) else place
-    shown = problems if words[:1] == ["check"] else problems[:MOST_SHOWN]
+    shown = problems if words[:1] == ["check"] else problems[:MAX_PROBLEMS]
     lines = [f"{head}: {len(problems)} problems{place}"]
     lines += [f"{number:3d}. {problem}" for number, problem in enumerate(shown, 1)]
     if len(shown) < len(problems):
@@ -231,7 +231,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    # defaults of the parser would overwrite what stands before the command
+    # defaults of the parser would overwrite options before the command
     args, rest = parser.parse_known_args(list(words), argparse.Namespace(debug=False, log_level="INFO", log_path=None))
     if args.log_path is not None and args.command in WITHOUT_LOG:
         name = args.command

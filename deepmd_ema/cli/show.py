@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what is in the file."""
+    """Print the content of the file."""
     with loading():
         from deepmd_ema.infer.show import describe
 

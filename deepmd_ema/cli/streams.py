@@ -43,7 +43,7 @@ def flush_results() -> None:
 
 
 def settle_streams() -> None:
-    """Let nothing more be said on a stream that fails: Python would try again at its end, and change the exit code."""
+    """Discard further output to a stream that fails: Python would flush it at exit, and change the exit code."""
     _settle(sys.stdout)
     _settle(sys.stderr)
 

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the errors and write the files asked for."""
+    """Print the errors and write the requested files."""
     keep_freed_memory()
     with loading():
         from deepmd_ema.infer.evaluate import measure, refuse_details

@@ -7,12 +7,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
 from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated
 from deepmd_ema.memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from deepmd_ema.train.start.request import TrainRequest
 
 SUMMARY = "train a model"
 # of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
@@ -23,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly where a checkpoint stands")
+    start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly from a checkpoint")
     start.add_argument("-i", "--init-model", metavar="FILE", type=path,
                        help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
     start.add_argument("-t", "--finetune", metavar="FILE", type=path,
@@ -48,36 +53,27 @@ def run(args: argparse.Namespace) -> None:
     with raise_on_end(args.launch), _threads_in_turn():
         try:
             with loading():
-                # with these options the input is not looked at alone
-                if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
-                    _check_input(args.input)
+                request = _request(args)
                 from deepmd_ema.train.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
             # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
             if args.launch.rank <= isinstance(error, Terminated):
                 raise
             raise ReportedElsewhere from error
-        run_training(
-            args.input,
-            restart=args.restart,
-            init_model=args.init_model,
-            finetune=args.finetune,
-            model_branch=args.model_branch,
-            use_pretrain_script=args.use_pretrain_script,
-            output=args.output,
-            device=args.device,
-            skip_neighbor_stat=args.skip_neighbor_stat,
-            allow_config_change=args.allow_config_change,
-            launch=args.launch,
-        )
+        run_training(request, launch=args.launch)
 
 
-def _check_input(path: str) -> None:
-    """Check the input before torch is imported, so that a mistake is told at once; several ranks agree on it later."""
+def _request(args: argparse.Namespace) -> TrainRequest:
+    """Return the request, with its input checked before torch is imported, so that mistakes are reported at once."""
     with libraries_of_torch():
-        from deepmd_ema.config import load_config
+        from deepmd_ema.train.start.request import TrainRequest
 
-        load_config(path)
+        options = {f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"}
+        request = TrainRequest(args.input, **options)
+        # several ranks agree on the mistakes later; with the two options the input is not complete
+        if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
+            _ = request.input.config
+        return request
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from deepmd_ema.config.argcheck import run_arguments
 from deepmd_ema.config.load import (
+    InputFile,
     config_from_dict,
     load_config,
     model_config_from_dict,
     model_configs,
+    read_input,
+    saved_config,
     saved_models,
 )
 from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options, rows_of_tasks
@@ -16,6 +19,7 @@ from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.run import RunConfig, TaskConfig, choose_head, to_dict
 
 __all__ = [
+    "InputFile",
     "ModelConfig",
     "RunConfig",
     "TaskConfig",
@@ -29,8 +33,10 @@ __all__ = [
     "load_config",
     "model_config_from_dict",
     "model_configs",
+    "read_input",
     "rows_of_tasks",
     "run_arguments",
+    "saved_config",
     "saved_models",
     "to_dict",
 ]

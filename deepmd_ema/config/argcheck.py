@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dargs import Argument
 
 _NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
-LARGEST_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
+MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 
 
 def run_arguments(multi_task: bool = False) -> Argument:
@@ -33,12 +33,12 @@ def run_arguments(multi_task: bool = False) -> Argument:
         multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
             the parts.
     """
-    return _run_arguments(multi_task, (*DESCRIPTORS, *FITTINGS))
+    return _run_arguments(multi_task, DESCRIPTORS.sections() + FITTINGS.sections())
 
 
 @cache
-def _run_arguments(multi_task: bool, registered: tuple[str, ...]) -> Argument:
-    """Return the declaration for the ``registered`` parts of a model; registries may grow between calls."""
+def _run_arguments(multi_task: bool, registered: tuple[type, ...]) -> Argument:
+    """Return the declaration for the ``registered`` sections; registries may grow between calls."""
     from dargs import Argument  # a third of the time that `--help` may take
 
     section = MultiTaskRun if multi_task else SingleTaskRun
@@ -83,7 +83,7 @@ def is_right_value(option: Option, value: Any) -> bool:
 
 
 def has_stray_bool(option: Option, value: Any) -> bool:
-    """Whether true or false stands where a number belongs, which Python would take for 1 and 0."""
+    """Whether true or false is given for a number, which Python would take for 1 and 0."""
     allowed = any(bool in (t, *typing.get_args(t)) for t in option.types)
     return not allowed and any(isinstance(v, bool) for v in leaves(value))
 
@@ -94,11 +94,11 @@ def is_bounded(leaf: Any) -> bool:
         return math.isfinite(leaf)
     if isinstance(leaf, str):
         return _NO_NAME.search(leaf) is None
-    return not isinstance(leaf, int) or abs(leaf) < LARGEST_INTEGER
+    return not isinstance(leaf, int) or abs(leaf) < MAX_INTEGER
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what stands in nested lists and dictionaries."""
+    """Yield the values of nested lists and dictionaries."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if inner is None:
         yield value

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-_MOST_SHOWN = 200  # characters of a value
+_MAX_CHARACTERS = 200  # characters of a value
 # sections of an input by task; the shares of the others change when one comes or goes
 _BY_TASK = re.compile(r"(?:model\.model_dict|loss_dict|training\.data_dict)\.([^.]+)")
 _SHARES = ("training.model_prob", "training.num_epoch_dict")
@@ -37,7 +37,7 @@ def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
 def shortened(value: Any) -> str:
     """Return a value as text, shortened: a table of pair energies has thousands of numbers."""
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def _are_sections(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.argcheck import LARGEST_INTEGER, argument, has_stray_bool, is_bounded, leaves
+from deepmd_ema.config.argcheck import MAX_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.peer import is_unavailable_text, unavailable_key, unavailable_type
@@ -15,7 +15,7 @@ from deepmd_ema.config.schema.run import SingleTaskRun
 
 
 def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
-    """Return what can be used of a section that dargs refuses, and all its mistakes.
+    """Return the usable part of a section that dargs refuses, and all its mistakes.
 
     Args:
         section: its class.
@@ -89,7 +89,7 @@ class _Validator:
     def _value(self, option: Option, value: Any, path: Place) -> Any:
         if value is None and option.nullable:
             return None
-        if value is INVALID:  # it is said already what is wrong
+        if value is INVALID:  # its mistake is already reported
             return INVALID
         if option.many:
             if isinstance(value, list):
@@ -114,19 +114,23 @@ class _Validator:
         elif (instead := unavailable_type(path, name)) is not None:
             text = f" = {show(name)}: {' '.join(filter(None, (f'{NOT_AVAILABLE}.', instead)))}"
             text += f" Available: {', '.join(known)}."
+        elif option.registry is not None and str(name) in option.registry.faults:
+            text = f" = {show(name)}: {option.registry.faults[str(name)]}"
         else:
             text = _unknown_choice(name, known)
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged
 
 
 def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
-    """Return what is wrong with a plain value, or None; dargs judges the type and the check of the declaration."""
+    """Return the mistake in a plain value, or None; dargs checks the type and the condition of the declaration."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
     if is_unavailable_text(path, value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
+    if option.removed and isinstance(value, str) and value in option.removed:
+        return f" = {show(value)}: was removed. {option.removed[value]}"
     if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
-        return _bad_value(value, f"a number of at most {len(str(LARGEST_INTEGER)) - 1} digits")
+        return _bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
     if any(isinstance(v, str) and not is_bounded(v) for v in leaves(value)):
         return _bad_value(value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has")
     if has_stray_bool(option, value):
@@ -210,7 +214,7 @@ def _unknown_key(kind: Any, having: Sequence[Any], path: Place, missed: dict[str
     if having:
         names = " or ".join(s.type for s in having)
         places = [f"type {names}, and this one is of type {kind.type}"]
-    elif len(places) not in (1, 2):  # a key of many sections tells nothing
+    elif len(places) not in (1, 2):  # a key of many sections is no hint
         lists = [o for o in input_options(kind) if o.many]
         places = [f"an entry of {o.name}" for o in lists if any(key in keys_of(s) for s in o.sections)]
     close = close_names(key, keys_of(kind))
@@ -222,7 +226,7 @@ def _unknown_key(kind: Any, having: Sequence[Any], path: Place, missed: dict[str
 
 
 def _place_of_each_task(kind: Any, path: Place) -> str | None:
-    """Return where the tasks of an input have what stands at ``path`` in an input of one task."""
+    """Return the place in an input of several tasks of the option at ``path`` in an input of one task."""
     key = str(path[-1])
     for o in (o for o in input_options(kind) if o.named):
         outer = dotted((*path[:-1], o.name))

@@ -1,4 +1,4 @@
-"""How an option is declared, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
+"""Declaration of an option, once: type, default, unit, check and manual text on the field of a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
-INVALID: Any = object()  # stands where an input has no value that can be used
+from deepmd_ema.checks import Check as Check
+from deepmd_ema.checks import fraction as fraction
+from deepmd_ema.checks import not_negative as not_negative
+from deepmd_ema.checks import not_negative_int as not_negative_int
+from deepmd_ema.checks import positive as positive
+from deepmd_ema.checks import positive_int as positive_int
+from deepmd_ema.registry import Registry, aliases_of
+
+INVALID: Any = object()  # in place of a value that cannot be used
 
 
 class InvalidOptionError(Exception):
@@ -18,16 +26,8 @@ class InvalidOptionError(Exception):
 
 
 @dataclass(frozen=True)
-class Check:
-    """A test of one value; ``wants`` completes the sentence ``expected ...``."""
-
-    test: Callable[[Any], bool]
-    wants: str
-
-
-@dataclass(frozen=True)
 class Option:
-    """What a declaration says about one option of a section.
+    """The declaration of one option of a section.
 
     Attributes:
         name: canonical key.
@@ -44,7 +44,9 @@ class Option:
         choices: the values of a text option; a ``check`` beside them lets other texts pass.
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
-        registry: the classes of a nested section that is open to more of them, by ``type``; replaces ``classes``.
+        removed: values that an earlier version took, each with what to use instead; they are refused.
+        registry: the types of a nested section that is open to more of them; replaces ``classes``.
+        left_out: types of the registry that are not taken here.
     """
 
     name: str
@@ -61,12 +63,14 @@ class Option:
     choices: tuple[str, ...] = ()
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
-    registry: Mapping[str, type] | None = None
+    removed: Mapping[str, str] | None = None
+    registry: Registry | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def sections(self) -> tuple[type, ...]:
         """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
-        return self.classes if self.registry is None else tuple(self.registry.values())
+        return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
     @property
     def required(self) -> bool:
@@ -75,7 +79,7 @@ class Option:
 
     @property
     def by_type(self) -> bool:
-        """Whether the nested section is one of several, told apart by the key ``type``."""
+        """Whether the nested section is one of several, distinguished by the key ``type``."""
         return bool(self.sections) and hasattr(self.sections[0], "type")
 
     @property
@@ -145,7 +149,7 @@ def is_comment(key: Any) -> bool:
 def type_names(sections: Iterable[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
     chosen: list[Any] = list(sections)
-    return [s.type for s in chosen] + [a for s in chosen for a in getattr(s, "aliases", ())]
+    return [s.type for s in chosen] + [a for s in chosen for a in aliases_of(s)]
 
 
 def listed_types(sections: Iterable[Any]) -> list[str]:
@@ -154,7 +158,7 @@ def listed_types(sections: Iterable[Any]) -> list[str]:
 
 
 def wants(option: Option) -> str:
-    """Return what an option expects, in words: ``a number > 0``, ``one of tanh, relu``."""
+    """Return text about the values of an option: ``a number > 0``, ``one of tanh, relu``."""
     if option.many:
         return "a list of sections [{...}, {...}]"
     if option.named:
@@ -276,9 +280,4 @@ def _type_words(kind: Any) -> str:
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
 _PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
 
-positive = Check(lambda v: v > 0, "a number > 0")
-positive_int = Check(lambda v: v > 0, "a whole number > 0")
-not_negative = Check(lambda v: v >= 0, "a number >= 0")
-not_negative_int = Check(lambda v: v >= 0, "a whole number >= 0")
-fraction = Check(lambda v: 0 <= v < 1, "a number >= 0 and < 1")
 file_name = Check(lambda v: v.strip() != "" and not v.endswith("/"), "the name of a file")

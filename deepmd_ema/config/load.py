@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,77 @@ from deepmd_ema.config.explain import explain
 from deepmd_ema.config.fields import build, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
-from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun, to_dict
+from deepmd_ema.config.schema.model import Link, ModelConfig
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
 
-def load_config(path: str | Path, model_section: Callable[[Any], Any] | None = None) -> RunConfig:
-    """Return the run that a ``.json``, ``.yaml`` or ``.yml`` file describes.
+@dataclass(frozen=True)
+class InputFile:
+    """A parsed input file, which is checked when ``config`` is read for the first time.
 
-    Args:
+    Attributes:
         path: the file.
-        model_section: called with the section ``model`` of the file, returns the one that is used instead.
+        values: its content, right or wrong.
+        lines: lines of the keys.
+    """
+
+    path: str
+    values: Any
+    lines: Mapping[Place, int]
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run that the file describes.
+
+        Raises:
+            ConfigError: with every mistake of the file, each with its line.
+        """
+        return _load(self.values, self.path, self.lines)
+
+    @cached_property
+    def heads(self) -> dict[str, str | None]:
+        """``finetune_head`` of each task, before anything is checked; None where there is none.
+
+        The only task of an input of one is called ``""``.
+        """
+        model = self.values.get("model") if isinstance(self.values, Mapping) else None
+        model = model if isinstance(model, Mapping) else {}
+        models = model.get("model_dict") if has_tasks(self.values) else {"": model}
+        models = models if isinstance(models, Mapping) else {}
+        heads = {
+            task: {**model, **own}.get("finetune_head") if isinstance(own, Mapping) else None
+            for task, own in models.items()
+            if not is_comment(task)
+        }
+        return {str(task): head if isinstance(head, str) and head else None for task, head in heads.items()}
+
+    def with_model(self, section: Callable[[Any], Any]) -> InputFile:
+        """Return the input with what ``section`` returns for its section ``model`` in place of it."""
+        if not isinstance(self.values, Mapping):
+            return self
+        return replace(self, values={**self.values, "model": section(self.values.get("model"))})
+
+
+def read_input(path: str | Path) -> InputFile:
+    """Parse a ``.json``, ``.yaml`` or ``.yml`` file.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    return InputFile(str(path), *read_config_file(Path(path)))
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Return the run that a ``.json``, ``.yaml`` or ``.yml`` file describes.
 
     Raises:
         ConfigError: with every mistake of the file, each with its line.
     """
-    values, lines = read_config_file(Path(path))
-    if model_section is not None and isinstance(values, Mapping):
-        values = {**values, "model": model_section(values.get("model"))}
-    return _load(values, str(path), lines)
-
-
-def heads_of_input(path: str | Path) -> dict[str, str | None]:
-    """Return ``finetune_head`` of each task of a file, before anything of it is checked; None where it names none.
-
-    The only task of an input of one is called ``""``.
-
-    Raises:
-        ConfigError: if the file cannot be read.
-    """
-    values, _ = read_config_file(Path(path))
-    model = values.get("model") if isinstance(values, Mapping) else None
-    model = model if isinstance(model, Mapping) else {}
-    models = model.get("model_dict") if has_tasks(values) else {"": model}
-    named = {task: own for task, own in models.items() if not is_comment(task)} if isinstance(models, Mapping) else {}
-    heads = {
-        task: {**model, **own}.get("finetune_head") if isinstance(own, Mapping) else None for task, own in named.items()
-    }
-    return {str(task): head if isinstance(head, str) and head else None for task, head in heads.items()}
+    return read_input(path).config
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
@@ -62,6 +93,21 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
         ConfigError: with every mistake of the dictionary.
     """
     return _load(values, source, {})
+
+
+def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
+    """Return the run that the config of a checkpoint describes, with removed values replaced.
+
+    Raises:
+        ConfigError: with every mistake of the config.
+    """
+    training = values.get("training")
+    averages = training.get("averaging") if isinstance(training, Mapping) else None
+    if isinstance(training, Mapping) and isinstance(averages, list):
+        # a checkpoint holds whole averages, however the ranks held them
+        kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
+        values = {**values, "training": {**training, "averaging": kept}}
+    return config_from_dict(values, source)
 
 
 def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> ModelConfig:
@@ -110,7 +156,7 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
         sections = values["model"]["model_dict"]
         own = {name: model_config_from_dict(section, source) for name, section in sections.items()}
         return SavedModels(own, (), {name: {"model": section} for name, section in sections.items()})
-    run = config_from_dict(values, source)
+    run = saved_config(values, source)
     configs = {name: task.model for name, task in run.tasks.items()}
     return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
 
@@ -143,7 +189,7 @@ def _checked(section: type, upgraded: Upgraded, path: Place = ()) -> tuple[dict[
     if not refused:
         return values, []
     found, problems = explain(section, values, path)
-    # what dargs refuses is never accepted, even if it cannot be said better
+    # what dargs refuses is never accepted, even if no other mistake was found
     if not problems and not upgraded.problems:
         problems = [Problem(path, f": {refused}")]
     spelled = Source(paths=upgraded.source_paths).spelled

@@ -19,7 +19,7 @@ from deepmd_ema.config.schema.training import MultiTaskTrainingConfig, TrainingC
 from deepmd_ema.config.tasks import PARTS
 from deepmd_ema.errors import ConfigError
 
-_WIDTH, _INDENT, _MOST_LIKE = 100, "    ", 6
+_WIDTH, _INDENT, _MAX_SIMILAR = 100, "    ", 6
 _INTRO = """\
 Options of dp-ema: one JSON or YAML file with the sections model, learning_rate, optimizer, loss, training and
 validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What
@@ -33,7 +33,7 @@ _COMMENTS = {"^_": {"description": "a comment"}}
 class Entry:
     """One option in the manual, or one type of a section; ``path`` holds the type where there is a choice.
 
-    An option that several types declare alike stands once, without a type; ``types`` are these, if not all.
+    An option that several types declare alike is listed once, without a type; ``types`` are these, if not all.
     """
 
     path: str
@@ -84,7 +84,7 @@ def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
     words = [path for key, path in paths.items() if last in key.split("_")]
     close = [paths[key] for key in close_names(last, list(paths))]
     found = same or words or get_close_matches(topic, [e.plain_path for e in entries], 3, cutoff=0.75) or close
-    return list(dict.fromkeys(found))[:_MOST_LIKE] or ["model", "training", "or no name at all"]
+    return list(dict.fromkeys(found))[:_MAX_SIMILAR] or ["model", "training", "or no name at all"]
 
 
 def json_schema_text() -> str:
@@ -111,7 +111,7 @@ def _entries(section: type, path: str) -> Iterator[Entry]:
 
 
 def _entries_of_tasks() -> Iterator[Entry]:
-    """Yield what only an input of several tasks has; the sections by task are those of an input of one task."""
+    """Yield the options that only an input of several tasks has; sections by task are those of an input of one task."""
     places = {"model": ModelsConfig, "training": MultiTaskTrainingConfig, "": MultiTaskRun}
     for place, section in places.items():
         known = {o.name for o in input_options({"training": TrainingConfig}.get(place, SingleTaskRun))}
@@ -120,22 +120,22 @@ def _entries_of_tasks() -> Iterator[Entry]:
                 yield Entry(f"{place}.{o.name}".lstrip("."), o, o.doc)
 
 
-def _option_entries(option: Option, here: str, told: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield an option and those of its sections, unless it or the sections are among what is ``told`` already."""
+def _option_entries(option: Option, here: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield an option and those of its sections, unless it or the sections are already ``listed``."""
     yield Entry(here, option, option.doc)
     if option.by_type:
         yield Entry(f"{here}.type", None, _type_words(option))
-    if option in told or all(section in told for section in option.sections):
+    if option in listed or all(section in listed for section in option.sections):
         return
     if len(option.sections) == 1:
         yield from _entries(option.sections[0], here)
     elif option.sections:
-        yield from _choice_entries(option.sections, here, told)
+        yield from _choice_entries(option.sections, here, listed)
 
 
-def _choice_entries(sections: tuple[Any, ...], path: str, told: tuple[Any, ...]) -> Iterator[Entry]:
+def _choice_entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
     """Yield the options that sections declare alike, then each type with its own; the usual one has plain paths."""
-    told = (*told, *sections)
+    listed = (*listed, *sections)
     declared: dict[str, list[Option]] = {}
     for o in (o for s in sections for o in options(s)):
         declared.setdefault(o.name, []).append(o)
@@ -150,12 +150,12 @@ def _choice_entries(sections: tuple[Any, ...], path: str, told: tuple[Any, ...])
             yield Entry(there, None, _class_doc(s))
         for o in options(s):
             if o not in shared:
-                yield from _option_entries(o, f"{there}.{o.name}", told)
-        told = (*told, *options(s))
+                yield from _option_entries(o, f"{there}.{o.name}", listed)
+        listed = (*listed, *options(s))
 
 
 def _type_words(option: Option) -> str:
-    """Return what the key ``type`` of a section may be."""
+    """Return text about the values of the key ``type`` of a section."""
     others = [name for name in type_names(option.sections) if name not in listed_types(option.sections)]
     read = f" DeePMD-kit's {', '.join(others)} is read as well." if others else ""
     default = f"; {option.default_type} if not given" if option.default_type else "; required"
@@ -244,7 +244,7 @@ def _schema_of_tasks() -> dict[str, Any]:
 
 def _option_schema(option: Option) -> dict[str, Any]:
     null = [{"type": "null"}] if option.nullable else []
-    if option.by_type:  # editors offer the keys of the type that stands there
+    if option.by_type:  # editors offer the keys of the type that is given
         choices = [
             _section_schema(s) | ({} if option.default_type in type_names([s]) else {"required": ["type"]})
             for s in option.sections

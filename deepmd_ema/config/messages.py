@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from deepmd_ema import __version__
+from deepmd_ema.version import __version__
 
 Place = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""
@@ -22,7 +22,7 @@ _OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training
 
 @dataclass(frozen=True)
 class Source:
-    """Where an input comes from, so that messages can name its places.
+    """Origin of an input, so that messages can name its places.
 
     Attributes:
         name: the file.

@@ -1,4 +1,4 @@
-"""What a run is told about its input: options without effect, what is likely not meant, and a short summary."""
+"""Remarks on an input: options without effect, settings that are likely mistakes, and a short summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from deepmd_ema.config.schema.optim import ExpScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.run import Link, RunConfig, TaskConfig
+    from deepmd_ema.config.schema.model import Link
+    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
 
 Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
@@ -23,11 +24,10 @@ _FULL_VALIDATION = (
     "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "full_val_file",
     "full_val_start",
 )  # fmt: skip
-_LONGEST_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
-_FEWEST_SNAPSHOTS = 4  # of one average; fewer tell little about averages of other lengths
+_MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
+_MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
 _KEPT_BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
 _WHOLE = "every process holds all weights at zero_stage {0.run.training.zero_stage}"
-_SHARDED = "every process holds a part of the weights only at zero_stage {0.run.training.zero_stage}"
 
 
 def ignored_options(config: RunConfig) -> list[str]:
@@ -43,13 +43,13 @@ def ignored_options(config: RunConfig) -> list[str]:
 def config_warnings(
     config: RunConfig, num_steps: int | None = None, steps_per: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Return what is allowed but likely not meant.
+    """Return warnings about settings that are allowed but likely mistakes.
 
     Args:
         config: of the run.
-        num_steps: length of the run, for one that counts epochs; while it is not known, little can be said.
-        steps_per: steps of one of ``frames`` and ``epochs``, for averages that count in them; without it nothing is
-            said about these.
+        num_steps: length of the run, for one that counts epochs; while it is not known, most warnings are left out.
+        steps_per: steps of one of ``frames`` and ``epochs``, for averages that count in them; without it there are no
+            warnings about these.
     """
     steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
     found = [text for task in config.tasks.values() for text in _warnings_of(task)]
@@ -66,7 +66,7 @@ def config_warnings(
 def config_summary(
     config: RunConfig, num_steps: int = 0, steps_per: Mapping[str, float] | None = None
 ) -> list[tuple[str, str]]:
-    """Return names and texts of what the input asks for: rows for ``dp-ema check``, ``show`` and the start of a run.
+    """Return names and texts of the main settings: rows for ``dp-ema check``, ``show`` and the start of a run.
 
     Args:
         config: of the run.
@@ -185,7 +185,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
             "validating.full_val_start = 1 means never",
         ),
         ("layout", lambda a: a.average.layout == "full_tensor" and not a.run.training.shards_weights, _WHOLE),
-        ("layout", lambda a: a.average.layout == "rank_range" and a.run.training.shards_weights, _SHARDED),
     ),
     "training": (
         ("max_ckpt_keep", lambda training: training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),
@@ -247,7 +246,7 @@ def _of_several_tasks(config: RunConfig) -> Iterator[str]:
     for key in dict.fromkeys(link.key for link in fittings):
         tasks = [link.task for link in fittings if link.key == key]
         if len(tasks) > 1 and not config.tasks[tasks[0]].model.fitting_net.dim_case_embd:
-            text = f"{', '.join(tasks)} share it and are told apart by the energies of the elements only"
+            text = f"{', '.join(tasks)} share it and are distinguished by the energies of the elements only"
             instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
             yield f"model.shared_dict.{key}: {text}. {instead}."
 
@@ -255,7 +254,7 @@ def _of_several_tasks(config: RunConfig) -> Iterator[str]:
 def _long_window(
     config: RunConfig, path: str, average: EmaAverageConfig, num_steps: int, steps_per: Mapping[str, float]
 ) -> Iterator[str]:
-    (name, value), longest = average.length, _LONGEST_WINDOW * num_steps
+    (name, value), longest = average.length, _MAX_WINDOW * num_steps
     if name == "decay":
         window, better, unit = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2)), ""
     elif average.half_life_unit in steps_per:
@@ -283,8 +282,8 @@ def _late_or_few(
         yield f"{path}.{late} = {getattr(average, late):g}: {why}. Choose an earlier start."
     elif average.snapshots:
         files = math.ceil((num_steps - start) / every)  # the last step is stored in any case
-        if files < _FEWEST_SNAPSHOTS:
-            better = max(1, int(num_steps - start) // (2 * _FEWEST_SNAPSHOTS))
+        if files < _MIN_SNAPSHOTS:
+            better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
             found = f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')} ({often} = {every})"
             yield f'{path}.snapshots: {found}, too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
 

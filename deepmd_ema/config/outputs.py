@@ -30,7 +30,7 @@ def suffixed(file: str | Path, suffix: str) -> Path:
 
 
 def suffix_of(weights: str, task: str = "") -> str:
-    """Return what tells the files of these weights, and of a task that has a name, from those of the live weights."""
+    """Return the suffix of the files of these weights, and of a task that has a name; empty for the live weights."""
     return f"_{task}" * bool(task) + f"_{weights}" * (weights != LIVE)
 
 
@@ -62,7 +62,7 @@ class Output:
         content: what it holds, for messages.
         path: where it is.
         is_folder: whether it is a folder.
-        has_rows: whether rows are added to it while the run goes on, so that it can belong to one writer only.
+        has_rows: whether rows are added to it during the run, so that it can belong to one writer only.
     """
 
     option: str
@@ -73,7 +73,7 @@ class Output:
 
 
 class Outputs:
-    """Where a run writes, by weights (``live`` or the name of an average) and task.
+    """Output paths of a run, by weights (``live`` or the name of an average) and task.
 
     Learning curves and checkpoints hold all tasks of a run; logs of full validation, best files and cached statistics
     are one per task.
@@ -122,7 +122,7 @@ class Outputs:
         return bool(self._config.fully_validated and self._config.validating.save_best)
 
     def best_prefix(self, weights: str, task: str) -> str:
-        """Return how the names of the best files of some weights begin."""
+        """Return the prefix of the names of the best files of some weights."""
         return f"{BEST}{suffix_of(weights, task)}"
 
     def stat_file(self, task: str) -> str | None:

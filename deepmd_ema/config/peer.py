@@ -1,4 +1,4 @@
-"""What DeePMD-kit 3.2.0 knows and dp-ema does not have yet: refused by name, never ignored."""
+"""Options of DeePMD-kit 3.2.0 that dp-ema does not support yet: refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Unavailable:
     """An option of DeePMD-kit that is not here.
 
     Attributes:
-        no_op_values: values that ask for nothing (its default in DeePMD-kit); they are accepted and dropped. None:
+        no_op_values: values without effect (its default in DeePMD-kit); they are accepted and dropped. None:
             every value, because the option only informs.
         instead: what to do, or an empty string.
     """
@@ -32,7 +32,7 @@ _IN_DESCRIPTOR = (
 _DPLR = "Train on energies and forces without the long-range part, and remove it."
 _GENERALIZED = "Generalized forces are not trained on. Remove it to train on energies and forces."
 
-# section -> key -> what there is to know
+# section -> key -> entry
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "": {"nvnmd": Unavailable((None, {}))},
     "model": {
@@ -74,9 +74,9 @@ UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
 }
 
-# what to do about some of them
+# remedies for some of them
 _TENSORFLOW = "Only DeePMD-kit's TensorFlow backend has it"
-_EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 tells elements apart by an embedding as well."
+_EMBEDDED = f"{_TENSORFLOW}: se_atten_v2 distinguishes elements by an embedding as well."
 INSTEAD_OF_TYPES: dict[str, str] = {
     **dict.fromkeys(("se_a_ebd", "se_a_ebd_v2", "se_a_tpe", "se_a_tpe_v2"), _EMBEDDED),
     **dict.fromkeys(("loc_frame", "se_a_mask", "pairwise_dprc"), f"{_TENSORFLOW}."),
@@ -101,19 +101,19 @@ _UNAVAILABLE_TEXTS: dict[str, str] = {
 
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
-    """Return what is known of a key of DeePMD-kit that dp-ema does not have, or None for any other key."""
+    """Return the entry of a key of DeePMD-kit that dp-ema does not support, or None for any other key."""
     return UNAVAILABLE.get(_of_standard(section), {}).get(key)
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:
-    """Whether the value asks for nothing (true is not 1 here)."""
+    """Whether the value has no effect (true is not 1 here)."""
     return known.no_op_values is None or any(
         value == h and isinstance(value, bool) == isinstance(h, bool) for h in known.no_op_values
     )
 
 
 def unavailable_type(section: Place, name: Any) -> str | None:
-    """Return what to do instead of a ``type`` of DeePMD-kit that dp-ema does not have, or None for any other one.
+    """Return the remedy for a ``type`` of DeePMD-kit that dp-ema does not support, or None for any other one.
 
     Args:
         section: path of the section; a part of a hybrid descriptor is a descriptor.

@@ -13,8 +13,9 @@ from deepmd_ema.config.fields import InvalidOptionError
 from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
+from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
-from deepmd_ema.config.schema.run import Link, MultiTaskRun
+from deepmd_ema.config.schema.run import MultiTaskRun
 from deepmd_ema.config.schema.shared import dtype_name
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class AverageEntry:
     run: RunConfig
 
 
-# what a rule may be about -> every such thing of a run, with the dotted path at which it stands; of a run of several
+# subject of a rule -> every such object of a run, with its dotted path; of a run of several
 # tasks each task has its own
 SUBJECTS: dict[str, Callable[[RunConfig], Iterable[tuple[str, Any]]]] = {
     "model": lambda run: [(task.place("model"), task.model) for task in run.tasks.values()],
@@ -65,7 +66,7 @@ def rule(about: str) -> Callable[[Callable[[Any], Violations]], Callable[[Any], 
 
 
 def rule_problems(run: RunConfig) -> list[Problem]:
-    """Return what the rules find in a run; a rule finds nothing once it reads an option that is wrong in itself."""
+    """Return the violations of the rules in a run; a rule is skipped if it reads an option that is wrong in itself."""
     found = []
     for about, subjects in SUBJECTS.items():
         with suppress(InvalidOptionError):
@@ -75,7 +76,7 @@ def rule_problems(run: RunConfig) -> list[Problem]:
 
 
 def model_problems(model: ModelConfig) -> list[Problem]:
-    """Return what the rules find in a section ``model`` that stands alone."""
+    """Return the violations of the rules in a section ``model`` without a run."""
     return _violations("model", "model", model, Source())
 
 
@@ -356,13 +357,13 @@ def names_of_tasks_are_plain(run: MultiTaskRun) -> Violations:
 
 
 @rule("run of several tasks")
-def heads_are_told_apart(run: MultiTaskRun) -> Violations:
+def heads_are_distinct(run: MultiTaskRun) -> Violations:
     """No name or alias of a model is that of another, in capitals or not, as ``--head`` reads them."""
     names = {name.lower(): name for name in reversed(run.model.model_dict)}
     taken: dict[str, str] = dict(names)
     for name, model in run.model.model_dict.items():
         if (other := names[name.lower()]) != name:
-            text = f": task {other} has this name but for upper and lower case, which --head does not tell apart."
+            text = f": task {other} has this name but for upper and lower case, which --head does not distinguish."
             yield f"model.model_dict.{name}", f"{text} Choose another."
         for alias in model.model_branch_alias:
             if (other := taken.setdefault(alias.lower(), name)) != name:
@@ -430,7 +431,7 @@ def shared_parts_fit(run: MultiTaskRun) -> Violations:
 
 
 @rule("run of several tasks")
-def tasks_are_told_apart(run: MultiTaskRun) -> Violations:
+def case_embedding_is_one_number(run: MultiTaskRun) -> Violations:
     """``dim_case_embd`` is one number for all tasks, with room for each."""
     sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
     most, tasks = max(sizes.values(), default=0), len(sizes)

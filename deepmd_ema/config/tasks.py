@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import INVALID, is_comment
 from deepmd_ema.config.messages import Place, Problem, close_names, path_of, show
-from deepmd_ema.config.schema.run import Link
+from deepmd_ema.config.schema.model import Link
 
 if TYPE_CHECKING:
     from deepmd_ema.config.upgrade import Upgraded
@@ -33,7 +33,7 @@ def expand_tasks(upgraded: Upgraded) -> tuple[Link, ...]:
         upgraded: an input of several tasks; takes where each part comes from, and what is wrong.
 
     Returns:
-        What stood in ``model.shared_dict``.
+        The parts of ``model.shared_dict``.
     """
     model = upgraded.values.get("model")
     models = model.get("model_dict") if isinstance(model, dict) else None
@@ -79,7 +79,7 @@ def _replace_names(
         if not isinstance(text, str):
             continue
         place = ("model", "model_dict", task, *path_of(part))
-        if shared is None:  # it is said that there are no parts
+        if shared is None:  # the missing parts are already reported
             owner[key] = INVALID
             continue
         name, colon, level = text.partition(":")

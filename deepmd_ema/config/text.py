@@ -1,4 +1,4 @@
-"""The text of a config file as plain values, with the line of every key; what is wrong with the text is said here."""
+"""The text of a config file as plain values, with the line of every key, and messages about its syntax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
 _DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
-_LARGEST = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
+_MAX_BYTES = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
@@ -63,7 +63,7 @@ class Marks:
         self._twice: list[tuple[Place, int, int]] = []
 
     def value(self, place: Place, line: int) -> None:
-        """Note where a value stands, unless its key was noted.
+        """Record the line of a value, unless that of its key was recorded.
 
         Raises:
             RecursionError: if it is nested too deeply.
@@ -73,7 +73,7 @@ class Marks:
         self.lines.setdefault(place, line)
 
     def key(self, place: Place, line: int, *, may_repeat: bool = False) -> None:
-        """Note where a key stands, and whether its section has it already."""
+        """Record the line of a key, and whether its section has it already."""
         if place in self.lines and not may_repeat:
             self._twice.append((place, self.lines[place], line))
         self.lines[place] = line
@@ -146,7 +146,7 @@ def _read_text(path: Path) -> str:
     if path.suffix.lower() not in JSON_SUFFIXES + YAML_SUFFIXES and path.exists():
         raise ConfigError(f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format.")
     try:
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{path}: {path.stat().st_size} bytes is too large for an input. Is it a data file?")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def _json_message(text: str, error: json.JSONDecodeError, source: str) -> str:
 
 
 def _json_hint(text: str, error: json.JSONDecodeError) -> str:
-    """Return what the mistake looks like; ``error.pos`` is where JSON ended."""
+    """Return a description of the mistake; ``error.pos`` is where JSON ended."""
     here, before = text[error.pos :], text[: error.pos].rstrip()
     rest = here.lstrip()
     # an illegal trailing comma is reported at the comma by new versions of Python, after it by older ones

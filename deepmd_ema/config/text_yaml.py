@@ -11,7 +11,7 @@ from deepmd_ema.config.messages import Place
 from deepmd_ema.config.text import Marks
 from deepmd_ema.errors import ConfigError
 
-_MOST = 100_000  # values of an input
+_MAX_VALUES = 100_000  # values of an input
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,8 +63,8 @@ def _mark_yaml(node: yaml.Node, place: Place, above: tuple[int, ...], marks: Mar
     """Mark everything in ``node``; ``above`` are the nodes around it."""
     if id(node) in above:
         raise RecursionError
-    if len(marks.lines) > _MOST:  # aliases of aliases multiply what a text stands for
-        raise ConfigError(f"{marks.source}: anchors that stand for more than {_MOST:,} values: this is no input.")
+    if len(marks.lines) > _MAX_VALUES:  # aliases of aliases multiply the values of a text
+        raise ConfigError(f"{marks.source}: anchors that expand to more than {_MAX_VALUES:,} values: this is no input.")
     marks.value(place, node.start_mark.line + 1)
     inside = (*above, id(node))
     if isinstance(node, yaml.SequenceNode):

@@ -1,4 +1,4 @@
-"""Any accepted input in the sections of today.
+"""Converts older and abbreviated inputs to the current schema.
 
 Keys of older versions of DeePMD-kit are moved to their place, what has no effect is left out, and the short form of an
 average becomes an entry of ``training.averaging``.
@@ -15,7 +15,8 @@ from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, dotted, show
 from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.run import Link, MultiTaskRun, RunConfig, SingleTaskRun
+from deepmd_ema.config.schema.model import Link
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
 from deepmd_ema.config.tasks import expand_tasks, has_tasks
 
 # keys of `training` that later became keys of another section, some by another name
@@ -31,10 +32,10 @@ _TO_TRAINING_DATA = ("systems", "batch_size", "auto_prob", "auto_prob_style", "s
 
 @dataclass
 class Upgraded:
-    """An input in today's sections.
+    """An input in the sections of the current schema.
 
     Attributes:
-        values: a copy of the input under canonical keys, without comments and without options that ask for nothing.
+        values: a copy of the input under canonical keys, without comments and without options that have no effect.
         section: class of the whole input: of one task or of several.
         lines: lines of the keys, moved ones included.
         given: canonical paths of the options that the input names.
@@ -42,8 +43,8 @@ class Upgraded:
         notes: what was changed, one sentence each.
         unused: options that were left out because they do nothing here, with the reason.
         problems: what could not be changed.
-        moved: place of a key today -> the path of what the input has for it elsewhere.
-        links: parts of models that stood in ``model.shared_dict``.
+        moved: current place of a key -> its path in the input.
+        links: parts of models from ``model.shared_dict``.
     """
 
     values: Any
@@ -137,7 +138,7 @@ def _inner(upgraded: Upgraded, option: Option, value: Any, path: Place, spelled:
 
 # ---- the short form of an average
 
-EMA = "ema"  # name of the average that the short form stands for
+EMA = "ema"  # name of the average of the short form
 _SWITCH: Place = ("training", "enable_ema")
 _SHORT_FORM: dict[Place, str] = {  # option of the short form -> option of the entry
     ("training", "ema_decay"): "decay",
@@ -149,7 +150,7 @@ _BANK: Place = ("training", "averaging")
 
 
 def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
-    """Put the average that ``enable_ema`` asks for into the list ``training.averaging``, first.
+    """Put the average of ``enable_ema`` into the list ``training.averaging``, first.
 
     Args:
         upgraded: takes the paths of its options, what has no effect, and what is wrong.
@@ -176,7 +177,7 @@ def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
         text = f" = {show(name)}: training.enable_ema already tracks one of that name{case}. "
         text += "Choose another name, or remove enable_ema."
         upgraded.problems.append(Problem((*_BANK, same[0], "name"), text))
-    # where only its validation is asked for the input is refused; with the entry, the rules tell its other mistakes
+    # where only its validation is requested the input is refused; with the entry, the rules find its other mistakes
     if not same and (on is True or validated):
         values["training"]["averaging"] = [entry, *entries]
         _move_paths_of_entries(upgraded, len(entries))

@@ -19,9 +19,9 @@ from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 
-MOST_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
-MOST_TOGETHER = 64  # atoms of an open frame whose pairs are found together with those of other frames of a batch
-_MOST_COUNTED = 1 << 20  # images in a block around all that are needed, of which a table is made to find these
+MAX_CACHE_BYTES = 4 << 30  # a 192-atom frame with 120 slots takes 150 kB: 28,000 of them
+MAX_ATOMS_TOGETHER = 64  # atoms of an open frame whose pairs are found together with those of other frames of a batch
+_MAX_TABLE_IMAGES = 1 << 20  # images in a block around all that are needed, of which a table is made to find these
 ROUND_TO = 4  # slots come in multiples of this, so that batches have few shapes
 
 
@@ -176,8 +176,8 @@ def default_cache_bytes(local_size: int) -> int:
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # no such question on this system
-        return MOST_CACHE_BYTES // 4
-    return min(MOST_CACHE_BYTES, memory // (4 * local_size))
+        return MAX_CACHE_BYTES // 4
+    return min(MAX_CACHE_BYTES, memory // (4 * local_size))
 
 
 def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()) -> Batch:
@@ -226,7 +226,7 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
 
 def is_molecule(frame: Frame) -> bool:
     """Whether a frame is open and so small that its pairs may be found by measuring all of them."""
-    if frame.box is not None or frame.num_atoms > MOST_TOGETHER:
+    if frame.box is not None or frame.num_atoms > MAX_ATOMS_TOGETHER:
         return False
     return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)  # not so of nan, which pair_frame refuses
 
@@ -308,7 +308,7 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
         return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
     low = shift.min(axis=0)
     span = shift.max(axis=0) - low + 1.0
-    if span.prod() > _MOST_COUNTED:  # atoms far outside of the cell, which need not be wrapped
+    if span.prod() > _MAX_TABLE_IMAGES:  # atoms far outside of the cell, which need not be wrapped
         images, image_of_pair = np.unique(shift, axis=0, return_inverse=True)
         return np.concatenate([empty, images @ box]), image_of_pair.ravel() + 1
     span = span.astype(np.int64)
@@ -384,7 +384,7 @@ def _vectors(one: PairedFrame) -> Array:
 
 
 def _in_order(parts: Sequence[Array], order: Array) -> Array:
-    """Return what atoms of the frames have, frame after frame in ``parts``, by row of the batch."""
+    """Return values of atoms, given frame after frame in ``parts``, by row of the batch."""
     return np.take(np.concatenate(parts), order, axis=0)
 
 
@@ -407,7 +407,7 @@ def _join_labels(
     labels, has_label = {}, {}
     for name in names:
         if LABELS[name].per_pair and not any(name in f.labels for f in frames):
-            continue  # so many zeros tell nothing, and without them nothing is computed to compare with
+            continue  # zeros carry no information, and without them nothing is computed to compare with
         has_label[name] = _tensor(np.array([float(name in f.labels) for f in frames]))
         label = LABELS[name]
         parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in frames]

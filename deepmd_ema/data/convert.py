@@ -17,7 +17,7 @@ import numpy as np
 
 from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
-from deepmd_ema.data.formats.foreign import in_words, stored_frames
+from deepmd_ema.data.formats.foreign import describe_file, stored_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of, parse_choice
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
@@ -27,7 +27,7 @@ from deepmd_ema.files import writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
-_MOST_FORMULA = 100  # letters of a folder's name
+_MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 
 Key: TypeAlias = tuple[str, bool]  # name of a group of frames, and whether they are periodic
 
@@ -54,7 +54,7 @@ class _Labelled:
 
 @dataclass
 class _Reading:
-    """All frames of all files, how many had nothing to learn from, and what was said of each file."""
+    """All frames of all files, the number of frames without labels, and remarks on each file."""
 
     frames: list[_Labelled] = field(default_factory=list)
     empty: int = 0
@@ -130,7 +130,7 @@ def _read(inputs: Sequence[str], file_format: str | None) -> _Reading:
             for index, frame in enumerate(stored):
                 with collect_problems(problems, f"{name}: frame {index} (from 0): "):
                     _add(reading, number, frame, inventory)
-            reading.lines += in_words(given, inventory, sum(len(frame.symbols) for frame in stored))
+            reading.lines += describe_file(given, inventory, sum(len(frame.symbols) for frame in stored))
     if problems:
         raise DataError(problems)
     return reading
@@ -189,7 +189,7 @@ def _write_part(
     lines, used = [], set[str]()
     for (name, periodic), members in groups.items():
         place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + "_open" * (not periodic)
-        if place.lower() in used or len(place) > _MOST_FORMULA:
+        if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())
         counts = _write_system(folder / place, members, type_map, group_of is _by_size)

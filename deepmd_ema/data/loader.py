@@ -13,7 +13,7 @@ from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 
-MOST_ATOMS = 1024  # in a batch of a validation
+MAX_ATOMS = 1024  # in a batch of a validation
 
 
 class Loader:
@@ -68,7 +68,7 @@ class Loader:
         self._ahead: deque[Future[Batch]] = deque()
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
-        """Return where the frames of batch ``n`` come from: (system, frame number)."""
+        """Return the origin of the frames of batch ``n``: (system, frame number)."""
         system, frames = self.sampler.batch(n)
         return tuple(self.systems[system].frame(k).source for k in frames)
 
@@ -114,7 +114,7 @@ def sequential_batches(
     systems: Sequence[FrameSource],
     layout: NeighborLayout,
     cache: PairCache | None = None,
-    max_atoms: int = MOST_ATOMS,
+    max_atoms: int = MAX_ATOMS,
     labels: Sequence[str] = (),
     rank: int = 0,
     world_size: int = 1,
@@ -139,8 +139,8 @@ def sequential_batches(
             yield collate([cache.get(system, k, layout) for system, k in group], layout, labels=labels)
 
 
-def num_batches(systems: Sequence[FrameSource], max_atoms: int = MOST_ATOMS) -> int:
-    """Return how many batches :func:`sequential_batches` makes of all frames, for all ranks together."""
+def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
+    """Return the number of batches that :func:`sequential_batches` makes of all frames, for all ranks together."""
     return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
 
 

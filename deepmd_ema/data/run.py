@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Lines = dict[str, list[str]]
 """Lines of text by the name of a task."""
 
-_MOST_NUMBERS = 12  # of neighbors in one line
+_MAX_NUMBERS = 12  # of neighbors in one line
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -74,7 +74,7 @@ def open_run(config: RunConfig, memories: Mapping[str, Memory] | None = None) ->
 def choose_validation(
     config: RunConfig, data: Mapping[str, TaskData], seed: int, memories: Mapping[str, Memory] | None = None
 ) -> dict[str, Split]:
-    """Return which training frames the tasks with a ``validation_fraction`` validate on, by task.
+    """Return the validation frames of the tasks with a ``validation_fraction``, by task.
 
     Args:
         config: of the run.
@@ -111,7 +111,7 @@ def _choice(task: TaskConfig, train: Sequence[FrameSource], fraction: float, see
         table.add(source.name, source.chunks((COORD, BOX, FORCE)), len(task.model.type_map), source.kinds)
     split = split_frames(table, fraction, seed)
     if memory is not None and key is not None:
-        with suppress(WriteError):  # which the check of the data, remembered in the same place, tells
+        with suppress(WriteError):  # reported by the check of the data, which is stored in the same folder
             memory.remember(key, split.to_dict())
     return split
 
@@ -145,7 +145,7 @@ def _parts(task: TaskConfig, sources: Sequence[FrameSource], split: Split) -> Ta
 
 
 def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
-    """Return the files of sources, each once: many systems may be in one; None if they cannot be told."""
+    """Return the files of sources, each once: many systems may be in one; None if they are unknown."""
     files: dict[Path, None] = {}
     for source in sources:
         own = source.files()
@@ -160,7 +160,7 @@ def _spec_of(task: TaskConfig) -> ReadSpec:
 
 
 def check_task(task: TaskConfig, data: TaskData) -> DataReport:
-    """Return what the checks find in the data of one task: problems, warnings, a summary."""
+    """Return the report of the checks of the data of one task: problems, warnings, a summary."""
     model = task.model
     bound = _least_distance(task)
     report = check_systems(*data, model.type_map, model.descriptor, task.loss.labels, bound, task=task.name)
@@ -175,7 +175,7 @@ def _least_distance(task: TaskConfig) -> float:
 
 
 def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
-    """Return which options do not fit the number and sizes of the systems."""
+    """Return messages about options that do not fit the number and sizes of the systems."""
     problems: list[str] = []
     for (section, given), systems in zip(_sections(task).items(), data):
         if given is not None:
@@ -185,7 +185,7 @@ def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
 
 
 def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> DataReport | CheckResult:
-    """Return what the checks find in the data of one task, as remembered if their content is the same.
+    """Return the report of the checks of one task, a stored result if the content of the data is the same.
 
     Args:
         task: its options.
@@ -208,7 +208,7 @@ def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> 
 
 
 def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | None:
-    """Return what identifies the files of the data and the options that change what a check finds."""
+    """Return a key of the content of the data and of the options that change the result of a check."""
     descriptor, sources = task.model.descriptor, [*data.train, *data.valid]
     files = _files_of(sources)
     spec = _spec_of(task)
@@ -282,7 +282,7 @@ def _memory_lines(
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
         atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
-        numbers = str(neighbors) if len(neighbors) <= _MOST_NUMBERS else f"of {sum(neighbors)} neighbors together"
+        numbers = str(neighbors) if len(neighbors) <= _MAX_NUMBERS else f"of {sum(neighbors)} neighbors together"
         batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
         yield f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})"

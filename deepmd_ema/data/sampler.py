@@ -126,7 +126,7 @@ class Sampler:
         return self._frames[system][permutation(self.num_frames[system], self._seed, _FRAMES, system, round_number)]
 
     def _batches_before(self, epoch: int) -> list[int]:
-        """Return how many batches of each system come before ``epoch``.
+        """Return the number of batches of each system before ``epoch``.
 
         In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two
         edges is the number of batches of a system, so that these add up to ``batches_per_epoch``.
@@ -137,7 +137,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How systems are cut into batches and how often each is drawn.
+    """Division of systems into batches, and the probability of each system.
 
     Attributes:
         batch_size: frames per batch and rank, per system; 0 for a system left out by ``filter``.
@@ -162,7 +162,7 @@ def plan_batches(
     sys_probs: Sequence[float] | None = None,
     world_size: int = 1,
 ) -> BatchPlan:
-    """Return how batches are drawn; the arguments are those of ``Sampler``.
+    """Return the plan of batches; the arguments are those of ``Sampler``.
 
     Raises:
         ConfigError: if an option cannot be understood, or does not fit the number of systems.

@@ -1,4 +1,4 @@
-"""What a data format has to provide: frames one at a time for batches, and arrays of many frames for checks."""
+"""Protocol of data formats: frames one at a time for batches, and arrays of many frames for checks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class ReadSpec:
-    """What is read from every source.
+    """Labels and elements that are read from every source.
 
     Attributes:
         type_map: the model's elements; types count in it.
@@ -75,13 +75,13 @@ class ReadSpec:
 
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
-        """Return what the section ``model`` reads beside ``labels``."""
+        """Return the specification for the section ``model``: ``labels`` and its conditions."""
         fitting = model.fitting_net
         return cls(model.type_map, labels, fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam)
 
 
 class Place(NamedTuple):
-    """Where a frame is stored, for messages: a file or folder, the frame's number in it (from 0), how many it has."""
+    """Place of a frame, for messages: a file or folder, the frame's number in it (from 0), the number of its frames."""
 
     file: str
     frame: int
@@ -118,7 +118,7 @@ class FrameSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Where the frames are, for messages."""
+        """Path of the frames, for messages."""
 
     @property
     def num_frames(self) -> int:
@@ -138,14 +138,14 @@ class FrameSource(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a user should know of how the frames are read: units, signs, and what is left out."""
+        """Remarks for the user on how the frames are read: units, signs, and arrays that are left out."""
 
     @property
     def kinds(self) -> Sequence[str] | None:
         """Kind of calculation of each frame, empty where it has no name; None if the format knows none."""
 
     def files(self) -> Sequence[Path] | None:
-        """Return every file that the frames are read from; None if that cannot be told."""
+        """Return every file that the frames are read from; None if they are unknown."""
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without virtual atoms."""
@@ -154,7 +154,7 @@ class FrameSource(Protocol):
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
 
     def where(self, index: int, array: str = "") -> Place:
-        """Return where a frame, or one of its arrays, is stored."""
+        """Return the place where a frame, or one of its arrays, is stored."""
 
 
 def is_per_atom(name: str) -> bool:
@@ -168,7 +168,7 @@ def is_per_pair(name: str) -> bool:
 
 
 def of_atoms(name: str, array: Array, chosen: Array) -> Array:
-    """Return what an array of a frame has of the chosen atoms, in this order; all of it if it is not of atoms.
+    """Return the rows of the chosen atoms of an array of a frame, in this order; all of an array not of atoms.
 
     Args:
         name: of the array.
@@ -183,7 +183,7 @@ def of_atoms(name: str, array: Array, chosen: Array) -> Array:
 
 
 def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
-    """Return how many frames of ``num_atoms`` atoms with the arrays ``names`` a chunk has at most."""
+    """Return the largest number of frames in a chunk, of ``num_atoms`` atoms with the arrays ``names``."""
     numbers = (3 * num_atoms) ** 2 if any(map(is_per_pair, names)) else 3 * num_atoms
     return max(1, _NUMBERS_AT_ONCE // numbers)
 

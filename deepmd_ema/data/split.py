@@ -31,7 +31,7 @@ _PAIRS = 256  # drawn to find that distance
 _WINDOW, _COLUMNS = 4, 3  # frames that follow in the order of a number are compared, for so many numbers
 _MIN_CUT = 10  # a trajectory of fewer different frames is not cut in two
 _MAX_RMS_RATIO = 2.0  # of the forces of the two parts
-_MOST_KINDS = 16  # in one line
+_MAX_KINDS = 16  # in one line
 # half of the vectors of whole numbers from -1 to 1: those of the other half have the same structure factors
 _WAVES = np.array([h for h in product((-1, 0, 1), repeat=3) if h > (0, 0, 0)])
 _EDGES = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]])
@@ -43,7 +43,7 @@ Stratum: TypeAlias = tuple[str, str, str]
 
 @dataclass
 class FrameTable:
-    """What a split needs of frames, in their order.
+    """Properties of frames that a split needs, in their order.
 
     Attributes:
         kinds: name of the kind of calculation of each frame; empty where the data name none.
@@ -78,7 +78,7 @@ class FrameTable:
 
 @dataclass(frozen=True)
 class Split:
-    """Which frames are for validation.
+    """A choice of frames for validation.
 
     Attributes:
         chosen: (frames,) whether each is.
@@ -92,7 +92,7 @@ class Split:
 
     @property
     def digest(self) -> str:
-        """What tells this choice from others."""
+        """Hash of the chosen frames."""
         return hashlib.sha256(str(len(self.chosen)).encode() + np.packbits(self.chosen).tobytes()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,15 +338,15 @@ def _keep_elements(table: FrameTable, clusters: Sequence[Sequence[int]], chosen:
 
 
 def _words(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Return what went where, and warnings."""
+    """Return lines about the two parts, and warnings."""
     lines = [f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"]
     named = Counter(kind or "without a name" for kind in table.kinds)
     if set(table.kinds) != {""}:
         taken = Counter(kind or "without a name" for kind, own in zip(table.kinds, chosen) if own)
         split = [f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]]
         whole = [f"{kind} ({counted(n, 'frame')})" for kind, n in named.items() if not taken[kind]]
-        lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MOST_KINDS)}")
-        lines += [f"  in training alone: {first_few(whole, _MOST_KINDS)}"] * bool(whole)
+        lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MAX_KINDS)}")
+        lines += [f"  in training alone: {first_few(whole, _MAX_KINDS)}"] * bool(whole)
     else:
         lines.append("  at random in each composition of each file or system, near copies in one part")
     squares = np.concatenate(table.forces)

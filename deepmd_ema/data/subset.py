@@ -51,7 +51,7 @@ class FrameSubset:
 
     @property
     def notes(self) -> Sequence[str]:
-        """How the frames are read."""
+        """Remarks on how the frames are read."""
         return self.whole.notes
 
     @property
@@ -79,5 +79,5 @@ class FrameSubset:
                 first += len(rows)
 
     def where(self, index: int, array: str = "") -> Place:
-        """Return where a frame, or one of its arrays, is stored."""
+        """Return the place where a frame, or one of its arrays, is stored."""
         return self.whole.where(int(self.frames[index]), array)

@@ -1,4 +1,4 @@
-"""How this process was launched: its rank and the number of ranks. Free of torch, so that the command line is quick."""
+"""Rank and number of ranks of this process, from its launcher. Does not import torch, so that commands start fast."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Return what ``torchrun`` or ``srun`` has set in ``environ``.
+    """Return the ranks and sizes that ``torchrun`` or ``srun`` has set in ``environ``.
 
     Under ``srun`` the user sets ``MASTER_ADDR`` and ``MASTER_PORT``; a SLURM job without them is one process.
 

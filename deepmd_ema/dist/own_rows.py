@@ -9,7 +9,7 @@ from torch import Tensor
 from deepmd_ema.dist.dtensor import first_row, full_tensor, is_row_sharded, local_shard, rows_of
 from deepmd_ema.tensors import HostCopies, RowShard
 
-SMALL = 4096  # elements: rank 0 writes replicated tensors of fewer, which cost more to share out than to write
+SMALL = 4096  # elements: rank 0 writes replicated tensors of fewer, which cost more to distribute than to write
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class OwnRows:
     """Copies the rows of tensors that this rank writes to host memory.
 
     Of a tensor that is sharded these are the rows that the rank holds, without communication. Rows of one that every
-    rank holds are shared out evenly.
+    rank holds are distributed evenly over the ranks.
 
     Attributes:
         rank: of this process.
@@ -29,12 +29,11 @@ class OwnRows:
     size: int
     copies: HostCopies
 
-    def __call__(self, tensor: Tensor, temporary: bool = False) -> RowShard | Tensor:
+    def __call__(self, tensor: Tensor) -> RowShard | Tensor:
         """Return the rows of this rank, or all of a small tensor that every rank holds.
 
         Args:
             tensor: sharded as FSDP2 does it, or the same on all ranks.
-            temporary: whether nobody else holds it, so that it should be freed as soon as its rows are copied.
         """
         if is_row_sharded(tensor):
             return RowShard(self.copies(local_shard(tensor)), first_row(tensor), tuple(tensor.shape))
@@ -43,7 +42,7 @@ class OwnRows:
             return self.copies(found)
         first, count = rows_of(found.shape[0], self.rank, self.size)
         rows = found[first : first + count]
-        return RowShard(rows.to("cpu", copy=True) if temporary else self.copies(rows), first, tuple(found.shape))
+        return RowShard(self.copies(rows), first, tuple(found.shape))
 
     def owned(self, tensor: Tensor) -> RowShard:
         """Return all of a tensor that only this rank holds."""

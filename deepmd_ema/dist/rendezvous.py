@@ -1,4 +1,4 @@
-"""Where the ranks of a run find each other, and which of them reports why it ended."""
+"""Rendezvous of the ranks of a run at its start, and the choice of the rank that reports why it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many ma
 PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one has failed: it may be dead
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
-LONGEST_POLL_S = 0.5
+MAX_POLL_INTERVAL_S = 0.5
 REACT_S = 2.0  # for a rank to come back from torch after a signal
 
 
@@ -82,7 +82,7 @@ class Rendezvous:
             UserError: naming the ranks that are missing.
             RankLostError: if another rank has ended.
         """
-        self._tell("ready")
+        self._announce("ready")
         self._wait_for_all("ready")
 
     def _wait_for_all(self, key: str) -> None:
@@ -92,7 +92,7 @@ class Rendezvous:
         if not missing:
             return
         if answered:
-            raise RankLostError("ended because another rank could not go on; its message says why")
+            raise RankLostError("ended because another rank could not continue; its message gives the reason")
         names = f"rank{'s' if len(missing) > 1 else ''} {first_few([str(k) for k in missing], 8)}"
         if rank > min(set(range(size)) - set(missing)):
             raise RankLostError("the ranks did not find each other")  # the first that is here reports it
@@ -102,21 +102,21 @@ class Rendezvous:
         )
 
     def report_of(self, error: BaseException) -> BaseException | None:
-        """Return what this rank reports of ``error``, or None where another rank reports why the run ends."""
+        """Return the error that this rank reports for ``error``, or None where another rank reports why the run ends."""
         rank = self._launch.rank
         if isinstance(error, Interrupted):  # all ranks have it
             return error if rank == 0 else None
         lost = is_peer_lost(error)
         patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S  # our own: it knows of the other
         try:
-            if self._is_up():  # asked first, because the store would wait minutes for a machine that is gone
-                self._tell("ending")
+            if self._is_up():  # checked first, because the store would wait minutes for a machine that is gone
+                self._announce("ending")
                 if lost:  # a rank that knows why comes first, if there is one
                     _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), patience)
                 is_first = self.store.add("error", 1) == 1
                 if lost and is_first:
                     error = self._lost_error(error)
-                self._tell("left")  # the last word to the store, because its host ends when all have left
+                self._announce("left")  # the last word to the store, because its host ends when all have left
                 if lost and not is_first:
                     time.sleep(HEAD_START_S)
                 if self._is_host:
@@ -125,7 +125,7 @@ class Rendezvous:
                 return error if is_first else None
         except RuntimeError:  # it was closed in between
             pass
-        # Rank 0 held the store and has ended: nobody can be asked any more, but one message is enough.
+        # Rank 0 held the store and has ended: nobody can report more, but one message is enough.
         if lost:
             return RankLostError("rank 0 has ended; if it left no message, it was killed.") if rank == 1 else None
         return error
@@ -140,7 +140,7 @@ class Rendezvous:
             silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
             return Terminated(f"{error}.{silent}", error.signal_number)
         return RankLostError(
-            f"{places} ended without a message or does not answer: killed by hand, by the system for want of memory, "
+            f"{places} ended without a message or does not answer: killed by a user, by the system for lack of memory, "
             "or its machine is gone. Checkpoints on the disk are whole."
         )
 
@@ -152,7 +152,7 @@ class Rendezvous:
             return False
         return True
 
-    def _tell(self, key: str) -> None:
+    def _announce(self, key: str) -> None:
         self.store.set(f"{key} {self._launch.rank}", "")
 
     def _missing(self, key: str) -> list[int]:
@@ -235,5 +235,5 @@ def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
         waited = time.monotonic() - began
         if waited > seconds:
             return False
-        time.sleep(min(LONGEST_POLL_S, 0.02 + waited / 10))
+        time.sleep(min(MAX_POLL_INTERVAL_S, 0.02 + waited / 10))
     return True

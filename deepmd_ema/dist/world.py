@@ -26,7 +26,7 @@ T = TypeVar("T")
 # whose machine is gone. NCCL does not notice an end: there the launcher ends the others, or these limits do.
 STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
 PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
-_TOLD = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
+_ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class World(Launch):
         return largest.tolist()
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns on rank 0; other ranks do not call it.
+        """Return the value of ``make()`` of rank 0; other ranks do not call it.
 
         Raises:
             UserError: what ``make`` raised on rank 0; on other ranks :class:`RankLostError`.
@@ -123,8 +123,8 @@ class World(Launch):
         try:
             yield
         except Exception as error:
-            if self.size == 1 or is_peer_lost(error) or getattr(error, _TOLD, False):
-                raise  # there is nobody to tell, or a body inside this one has told them
+            if self.size == 1 or is_peer_lost(error) or getattr(error, _ANNOUNCED, False):
+                raise  # there are no other ranks, or a body inside this one has informed them
             own_error = error
         failed = 0
         try:
@@ -133,16 +133,16 @@ class World(Launch):
             if own_error is None:
                 raise
         if own_error is not None:
-            setattr(own_error, _TOLD, True)
+            setattr(own_error, _ANNOUNCED, True)
             raise own_error
         if failed:
-            raise RankLostError(f"ended because rank {failed - 1} could not go on; its message says why")
+            raise RankLostError(f"ended because rank {failed - 1} could not continue; its message gives the reason")
 
 
-def untold(error: BaseException) -> BaseException:
-    """Return ``error`` as one of which other ranks have not been told, to be raised once more, in another thread."""
-    if hasattr(error, _TOLD):
-        delattr(error, _TOLD)
+def clear_announced(error: BaseException) -> BaseException:
+    """Return ``error`` as one not yet announced to other ranks, to be raised once more, in another thread."""
+    if hasattr(error, _ANNOUNCED):
+        delattr(error, _ANNOUNCED)
     return error
 
 

@@ -35,7 +35,7 @@ WRITTEN_SUFFIXES = (".dp", ".yaml", ".yml")
 
 @dataclass(frozen=True)
 class BiasRequest:
-    """What the bias shall be: fitted to ``systems``, or ``values``.
+    """Source of a new bias: a fit to ``systems``, or ``values``.
 
     Attributes:
         mode: ``change`` adds what makes the mean residual per atom zero, ``set`` takes the fit of the labels alone.
@@ -66,7 +66,7 @@ class ChangedBias:
         before: (T,) eV.
         after: (T,) eV.
         frames: with labels and the predictions of the model as it was, or None without data.
-        undetermined: elements whose energies the compositions do not tell apart.
+        undetermined: elements whose energies the compositions do not determine separately.
     """
 
     path: Path
@@ -93,11 +93,14 @@ class ChangedBias:
     def text(self) -> str:
         """Return the bias before and after, and what it does to the residuals."""
         info = self.loaded.info
-        lines = [f"{info.path}: {info.in_words()}", f"output bias: {record_in_words(self.record)}"]
+        lines = [f"{info.path}: {info.describe()}", f"output bias: {describe_record(self.record)}"]
         lines += render(self.table(), "# ")
         if self.undetermined:
-            names, shared = ", ".join(self.undetermined), "them" if self.record["mode"] == SET else "the change"
-            lines.append(f"the compositions in the data do not tell the energies of {names} apart: they share {shared}")
+            what = "values" if self.record["mode"] == SET else "changes"
+            lines.append(
+                f"the energies of {', '.join(self.undetermined)} cannot be determined separately from these "
+                f"compositions; equal {what} are used"
+            )
         if self.frames is not None:
             before, after = ([_milli(r.mean()), _milli(np.sqrt(np.mean(r**2)))] for r in self.residuals())
             lines.append("label minus prediction, meV/atom:")
@@ -179,7 +182,7 @@ def write_changed(
     return done
 
 
-def record_in_words(record: Mapping[str, Any]) -> str:
+def describe_record(record: Mapping[str, Any]) -> str:
     """Return one line of what ``dp-ema change-bias`` has recorded in a file."""
     if record["mode"] == GIVEN:
         return "set to values given"

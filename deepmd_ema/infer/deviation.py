@@ -1,4 +1,4 @@
-"""How far the predictions of several models are apart, frame by frame: ``dp-ema model-devi``."""
+"""Deviation of the predictions of several models, frame by frame: ``dp-ema model-devi``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WIDTH = 19  # of a column in the file, as DeePMD-kit writes it
 
 @dataclass(frozen=True)
 class DeviationOptions:
-    """What a deviation is measured from, and how.
+    """Options of the measurement of deviations.
 
     Attributes:
         real_error: whether the labels take the place of the mean over the models.
@@ -52,9 +52,9 @@ class DeviationReport:
     """Deviations of models.
 
     Attributes:
-        models: the models that were compared, in words.
+        models: descriptions of the models that were compared.
         systems: by the name of the system, (F, 8) numbers in the order of ``COLUMNS``: eV per atom, eV/angstrom, or
-            plain numbers where relative; with the atoms' deviations of the force (F, 8 + N) if these were asked for,
+            plain numbers where relative; with the atoms' deviations of the force (F, 8 + N) if these were requested,
             nan beyond the atoms of a smaller frame.
     """
 
@@ -95,7 +95,7 @@ def measure_deviation(
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
 ) -> DeviationReport:
-    """Return how far the predictions of models for the frames of systems are apart.
+    """Return the deviations of the predictions of models for the frames of systems.
 
     Args:
         models: ``.pt`` checkpoints, folders of runs, frozen ``.dp`` or ``.yaml`` files.
@@ -118,7 +118,7 @@ def measure_deviation(
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
     cache, every = PairCache(), first_frames(opened, 0)
     reports = [predict(one, opened, every, device, _LABELS if options.real_error else (), cache) for one in loaded]
-    words = [f"{one.info.path}: {one.info.in_words()}" for one in loaded]
+    words = [f"{one.info.path}: {one.info.describe()}" for one in loaded]
     by_system = [_frames_by_system(report) for report in reports]
     return DeviationReport(
         words, {system.name: _rows([group[system.name] for group in by_system], options) for system in opened}

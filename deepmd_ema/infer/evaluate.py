@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
@@ -29,10 +28,10 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.model.compile import Compiler, explained
+from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interpolation import tabulate
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.model.splines import tabulate
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
@@ -42,7 +41,7 @@ _AXES = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]} 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What a test has found.
+    """Errors of a model on labelled frames.
 
     Attributes:
         info: which weights were tested.
@@ -66,7 +65,7 @@ class ErrorReport:
     def text(self) -> str:
         """Return errors per system and over all, forces per element, and the worst frames."""
         systems = self.by_system
-        lines = [f"{self.info.path}: {self.info.in_words()}"]
+        lines = [f"{self.info.path}: {self.info.describe()}"]
         for name, errors in systems.items():
             lines += ["# ---------------output of dp-ema test----------- ", f"# testing system : {name}"]
             lines += [f"# number of test data : {errors.summary()['num_frames']:.0f} ", *_error_lines(errors), _LINE]
@@ -79,8 +78,8 @@ class ErrorReport:
     def write_details(self, prefix: str | Path) -> list[Path]:
         """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
 
-        One block per system, headed by its name; atoms stand as in the files of the data, without virtual atoms, and
-        nan stands for a label that a frame does not have.
+        One block per system, headed by its name; atoms are in the order of the files of the data, without virtual
+        atoms; nan is written for a label that a frame does not have.
         """
         written = []
         for label in LABELS.values():
@@ -113,7 +112,7 @@ class ErrorReport:
                 "Virial": (*pair(VIRIAL, True), "eV/atom"),
             },
             path,
-            f"{self.info.path.name}: {self.info.in_words()}; {count}",
+            f"{self.info.path.name}: {self.info.describe()}; {count}",
         )
 
     def forces_by_element(self) -> Table:
@@ -228,7 +227,7 @@ def _compiled(network: nn.Module, first: Batch) -> nn.Module:
     if not isinstance(network, EnergyModel):
         raise UserError("--compile: the file holds compiled code already. Leave it out.")
     models = ModelSet({"": network})
-    models.compiler = Compiler(CompileConfig(), in_training=False)
+    models.compiler = Compiler(CompileOptions(), in_training=False)
     with explained("--compile", "Leave it out"):
         models.compiler.trace(network, first)
     return models.of("")

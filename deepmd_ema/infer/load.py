@@ -43,7 +43,7 @@ _AVERAGE_WORDS = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where weights come from.
+    """Origin of weights.
 
     Attributes:
         path: the file.
@@ -71,22 +71,22 @@ class Provenance:
     head: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what a frozen file records of its weights, as plain values."""
+        """Return the record of the weights for a frozen file, as plain values."""
         facts = {"step": self.step, "kind": self.kind, "average": dict(self.average)}
         more = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
         return facts | {name: fact for name, fact in more.items() if fact}
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return one line: which of several models, live or which average, of which step."""
-        return ", ".join(filter(None, (self.head, self._weights_in_words())))
+        return ", ".join(filter(None, (self.head, self._describe_weights())))
 
-    def _weights_in_words(self) -> str:
+    def _describe_weights(self) -> str:
         step = "an unknown step" if self.step is None else f"step {self.step:,}"
         if not self.weights:
             return f"weights of {step}; the file does not say whether they are live or averaged"
         if self.weights == LIVE:
             return f"live weights of {step}"
-        return ": ".join(filter(None, (f"averaged weights ({self.weights}) of {step}", average_in_words(self.average))))
+        return ": ".join(filter(None, (f"averaged weights ({self.weights}) of {step}", describe_average(self.average))))
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,15 @@ class LoadedModel:
     is_compiled: bool = False
 
     def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
-        """Return what evaluates batches, and where: on ``device``, or by default where the file or the machine says.
+        """Return the model that evaluates batches, and its device: ``device``, or that of the file or of the machine.
 
         Raises:
             UserError: if the device is not there, or the file is compiled for another one.
         """
         if self.is_compiled:
-            run, where = interchange.load_compiled(self.info.path, device)
+            from deepmd_ema.interchange.pt2 import load_compiled
+
+            run, where = load_compiled(self.info.path, device)
             return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
         where = select_device(device)
         return self.model.to(where).eval(), where
@@ -144,7 +146,7 @@ def load_model(
         head: which model of a file that holds several.
 
     Raises:
-        CheckpointError: if the file is missing, damaged or not a model, or holds no average where one is asked for.
+        CheckpointError: if the file is missing, damaged or not a model, or lacks an average that is requested.
     """
     name = str(path)
     (loaded,) = _load(Path(path), use_average, average, lambda names: [choose_head(names, head, name)]).models.values()
@@ -162,8 +164,8 @@ def load_models(
     return _load(Path(path), use_average, average, choose)
 
 
-def average_in_words(average: Mapping[str, Any]) -> str:
-    """Return what people want to know of an average, of whatever type, on one line."""
+def describe_average(average: Mapping[str, Any]) -> str:
+    """Return a line that describes an average of any type."""
     facts = dict(average)
     if "gamma" in facts:
         facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))
@@ -185,7 +187,7 @@ def _load(path: Path, use_average: bool, average: str | None, choose: Choose) ->
         try:
             found = _load_checkpoint(path, checkpoint.load(path), use_average, average, choose)
         except checkpoint.DeepmdCheckpointError as error:
-            return _load_deepmd(path, error.content, use_average, average, choose)
+            return models_of_deepmd(path, error.content, use_average, average, choose)
     info = next(iter(found.models.values())).info
     if use_average and info.weights in (LIVE, ""):
         raise CheckpointError(
@@ -224,9 +226,15 @@ def _load_checkpoint(
     return ModelFile(found, payload["config"])
 
 
-def _load_deepmd(
-    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
+@without_modes()
+def models_of_deepmd(
+    path: Path,
+    payload: Mapping[str, Any],
+    use_average: bool = False,
+    average: str | None = None,
+    choose: Choose = lambda names: names,
 ) -> ModelFile:
+    """Return the models in the content of a checkpoint of DeePMD-kit, see :func:`load_models`."""
     found = {}
     for head in choose(interchange.heads_of(payload, path) or {"": ()}):
         own = interchange.read_deepmd_pt(payload, path, head or None, use_average)

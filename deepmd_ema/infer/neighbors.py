@@ -17,7 +17,7 @@ from deepmd_ema.infer.evaluate import open_checked
 
 @dataclass(frozen=True)
 class NeighborReport:
-    """What was found.
+    """Neighbor statistics of a data set.
 
     Attributes:
         type_map: the elements, in the order of the numbers.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import gt
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +21,6 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.infer.moving import MovingFrame, Placed
 from deepmd_ema.infer.short_pairs import describe_short_pair
@@ -29,7 +28,10 @@ from deepmd_ema.infer.surroundings import refrain_from_lost_threads, without_mod
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.splines import tabulate
+from deepmd_ema.model.interpolation import tabulate
+
+if TYPE_CHECKING:
+    from deepmd_ema.infer.images import Images
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says about F frames of N atoms.
+    """Predictions of a model for F frames of N atoms.
 
     Attributes:
         energy: (F,), eV.
@@ -83,7 +85,7 @@ class Potential:
         self._moving: WeakKeyDictionary[KeptPairs, MovingFrame] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what a copy is made of: neither pairs nor images that are kept, nor compiled code."""
+        """Return the arguments of a copy, without kept pairs and images and without compiled code."""
         return type(self), (self._loaded, str(self._device))
 
     @property
@@ -93,7 +95,7 @@ class Potential:
 
     @property
     def num_conditions(self) -> dict[str, int]:
-        """How many numbers ``fparam`` has for a frame, and ``aparam`` for an atom; 0 if the model takes none."""
+        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 if the model takes none."""
         return {FPARAM: self.config.fitting_net.numb_fparam, APARAM: self.config.fitting_net.numb_aparam}
 
     @property
@@ -175,6 +177,8 @@ class Potential:
         return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
 
     def _run(self, model: CompiledModel, frame: Frame, kept: KeptPairs | None) -> dict[str, NDArray[np.float64]]:
+        from deepmd_ema.infer.images import Images
+
         where = frame.coord, frame.box, self.rcut
         pairs = find_pairs(*where) if kept is None else kept.reaching(*where)
         images = self._images
@@ -194,14 +198,14 @@ class Potential:
         if any(map(gt, most, kept)):
             self._warn(
                 "an atom has up to %s neighbors within %g angstrom, and the model keeps %s (sel): the farthest are "
-                "dropped, which makes the energy jump. Train with a larger sel. This is said once.",
+                "dropped, which makes the energy jump. Train with a larger sel. This is reported once.",
                 most, self.rcut, kept,
             )  # fmt: skip
         trained = self.info.min_nbor_dist or 0.0
         if trained < self.rcut and nearest < trained * (1 - _ROUNDING):
             self._warn(
-                "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: what the model "
-                "says of such frames is a guess. This is said once.",
+                "two atoms are %.3f angstrom apart, and the nearest pair of the training data %.3f: predictions "
+                "for such frames are extrapolations. This is reported once.",
                 nearest, trained,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What is in a model file, in words."""
+"""Description of the content of a model file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict, config_summary, rows_of_tasks, saved_models
+from deepmd_ema.config import config_summary, rows_of_tasks, saved_config, saved_models
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.files import size_of
-from deepmd_ema.infer.change_bias import record_in_words
-from deepmd_ema.infer.load import FROZEN_SUFFIXES, average_in_words, load_models
+from deepmd_ema.infer.change_bias import describe_record
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, describe_average, load_models
 from deepmd_ema.labels import METRICS
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import facts, render
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def describe(path: str | Path, whole_config: bool = False) -> str:
-    """Return what is in a checkpoint or a frozen file, or its whole config as JSON.
+    """Return a description of a checkpoint or a frozen file, or its whole config as JSON.
 
     Raises:
         CheckpointError: if the file is missing, damaged or not a model.
@@ -47,7 +47,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         info = replace(info, head="" if len(infos) > 1 else info.head)
         path, kind, version, config = info.path, info.kind, info.version, file.config
         tensors = ModelSet({name: loaded.model for name, loaded in file.models.items()}).state_dict()
-        weights = iter([("weights", info.in_words()), *_bias(info.bias)])
+        weights = iter([("weights", info.describe()), *_bias(info.bias)])
         model = rows_of_tasks({name: loaded.config.summary() for name, loaded in file.models.items()}, ())
         state = _nearest({name: own.min_nbor_dist for name, own in infos.items()})
     else:
@@ -73,13 +73,13 @@ def _own_payload(path: Path) -> dict[str, Any] | None:
 
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name = payload["weights"]
-    own = LIVE if name == LIVE else f"average {name}: {average_in_words(payload.get('average', {}))}"
+    own = LIVE if name == LIVE else f"average {name}: {describe_average(payload.get('average', {}))}"
     step = "an unknown step" if payload["step"] is None else f"step {payload['step']:,}"
     yield "weights", f"{own if name else 'live or averaged, the file does not say'}, {step}"
     profiles = payload.get("averages", {}).get("profiles", {})
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
-        yield "average", f"{average}: {average_in_words(state)} (freeze it with {option})"
+        yield "average", f"{average}: {describe_average(state)} (freeze it with {option})"
     yield from _bias(payload.get("bias", {}), payload.get("refitted_bias", {}))
 
 
@@ -105,9 +105,9 @@ def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _run(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return how the run was set up; nothing when the file holds a model section only, or is of another version."""
+    """Return the settings of the run; nothing when the file holds a model section only, or is of another version."""
     try:
-        return config_summary(config_from_dict(config)) if "training" in config else []
+        return config_summary(saved_config(config)) if "training" in config else []
     except ConfigError:
         return []
 
@@ -128,10 +128,10 @@ def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[t
         refitted: the weights of a run for which it was fitted at the end.
     """
     for task, own in ({"": record} if "mode" in record else record).items():
-        yield "bias", f"{task}: {record_in_words(own)}" if task else record_in_words(own)
+        yield "bias", f"{task}: {describe_record(own)}" if task else describe_record(own)
     names = ", ".join(refitted)
     if names:
-        yield "bias", f"fitted again after training, for {names}; a restart goes on from the one before"
+        yield "bias", f"fitted again after training, for {names}; a restart continues from the one before"
 
 
 def _nearest(distance: float | Mapping[str, float | None] | None) -> Iterator[tuple[str, str]]:

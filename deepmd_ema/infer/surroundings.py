@@ -1,4 +1,4 @@
-"""What models are loaded and evaluated in: modes of torch that are not meant for them, and processes that forked."""
+"""Guards around loading and evaluating models: modes of torch that callers have set, and forked processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THREADS_OF = os.getpid()  # the process in which torch may have started threads
 def without_modes(device: torch.device | None = None) -> Iterator[None]:
     """Switch off inference mode, autocast on ``device`` and a default device of the caller within it."""
     with ExitStack() as stack:
-        # asked first: to enter them takes time in each step of MD
+        # checked first: to enter them takes time in each step of MD
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if device is not None and torch.is_autocast_enabled(device.type):

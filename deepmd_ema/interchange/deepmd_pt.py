@@ -2,7 +2,7 @@
 
 A checkpoint holds the section ``model`` of its input and tensors under the names of modules. The section gives the tree
 of a model with its arrays in place; each tensor then has one place in that tree, and the reader of trees does the rest.
-A new descriptor needs a line in ``_PLACES`` where its modules have other names than the entries of its tree.
+Names of modules of one descriptor are in its ``PartTree.renamed``.
 """
 
 from __future__ import annotations
@@ -11,38 +11,36 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict
-from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
+from deepmd_ema.config.fields import type_names
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import CheckpointError, ConfigError, first_few
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.model import faults_in_words, model_from_tree, model_tree
+from deepmd_ema.interchange.dp.model import faults_as_messages, model_from_tree, model_tree
+from deepmd_ema.interchange.dp.networks import tree_by_type
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.weights import LIVE
+
+Places: TypeAlias = tuple[tuple[str, str], ...]
 
 EMA = "ema"  # the one average that such a checkpoint may hold
 _EXTRA = "_extra_state"
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
 _OF_TRAINING = ("finetune_head", "model_branch_alias", "info", "hessian_mode")
-# names of modules, in either backend, and the entries of the tree that they are; in this order
+# names of modules that several types have, in either backend, and the entries of the tree that they are; in this order
 _PLACES = (
     (r"\._module_networks\.", ".networks."),
     (r"^fitting_net\.filter_layers\.", "fitting.nets."),
     (r"^fitting_net\.", "fitting."),
     (r"\.filter_layers(_strip)?\.", r".embeddings\1."),
     (r"\.type_embedding\.(embedding\.)?embedding_net\.", ".type_embedding.embedding."),
-    (r"\.descrpt_list\.", ".list."),
-    (r"\.(sea|seat|se_atten|se_ttebd)\.", "."),
-    (r"\.dpa1_attention\.", ".attention_layers."),
-    (r"\.(repflow|repformer)s\.layers\.", r".\1s.\1_layers."),
-    (r"\.repflows\.", ".repflow_variable."),
-    (r"\.(repinit|repinit_three_body|repformers)\.", r".\1_variable."),
     (r"\.mean$", ".davg"),
     (r"\.stddev$", ".dstd"),
     (r"\.matrix$", ".w"),
@@ -88,7 +86,7 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
     Raises:
         CheckpointError: if there is no average, or the model is not available here.
     """
-    with faults_in_words(path):
+    with faults_as_messages(path):
         extra = _extra_of(payload, path)
         name, section = head or _ONLY, extra["model_params"]
         section = section if head is None else section["model_dict"][head]
@@ -100,7 +98,7 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
             own |= averaged
         config = _config(section, path)
         tree = model_tree(build_model(config), config)
-        _put(tree, own, path)
+        _put(tree, own, path, tree_by_type(DESCRIPTORS, config.descriptor.type).places(config.descriptor))
         model = model_from_tree(config, tree)
         distance = float(own.get("min_nbor_dist", own.get("_min_nbor_dist", -1.0)))
         model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
@@ -110,7 +108,7 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
 
 def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
     """Return the names of the models of a checkpoint of DeePMD-kit, with their aliases; none where there is one."""
-    with faults_in_words(path):
+    with faults_as_messages(path):
         models = _extra_of(payload, path)["model_params"].get("model_dict", {})
         return {name: list(map(str, section.get("model_branch_alias") or ())) for name, section in models.items()}
 
@@ -141,10 +139,10 @@ def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
 
 
 def _as_built(section: Any) -> Any:
-    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever was asked for."""
+    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever its option."""
     if not isinstance(section, Mapping):
         return section
-    if str(section.get("type")).lower() in (SeE2RConfig.type, *SeE2RConfig.aliases):
+    if str(section.get("type")).lower() in type_names([DESCRIPTORS["se_e2_r"].section]):
         return {**section, "type_one_side": True}
     parts = section.get("list")
     return section if not isinstance(parts, list) else {**section, "list": [_as_built(part) for part in parts]}
@@ -168,7 +166,7 @@ def _step(extra: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:
     return None if not isinstance(step, int) else step + ("min_nbor_dist" in state)
 
 
-def _put(tree: Tree, state: Mapping[str, Any], path: Path) -> None:
+def _put(tree: Tree, state: Mapping[str, Any], path: Path, places: Places) -> None:
     """Write the tensors of one model into the arrays of its tree.
 
     Raises:
@@ -178,7 +176,7 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path) -> None:
     names: dict[str, str] = {}
     for name, tensor in state.items():
         if _is_weight(name, tensor):
-            place = _place(name)
+            place = _place(name, places)
             found[place], names[place] = tensor.detach().cpu().numpy(), name
     missing = sorted(_fill(tree, "", found, False))
     if missing or found:
@@ -201,10 +199,10 @@ def _is_weight(name: str, tensor: Any) -> bool:
     )
 
 
-def _place(name: str) -> str:
+def _place(name: str, places: Places) -> str:
     """Return the place in the tree of the tensor ``name``."""
     place = name.removeprefix("atomic_model.")
-    for pattern, entry in _PLACES:
+    for pattern, entry in (*_PLACES, *places):
         place = re.sub(pattern, entry, place)
     return place
 

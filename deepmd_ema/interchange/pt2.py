@@ -27,7 +27,7 @@ from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, opened_package,
 from deepmd_ema.model.compile import without_compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended import ExtendedModel
-from deepmd_ema.model.splines import seal
+from deepmd_ema.model.interpolation import seal
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, L slots as given
 
@@ -66,7 +66,7 @@ def write_pt2(
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
-        with _failures_in_words(path, config):
+        with _failures_as_messages(path, config):
             exported = _exported(model, config, device)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
         with zipfile.ZipFile(made, "a") as package:
@@ -117,7 +117,7 @@ def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., di
 
 
 def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
-    """Return what DeePMD-kit reads from a package before it runs it."""
+    """Return the metadata that DeePMD-kit reads from a package before it runs it."""
     layout, fitting = model.layout, config.fitting_net
     default = list(fitting.default_fparam) if fitting.default_fparam else None
     energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
@@ -204,8 +204,8 @@ def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
-    """Say what torch could not compile, and where that stands; its errors have no type of their own."""
+def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
+    """Turn errors of compilation into messages with the place in the code; these errors have no type of their own."""
     try:
         yield
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -219,13 +219,13 @@ def _failures_in_words(path: Path, config: ModelConfig) -> Iterator[None]:
                 f"torch {needed} or newer for .pt2 files, or write a .dp file."
             ) from error
         if "CppCompileError" in text:
-            said = text.partition("Output:")[2].strip() or text
+            output = text.partition("Output:")[2].strip() or text
             raise UserError(
-                f"{path}: the C++ compiler failed ({said.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows all "
-                "that it said."
+                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows "
+                "all of its output."
             ) from error
-        # an error of a graph tells in its text where it was traced from
-        lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
+        # an error of a graph has the traced lines in its text
+        lines = re.findall(r'deepmd_ema/((?:model|families)/\S+)", line (\d+)', "".join(format_exception(error)))
         places = [f"{file} line {number}" for file, number in lines]
         where = ", ".join([config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]])
         raise NotCompiledError(

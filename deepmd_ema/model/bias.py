@@ -90,7 +90,7 @@ class FrameEnergies:
         residual = self.labels - _joined(self._predicted)
         return residual if change is None else residual - self.counts @ change
 
-    def means_in_words(self, change: Array) -> str:
+    def describe_means(self, change: Array) -> str:
         """Return the mean residual per atom before and after a change (T,) of the bias, eV."""
         means = [np.mean(self.residual(moved) / self.num_atoms) for moved in (None, change)]
         before, after = (f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means)

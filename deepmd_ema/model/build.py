@@ -1,4 +1,4 @@
-"""From the section ``model`` of a config to a model with random parameters; the registry of its parts."""
+"""From the section ``model`` of a config to a model with random parameters."""
 
 from __future__ import annotations
 
@@ -8,56 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from deepmd_ema.batch import both_orders
-from deepmd_ema.config.schema.linear import LinearConfig, PairTableConfig
-from deepmd_ema.config.schema.model import StandardConfig
-from deepmd_ema.model.descriptor.dpa1 import DPA1Descriptor
-from deepmd_ema.model.descriptor.dpa2 import DPA2Descriptor
-from deepmd_ema.model.descriptor.dpa3 import DPA3Descriptor
-from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
-from deepmd_ema.model.descriptor.se_e2_a import SeE2ADescriptor
-from deepmd_ema.model.descriptor.se_e2_r import SeE2RDescriptor
-from deepmd_ema.model.descriptor.se_e3 import SeE3Descriptor
-from deepmd_ema.model.descriptor.se_e3_tebd import SeE3TebdDescriptor
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.fitting.ener import EnergyFitting
-from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
-from deepmd_ema.model.pair_energy import PairTableDescriptor, PairTableFitting
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.short_range import ShortRange, Switch
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig, HybridConfig
-    from deepmd_ema.config.schema.model import EnerFittingConfig, ModelConfig
-    from deepmd_ema.config.schema.run import Link
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
+    from deepmd_ema.config.schema.model import FittingNetConfig, Link, ModelConfig
     from deepmd_ema.model.interface import Descriptor, Fitting
 
-
-def _hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
-    """Return a hybrid with its parts, each of which starts from random numbers of its own."""
-    parts = [
-        DESCRIPTORS[part.type](part, num_types, seed_for("part", seed, index)) for index, part in enumerate(config.list)
-    ]
-    return HybridDescriptor(config, parts)
-
-
-# by the ``type`` of their sections; called with the section, the number of elements and the seed
-DESCRIPTORS: dict[str, Callable[[Any, int, int], Descriptor]] = {
-    "se_e2_a": SeE2ADescriptor,
-    "se_e2_r": SeE2RDescriptor,
-    "se_atten": DPA1Descriptor,
-    "se_atten_v2": DPA1Descriptor,
-    "dpa2": DPA2Descriptor,
-    "dpa3": DPA3Descriptor,
-    "se_e3": SeE3Descriptor,
-    "se_e3_tebd": SeE3TebdDescriptor,
-    "hybrid": _hybrid,
-}
-# called with the section, the number of features, the number of elements, excluded types, the seed, and whether the
-# features tell the elements apart
-FITTINGS: dict[str, Callable[[Any, int, int, tuple[int, ...], int, bool], Fitting]] = {"ener": EnergyFitting}
+    Parts = tuple[Descriptor, Fitting, ShortRange | None]
 
 
 def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
@@ -72,15 +37,8 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     excluded_types = tuple(config.atom_exclude_types)
     pairs = both_orders(config.pair_exclude_types)
     start = seed_for("model", seed or 0)
-    short_range = None
-    descriptor: Descriptor
-    fitting: Fitting
-    if isinstance(config, LinearConfig):
-        descriptor, fitting = _linear(config, start)
-    else:
-        assert isinstance(config, StandardConfig), type(config)
-        descriptor, fitting = _networks(config, config.descriptor, config.fitting_net, start)
-        short_range = _short_range(config)
+    build_parts: Callable[[ModelConfig, int], Parts] = MODELS[config.type].load("module")
+    descriptor, fitting, short_range = build_parts(config, start)
     for module in cast("nn.Module", descriptor).modules():
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
@@ -132,32 +90,25 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
             setattr(model.get_submodule(owner), name, shared)
 
 
-def _networks(
-    config: ModelConfig, descriptor: DescriptorConfig, fitting: EnerFittingConfig, seed: int
+def standard_parts(config: StandardConfig, seed: int) -> Parts:
+    """Return the parts of a model of one descriptor and one fitting network."""
+    return *build_networks(config, config.descriptor, config.fitting_net, seed), _short_range(config)
+
+
+def build_networks(
+    config: ModelConfig, descriptor: DescriptorConfig, fitting: FittingNetConfig, seed: int
 ) -> tuple[Descriptor, Fitting]:
     """Return a descriptor and the fitting network behind it, for the elements of ``config``."""
     num_types, excluded_types = len(config.type_map), tuple(config.atom_exclude_types)
-    made = DESCRIPTORS[descriptor.type](descriptor, num_types, seed)
-    return made, FITTINGS[fitting.type](fitting, made.dim_out, num_types, excluded_types, seed, made.mixed_types)
+    made = build_descriptor(descriptor, num_types, seed)
+    build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
+    return made, build_fitting(fitting, made.dim_out, num_types, excluded_types, seed, made.mixed_types)
 
 
-def _linear(config: LinearConfig, seed: int) -> tuple[Descriptor, Fitting]:
-    """Return all parts side by side; each starts from random numbers of its own."""
-    descriptors: list[Descriptor] = []
-    fittings: list[Fitting] = []
-    for index, part in enumerate(config.models):
-        if isinstance(part, PairTableConfig):
-            assert part.neighbors is not None, "sel is resolved"
-            table = PairTable.of_rows(part.rows_for(config.type_map), part.rcut)
-            descriptors.append(PairTableDescriptor(table, sum(part.neighbors)))
-            fittings.append(PairTableFitting(len(config.type_map), tuple(config.atom_exclude_types)))
-        else:
-            made = _networks(config, part.descriptor, part.fitting_net, seed_for("part", seed, index))
-            descriptors.append(made[0])
-            fittings.append(made[1])
-    widths = [one.dim_out for one in descriptors]
-    section = cast("HybridConfig", config.descriptor)
-    return LinearDescriptor(section, descriptors), LinearFitting(config.fitting_net, fittings, widths)
+def build_descriptor(config: DescriptorConfig, num_types: int, seed: int) -> Descriptor:
+    """Return the descriptor of a section ``model.descriptor``."""
+    descriptor: Descriptor = DESCRIPTORS[config.type].load("module")(config, num_types, seed)
+    return descriptor
 
 
 def _short_range(config: StandardConfig) -> ShortRange | None:

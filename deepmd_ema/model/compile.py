@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import ENERGY
@@ -46,6 +45,23 @@ class Graph:
     reason: str
 
 
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of ``torch.compile``.
+
+    Attributes:
+        backend: ``inductor``, ``aot_eager`` or ``cudagraphs``.
+        mode: of inductor.
+        dynamic: whether one graph serves all sizes; otherwise sizes are rounded up and each has its graph.
+        cache_dir: folder where code is kept; None: that of torch.
+    """
+
+    backend: str = "inductor"
+    mode: str = "default"
+    dynamic: bool = True
+    cache_dir: str | None = None
+
+
 @dataclass
 class Compiler:
     """Evaluates models as :func:`~deepmd_ema.model.energy.run` does, by compiled code.
@@ -61,7 +77,7 @@ class Compiler:
         graphs: made so far.
     """
 
-    options: CompileConfig
+    options: CompileOptions
     in_training: bool = True
     in_validation: bool = True
     graphs: list[Graph] = field(default_factory=list)
@@ -117,7 +133,7 @@ class Compiler:
             " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
         )  # fmt: skip
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return how many graphs there are and what they took."""
         cached = sum(graph.cached for graph in self.graphs)
         return f"{counted(len(self.graphs), 'graph')} in {self.seconds:.1f} s, code of {cached} from the cache"

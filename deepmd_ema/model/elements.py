@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import first_few
-from deepmd_ema.model.descriptor.hybrid import HybridDescriptor
+from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[
 def _layouts(model: EnergyModel) -> dict[str, NeighborLayout]:
     """Return how each part of the descriptor wants its neighbors, by the beginning of the names of its tensors."""
     whole = model.descriptor
-    if isinstance(whole, HybridDescriptor):
+    if isinstance(whole, Composite):
         return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in enumerate(whole.descriptors)}
     return {"descriptor.": model.layout}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
-from deepmd_ema.model.kernels.spline import Spline
 from deepmd_ema.model.ops.cpu.operations import operations_for
 from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_operations
@@ -84,13 +83,6 @@ class EnergyModel(nn.Module):
         use_operations(self, operations_for(self.out_bias.device))
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of; tables that were made inside torch.func are wrapped, and cannot be copied."""
-        for module in self.modules():
-            if isinstance(module, Spline) and module.tables is not None:
-                module.tables.settle()
-        return dict(vars(self))
-
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
     ) -> dict[str, Tensor]:
@@ -106,8 +98,8 @@ class EnergyModel(nn.Module):
         """
         graph = self.training if create_graph is None else create_graph
         # the gradients of other operations can be differentiated by the parameters alone
-        twice = need_hessian or (graph and batch.vector.requires_grad)
-        model = with_operations(self, REFERENCE) if twice else self
+        is_twice_by_vectors = need_hessian or (graph and batch.vector.requires_grad)
+        model = with_operations(self, REFERENCE) if is_twice_by_vectors else self
         if not need_hessian:
             with torch.set_grad_enabled(graph):
                 return _outputs(*model.energy_and_gradient(batch), batch, need_virial)

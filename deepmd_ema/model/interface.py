@@ -6,7 +6,7 @@ Both are ``torch.nn.Module``; their parameters and persistent buffers are what c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -75,6 +75,15 @@ class Descriptor(Protocol):
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own; all others are gathered at once."""
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A descriptor made of others, which are its modules ``parts.0``, ``parts.1``, ..."""
+
+    @property
+    def descriptors(self) -> list[Descriptor]:
+        """Return the parts, first to last."""
 
 
 class Fitting(Protocol):

@@ -1,17 +1,15 @@
-"""Energies of pairs of atoms from a table, and such a table as a part of a model that is not trained."""
+"""Energies of pairs of atoms from a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.batch import Batch
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Block, Sums
     from deepmd_ema.model.pair_table import PairTable
 
 # A atoms, K neighbor slots, T types
@@ -55,106 +53,3 @@ class PairEnergies(nn.Module):
         energy = torch.where(counts, ((c0 * u + c1) * u + c2) * u + c3 + bad, 0.0)
         slope = torch.where(counts, ((3 * c0 * u + 2 * c1) * u + c2) / self._step + bad, 0.0)
         return energy, slope
-
-
-class PairTableDescriptor(nn.Module):
-    """A table of pair energies in the place of a descriptor: its one feature of an atom is half of its pair energies.
-
-    Args:
-        table: pair energies of all elements of the model.
-        sel: most neighbors that count.
-    """
-
-    dtype = torch.float64
-    mixed_types = True
-    passes_messages = False
-    sum_names: tuple[str, ...] = ()
-    dim_out = 1
-
-    def __init__(self, table: PairTable, sel: int) -> None:
-        super().__init__()
-        self.pairs, self.sel = PairEnergies(table), sel
-
-    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return a layout of the nearest ``sel`` neighbors of all types."""
-        return NeighborLayout(
-            self.pairs.rcut, (self.sel,), self.pairs.num_types, by_type=False, excluded_pairs=excluded_pairs
-        )
-
-    def forward(self, batch: Batch) -> tuple[Tensor, PairVjp]:
-        """Return the energies (A, 1) float64, eV, and their vector-Jacobian product."""
-        distance = torch.linalg.vector_norm(batch.vector, dim=-1)
-        # an empty slot is beyond the cutoff of the list, which is not nearer than that of the table
-        energy, slope = self.pairs(batch, distance, distance < self.pairs.rcut)
-        along = (0.5 * slope / distance).unsqueeze(-1) * batch.vector
-        return 0.5 * energy.sum(1, keepdim=True), PairVjp(along)
-
-    def measure(self, batch: Batch) -> Sums:
-        """Return nothing: a table has no statistics."""
-        return {}
-
-    def apply_statistics(self, sums: Sums) -> None:
-        """Take nothing."""
-
-    def stat_settings(self) -> Mapping[str, Any]:
-        """Return nothing: no sums depend on it."""
-        return {}
-
-    def blocks(self) -> list[Block]:
-        """Return none."""
-        return []
-
-
-class PairVjp:
-    """Vector-Jacobian product of pair energies.
-
-    Args:
-        along: (A, K, 3) derivative of the energy of each atom with respect to the vectors.
-    """
-
-    def __init__(self, along: Tensor) -> None:
-        self._along = along
-
-    def __call__(self, grad_features: Tensor) -> Tensor:
-        """Return the gradient (A, K, 3) with respect to ``vector`` from that of the energies (A, 1)."""
-        return grad_features.unsqueeze(-1) * self._along
-
-
-class PairTableFitting(nn.Module):
-    """The energy of an atom is the one feature that a table gives it.
-
-    Args:
-        num_types: T.
-        excluded_types: types whose atoms have no energy of their own.
-    """
-
-    skips_absent = True
-
-    def __init__(self, num_types: int, excluded_types: tuple[int, ...]) -> None:
-        super().__init__()
-        counted = torch.tensor([t not in excluded_types for t in range(num_types)], dtype=torch.float64)
-        self._counted: Tensor
-        self.register_buffer("_counted", counted, persistent=False)
-
-    def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,), eV, and their gradient (A, 1) with respect to the features."""
-        counted = self._counted[batch.atom_type]
-        return features[:, 0] * counted, counted[:, None]
-
-    def share_networks(self, other: PairTableFitting, whose: str) -> None:
-        """Take nothing."""
-
-    @property
-    def case(self) -> int:
-        """0: a table does not tell tasks apart."""
-        return 0
-
-    def set_case(self, index: int) -> None:
-        """Take nothing: a table is the same for all tasks."""
-
-    def apply_statistics(self, sums: Sums, protect: float) -> None:
-        """Take nothing."""
-
-    def blocks(self) -> list[Block]:
-        """Return none."""
-        return []

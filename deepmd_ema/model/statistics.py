@@ -11,13 +11,13 @@ import torch
 
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, FPARAM
 from deepmd_ema.model.bias import FrameEnergies, set_bias
+from deepmd_ema.model.sums import sum_by_type
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deepmd_ema.batch import Batch
-    from deepmd_ema.config.schema.model import ModelConfig
-    from deepmd_ema.config.schema.run import Link
+    from deepmd_ema.config.schema.model import Link, ModelConfig
     from deepmd_ema.model.energy import EnergyModel
 
 # F frames, A atoms, T types, P frame parameters, Q atom parameters
@@ -128,19 +128,6 @@ def _sums_of(found: Statistics, link: Link) -> dict[str, Array]:
 def _prefix(link: Link) -> str:
     """Return what a hybrid descriptor puts before the names of the sums of a part."""
     return f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
-
-
-def mean_and_spread(sums: Array, smallest: float) -> tuple[Array, Array]:
-    """Return mean and standard deviation (N,), at least ``smallest``, from (N, 3) count, sum and sum of squares."""
-    count = np.maximum(sums[:, 0], 1)
-    mean = sums[:, 1] / count
-    variance = np.maximum(sums[:, 2] / count - mean**2, 0)
-    return mean, np.maximum(np.sqrt(variance), smallest)
-
-
-def sum_by_type(per_atom: Tensor, batch: Batch) -> Array:
-    """Return the sums (T, ...) over the atoms of each type of (A, ...)."""
-    return np.stack([part.sum(0).numpy() for part in per_atom.split(batch.type_counts)])
 
 
 @dataclass

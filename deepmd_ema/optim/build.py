@@ -212,7 +212,7 @@ def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _differences(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Tensor]]
 ) -> list[str]:
-    """Return how ``state`` differs from the full state of the optimizer, of which this rank may hold a part."""
+    """Return the differences of ``state`` to the full state of the optimizer, of which this rank may hold a part."""
     local = _local(optimizer)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     wanted: dict[str, tuple[int, ...]] = {}

@@ -154,7 +154,7 @@ def full_matrices(
 
 
 def own_parts(matrices: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
-    """Return what :func:`full_matrices` returns as parts of the parameters on this rank."""
+    """Return the result of :func:`full_matrices` as parts of the parameters on this rank."""
     full = matrices.reshape(-1).split([p.numel() for p in batch])
     return [shard_like(t.view(p.shape), p) for t, p in zip(full, batch)]
 
@@ -194,7 +194,7 @@ def route(name: str, shape: tuple[int, ...], mode: str) -> str:
 
 
 def view_shape(shape: tuple[int, ...], mode: str) -> tuple[int, int, int]:
-    """Return how many matrices of how many rows and columns a parameter is taken for."""
+    """Return the number, rows and columns of the matrices that a parameter is split into."""
     sizes = [size for size in shape if size != 1]
     if mode == "flat":
         return 1, math.prod(sizes[:-1]), sizes[-1]

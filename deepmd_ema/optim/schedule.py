@@ -12,7 +12,7 @@ from deepmd_ema.errors import ConfigError, counted
 Schedule: TypeAlias = Callable[[int], float]
 """The learning rate of the update that follows after this many updates."""
 
-LEAST_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
+MIN_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
 
 
 def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig, num_steps: int) -> Schedule:
@@ -42,7 +42,7 @@ def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdSchedul
 def _exp(config: ExpScheduleConfig, length: int, num_steps: int) -> Schedule:
     start, stop, every, rate = config.start_lr, config.end_lr, config.used_decay_steps(num_steps), config.decay_rate
     if rate is None:
-        rate = math.exp(math.log(max(stop, LEAST_STOP_LR) / start) / (length / every))
+        rate = math.exp(math.log(max(stop, MIN_STOP_LR) / start) / (length / every))
     smooth, factor = config.smooth, rate
     return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)
 

@@ -28,7 +28,7 @@ from deepmd_ema.posthoc.profiles import CHUNK, Array, Decay, Track, first_grid
 # S snapshots, L targets, C classes: averages of one gamma that were updated at the same steps
 
 TOLERANCE = 0.05  # largest residual, see doc/decisions/0005-averages-found-after-training.md
-SHORTEST, LONGEST = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
+MIN_SIGMA_REL, MAX_SIGMA_REL = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
 _NUM_CONSIDERED = 49
 _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average
 
@@ -115,7 +115,7 @@ def find_combinations(
 
 def resolvable_range(tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
     """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
-    considered = np.geomspace(SHORTEST, LONGEST, _NUM_CONSIDERED).tolist()
+    considered = np.geomspace(MIN_SIGMA_REL, MAX_SIGMA_REL, _NUM_CONSIDERED).tolist()
     found = zip(considered, find_combinations(tracks, considered, step).combinations)
     stretches = [list(run) for good, run in groupby(found, lambda pair: pair[1].residual <= tolerance) if good]
     longest = max(stretches, key=len, default=None)  # the first of several
@@ -140,19 +140,19 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int,
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
-    *others, last = [missing_in_words(one, tolerance) for one in bad]
+    *others, last = [describe_missing(one, tolerance) for one in bad]
     raise UserError([*others, f"{last} {advice}"])
 
 
-def missing_in_words(one: Combination, tolerance: float = TOLERANCE) -> str:
+def describe_missing(one: Combination, tolerance: float = TOLERANCE) -> str:
     """Return why a combination is not used."""
     missing = f"{100 * one.residual:.2g} % of its profile would be missing"
-    return f"{one.target.in_words()}: {missing}, more than {100 * tolerance:g} %."
+    return f"{one.target.describe()}: {missing}, more than {100 * tolerance:g} %."
 
 
 @dataclass
 class _Axis:
-    """Where the updates of all averages lie: place m is step ``origin + m * stride``, m = 1, 2, ..."""
+    """Steps of the updates of all averages: place m is step ``origin + m * stride``, m = 1, 2, ..."""
 
     origin: int
     stride: int

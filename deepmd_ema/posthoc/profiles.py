@@ -59,7 +59,7 @@ class Track:
 
     @property
     def power(self) -> float:
-        """Exponent by which the shares fall when the average goes on: ``n ** -power`` after n updates."""
+        """Exponent of the decrease of a share with further updates: ``n ** -power`` after n updates."""
         return self.gamma + 1
 
     @property
@@ -68,7 +68,7 @@ class Track:
         return replace(self, updates=1)
 
     def shares(self) -> Array:
-        """Return how much of the weights at each update is in the average, (updates,); they add up to one."""
+        """Return the share of the weights at each update in the average, (updates,); they add up to one."""
         return self.shares_at(np.arange(1, self.updates + 1, dtype=np.float64), self.updates)
 
     def shares_at(self, update: Array, updates: float) -> Array:
@@ -80,7 +80,7 @@ class Track:
         return np.exp(self.power * log_ratio) * -np.expm1(self.power * step_back)
 
     def mean_age(self) -> float:
-        """Return how many steps lie, on average, between the weights in it and its last update."""
+        """Return the mean number of steps between the weights in it and its last update."""
         # the sum over updates of the part that is older than each: (m / n)^p
         n, p = self.updates, self.power
         if n > CHUNK and n > 10 * p:  # Euler-Maclaurin, exact to rounding here
@@ -91,19 +91,19 @@ class Track:
             older += float(np.sum((update / n) ** p))
         return self.every * older
 
-    def in_words(self) -> str:
-        """Return what makes it different from others."""
+    def describe(self) -> str:
+        """Return its type and length as text."""
         return f"sigma_rel {self.sigma_rel:.4g}"
 
 
 @dataclass(frozen=True)
 class Decay:
-    """The average that stands for a decay of the learning rate over the last part of a run at a constant rate.
+    """The average that replaces a decay of the learning rate over the last part of a run at a constant rate.
 
     With updates g of the weights, a run at the rate r has the weights ``w_j = w_0 + sum over i <= j of r g_i``, and a
     decay by the factors eta_i leads, as far as it leaves the g_i as they are, to ``w_0 + sum of eta_i r g_i``. That is
     ``sum of a_j w_j`` with the shares ``a_j = eta_j - eta_(j+1)``: a linear decay is the mean over the part, and
-    merging checkpoints stands for a decay (WSM, arXiv:2507.17634).
+    merging checkpoints replaces a decay (WSM, arXiv:2507.17634).
 
     The factors follow the shape at ``nodes`` and are linear in between, so that shares are constant between two nodes.
 
@@ -155,7 +155,7 @@ class Decay:
         return self
 
     def shares(self) -> Array:
-        """Return how much of the weights at each update is in the average, (updates,); they add up to one."""
+        """Return the share of the weights at each update in the average, (updates,); they add up to one."""
         return self.shares_at(np.arange(1, self.updates + 1, dtype=np.float64), self.updates)
 
     def shares_at(self, update: Array, updates: float) -> Array:
@@ -164,12 +164,12 @@ class Decay:
         return each[np.searchsorted(self.nodes, update)]
 
     def mean_age(self) -> float:
-        """Return how many steps lie, on average, between the weights in it and its last update."""
+        """Return the mean number of steps between the weights in it and its last update."""
         middle = np.array([(low + high + 1) / 2 for low, high in pairwise(self.nodes)])
         return self.every * float(self._masses() @ (self.updates - middle))
 
-    def in_words(self) -> str:
-        """Return what makes it different from others."""
+    def describe(self) -> str:
+        """Return its type and length as text."""
         return f"{self.shape} {percent(self.part)}"
 
     def _masses(self) -> Array:
@@ -185,5 +185,5 @@ def percent(part: float) -> str:
 
 
 def first_grid(tracks: Sequence[Track]) -> tuple[int, int]:
-    """Return where the earliest of ``tracks`` starts, and the fewest steps between two updates of any."""
+    """Return the start of the earliest of ``tracks``, and the fewest steps between two updates of any."""
     return min(track.start for track in tracks), min(track.every for track in tracks)

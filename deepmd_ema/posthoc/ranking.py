@@ -50,12 +50,12 @@ class Row:
         """Return the row of an average that was made of snapshots, still without errors."""
         to = made.target
         if isinstance(to, Decay):
-            return cls(SHAPE, to.in_words(), to.sigma_rel, None, to.mean_age(), made)
+            return cls(SHAPE, to.describe(), to.sigma_rel, None, to.mean_age(), made)
         return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
 
     @property
     def decay(self) -> Decay | None:
-        """The decay that it stands for, if it is one."""
+        """The decay that it replaces, if it does."""
         target = None if self.combination is None else self.combination.target
         return target if isinstance(target, Decay) else None
 
@@ -67,7 +67,7 @@ class Row:
         parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
         return sum(parts) / len(parts)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return one line about an average that was made of snapshots."""
         if self.decay is None:
             return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, mean age {self.mean_age:,.0f} steps"
@@ -127,7 +127,7 @@ class PosthocReport:
             *render(self.table()),
             "* the best of its column",
             "",
-            f"chosen by {self.metric}: {self.chosen.in_words()}",
+            f"chosen by {self.metric}: {self.chosen.describe()}",
         ]
         scores = self.scores()
         lines += self._best_of_each(scores)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import TaskConfig, config_from_dict
+from deepmd_ema.config import TaskConfig, saved_config
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.source import FrameSource
@@ -29,12 +29,12 @@ from deepmd_ema.metrics import METRICS, Errors, evaluate
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.posthoc.combination import (
-    LONGEST,
+    MAX_SIGMA_REL,
     TOLERANCE,
     Combination,
     Combinations,
+    describe_missing,
     find_combinations,
-    missing_in_words,
     refuse_unresolvable,
     resolvable_range,
 )
@@ -45,7 +45,7 @@ from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.weights import LIVE, POSTHOC
 
 NUM_SIGMA_RELS = 9  # of a range, where no number is given
-MOST_SIGMA_RELS = 999  # of one range: each is validated
+MAX_SIGMA_RELS = 999  # of one range: each is validated
 LABELS = (ENERGY, FORCE, VIRIAL)
 
 
@@ -104,8 +104,8 @@ def run_posthoc(
     refuse_to_lose(plot, "--plot", PICTURE)
     for note in run.notes:
         say(note)
-    found, resolvable, left_out = find_asked(run, widths, decays)
-    config = config_from_dict(run.payload["config"], source=str(run.reference))
+    found, resolvable, left_out = find_requested(run, widths, decays)
+    config = saved_config(run.payload["config"], source=str(run.reference))
     task = config.task(head)
     opened = _open(task, run, systems, rglob_patterns)
     models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)
@@ -114,7 +114,7 @@ def run_posthoc(
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
     say(report.text())
     checkpoint.save(output, _payload(run, report.chosen, found, weights))
-    say(f"wrote {output}: {report.chosen.in_words()}")
+    say(f"wrote {output}: {report.chosen.describe()}")
     say(f"wrote {report.write_table(table)}")
     try:
         say(f"wrote {report.plot(plot)}")
@@ -143,23 +143,23 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
         if not found:
             problems.append(
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                f"0.02:0.2:9 (from, to, how many: 2 to {MOST_SIGMA_RELS})."
+                f"0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
             )
     if problems:
         raise UserError(problems)
     return sorted(set(values))
 
 
-def find_asked(
+def find_requested(
     run: SnapshotRun, sigma_rels: Sequence[float], requests: Sequence[DecayRequest] | None = None
 ) -> tuple[Combinations, tuple[float, float] | None, dict[str, list[str]]]:
-    """Return the combinations for what is asked for, the resolvable range, and decays that are left out, by reason.
+    """Return the requested combinations, the resolvable range, and decays that are left out, by reason.
 
     Without widths and requests they are widths over the resolvable range, and the decays that the snapshots resolve.
     With one of the two it is only that; with an empty list of requests, only widths.
 
     Raises:
-        UserError: if the snapshots do not resolve a width or a decay that was asked for.
+        UserError: if the snapshots do not resolve a requested width or decay.
     """
     tracks = run.tracks
     resolvable = resolvable_range(tracks, run.step)
@@ -180,13 +180,13 @@ def find_asked(
     if problems:
         raise UserError(problems)
     for combination in unresolved:
-        left_out.setdefault(f"residual above {100 * TOLERANCE:g} %", []).append(combination.target.in_words())
+        left_out.setdefault(f"residual above {100 * TOLERANCE:g} %", []).append(combination.target.describe())
     kept = [one for one in found.combinations if not _is_unresolved(one)]
     return replace(found, combinations=kept), resolvable, left_out
 
 
 def _is_unresolved(one: Combination) -> bool:
-    """Whether it stands for a decay that the snapshots do not resolve."""
+    """Whether it replaces a decay that the snapshots do not resolve."""
     return isinstance(one.target, Decay) and one.residual > TOLERANCE
 
 
@@ -280,7 +280,7 @@ def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> 
 def _parse(
     sigma_rel: Sequence[str | float] | None, shapes: Sequence[str] | None
 ) -> tuple[list[float], list[DecayRequest] | None]:
-    """Return the widths and decays that are asked for, or raise the problems of both."""
+    """Return the requested widths and decays, or raise the problems of both."""
     problems: list[str] = []
     widths: list[float] = []
     decays: list[DecayRequest] = []
@@ -301,7 +301,7 @@ def _parse_word(word: str) -> list[float]:
         ends = [float(part) for part in (first if len(first) == 2 and last.isdecimal() else [*first, last])]
     except ValueError:
         return []
-    good = all(0 < end <= LONGEST for end in ends) and 1 < count <= MOST_SIGMA_RELS
+    good = all(0 < end <= MAX_SIGMA_REL for end in ends) and 1 < count <= MAX_SIGMA_RELS
     if not good or len(ends) == 1:
         return ends if good else []
     return _spaced(ends[0], ends[1], count) if len(ends) == 2 and ends[0] < ends[1] else []
@@ -315,7 +315,7 @@ def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]
 def _refused(
     run: SnapshotRun, left_out: Mapping[str, Sequence[str]], unresolved: Sequence[Combination]
 ) -> Iterator[str]:
-    """Yield a problem for each decay that was asked for and that the snapshots do not resolve."""
+    """Yield a problem for each requested decay that the snapshots do not resolve."""
     steps = len({snapshot.step for snapshot in run.snapshots})
     advice = (
         f"there are snapshots of {counted(steps, 'step')} up to step {run.step:,}. Keep them more often (a smaller "
@@ -324,7 +324,7 @@ def _refused(
     for reason, names in left_out.items():
         yield from (f"--shapes: {name}: {reason} in it; {advice}" for name in names)
     for combination in unresolved:
-        yield f"--shapes: {missing_in_words(combination)[:-1]}; {advice}"
+        yield f"--shapes: {describe_missing(combination)[:-1]}; {advice}"
 
 
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:

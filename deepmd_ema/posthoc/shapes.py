@@ -1,4 +1,4 @@
-"""Decays of the learning rate that are made of snapshots: which ones are asked for, and which the snapshots allow."""
+"""Decays of the learning rate that are made of snapshots: requested ones, and those that the snapshots resolve."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from deepmd_ema.errors import UserError, counted
 from deepmd_ema.posthoc.profiles import SHAPES, Decay, Track, first_grid, percent
 
 DEFAULT_PARTS = (0.05, 0.1, 0.2, 0.4)
-FEWEST_INTERVALS = 4  # between snapshots, in a decay that is not linear: fewer do not tell it from a linear one
+MIN_INTERVALS = 4  # between snapshots, in a decay that is not linear: with fewer it equals a linear one
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class DecayRequest:
-    """A decay that is asked for.
+    """A requested decay.
 
     Attributes:
         shape: one of ``SHAPES``.
@@ -29,7 +29,7 @@ class DecayRequest:
 def parse_shapes(words: Sequence[str] | None) -> list[DecayRequest]:
     """Return the decays that a command line names: ``linear``, ``linear:0.2``, several, or ``none``; none for None.
 
-    A shape without a part stands for one decay with each of ``DEFAULT_PARTS``.
+    A shape without a part means one decay with each of ``DEFAULT_PARTS``.
 
     Raises:
         UserError: naming every word that is none of these.
@@ -75,7 +75,7 @@ def place_decays(
     for request in requests:
         begin = min(marks, key=lambda mark: abs(mark - (1 - request.part) * last))
         nodes = tuple(mark for mark in marks if mark >= begin)
-        fewest = 1 if request.shape == "linear" else FEWEST_INTERVALS
+        fewest = 1 if request.shape == "linear" else MIN_INTERVALS
         if len(nodes) > fewest:
             decays[Decay(request.shape, nodes, start, every)] = None
         else:

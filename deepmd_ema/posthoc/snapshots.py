@@ -24,7 +24,7 @@ HOW_TO_KEEP = (
     'Train with training.averaging: [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": true}, {"name": '
     '"p10", "type": "power", "sigma_rel": 0.10, "snapshots": true}]; snapshot_freq says how often (default: save_freq).'
 )
-MOST_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
+MAX_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
 
 
 def combine(
-    run: SnapshotRun, combinations: Sequence[Combination], most_bytes: int = MOST_BYTES
+    run: SnapshotRun, combinations: Sequence[Combination], most_bytes: int = MAX_BYTES
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of each combination in turn: averaged tensors combined, all others as in the last snapshot.
 
@@ -160,7 +160,7 @@ def _read_all(
             elif step > payload["step"]:
                 beyond.append(path.name)
             elif (hook := average.get("should_update")) is not None:
-                problems.append(f"{path}: was updated when {hook} said so, and not at known steps.")
+                problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
             elif average["updates"] > 0:
                 track = Track.of(average, step)
                 # counted while it was averaged: differs if the settings were others in some part of the run

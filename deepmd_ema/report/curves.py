@@ -20,7 +20,7 @@ from deepmd_ema.report.tables import BEST_LINE
 from deepmd_ema.weights import LIVE
 
 LCURVE, VALIDATION = "lcurve", "validation"
-LARGEST_STEP = 10**18
+MAX_STEP = 10**18
 
 
 class NoRowsError(UserError):
@@ -90,7 +90,7 @@ def curve_files(path: str | Path) -> list[Path]:
 def read_curve(path: str | Path) -> Curve:
     """Return the content of a learning curve or validation log.
 
-    A header that stands again after a restart is skipped, and of a step that was done twice the last row counts.
+    A header that is repeated after a restart is skipped, and of a step that was done twice the last row counts.
 
     Raises:
         NoRowsError: if the file is missing or has no rows.
@@ -133,7 +133,7 @@ def read_curve(path: str | Path) -> Curve:
 
 
 def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
-    """Return whose errors a file holds: a line of a best file tells it, otherwise its name."""
+    """Return the weights whose errors a file holds: from a line of a best file, otherwise from its name."""
     values: Mapping[str, Any] = {}
     with suppress(OSError, ValueError):
         values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
 
 
 def _step(value: float, path: Path, number: int) -> int:
-    if not (0 <= value < LARGEST_STEP and value == int(value)):
+    if not (0 <= value < MAX_STEP and value == int(value)):
         raise UserError(f"{path}, line {number}: step {value:g}, expected a whole number.")
     return int(value)
 

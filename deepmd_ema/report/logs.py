@@ -1,4 +1,4 @@
-"""Where messages go: the terminal (without breaking a bar), a log file, and TensorBoard."""
+"""Handlers of log messages: the terminal (without breaking a bar), a log file, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class _TerminalHandler(logging.Handler):
         """Write one message."""
         from tqdm import tqdm
 
-        with suppress(OSError, ValueError):  # the terminal is gone or full: there is nobody to tell
+        with suppress(OSError, ValueError):  # the terminal is gone or full
             tqdm.write(self.format(record), file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to the file of ``--log-path``; when that fails it says so once, and the run goes on without the file."""
+    """Appends to the file of ``--log-path``; if that fails it warns once, and the run continues without the file."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
         """Leave the file alone from now on."""
@@ -34,7 +34,9 @@ class _FileHandler(logging.FileHandler):
         with suppress(OSError):  # what it could not write is tried again at the end
             self.close()
         reason = reason_of(error) if error is not None else "no reason given"
-        logger.warning("--log-path %s: cannot be written any more (%s): goes on without it", self.baseFilename, reason)
+        logger.warning(
+            "--log-path %s: cannot be written any more (%s): the run continues without it", self.baseFilename, reason
+        )
 
 
 class _Formatter(logging.Formatter):

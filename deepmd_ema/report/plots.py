@@ -28,8 +28,8 @@ RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", 
 OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))
 LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
-MOST_DOTS = 20_000  # beyond it a density says more than dots
-MOST_MARKED = 2  # averages whose rows are marked by dots; more lines would hide each other
+MAX_DOTS = 20_000  # beyond it a density says more than dots
+MAX_MARKED_AVERAGES = 2  # averages whose rows are marked by dots; more lines would hide each other
 KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
 PANEL = (3.7, 2.9)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
@@ -46,14 +46,14 @@ STYLE = {
 
 @dataclass(frozen=True)
 class CurveStyle:
-    """How the curves of one file are drawn.
+    """Style of the curves of one file.
 
     Attributes:
         color: of the whole validation set.
         batches: colors of training and validation batches.
-        line: dashes, which tell weights apart where colors tell runs apart.
+        line: dashes, which distinguish weights where colors distinguish runs.
         run: name of the run, where there are several.
-        weights: whose errors these are, in words.
+        weights: name of the weights with these errors.
         marker: of each row; none where they would hide dashes, or other lines.
     """
 
@@ -75,7 +75,7 @@ Styles: TypeAlias = Mapping[tuple[Path, str], CurveStyle]
 
 @dataclass(frozen=True)
 class Panel:
-    """What one panel of the learning curves shows.
+    """Content of one panel of the learning curves.
 
     Attributes:
         title: quantity.
@@ -165,13 +165,13 @@ def _read(files: Sequence[str | Path]) -> list[Curve]:
 
 
 def _readable(curves: Sequence[Curve], panel: Panel) -> list[Curve]:
-    """Return what one panel shows of several runs: errors on single batches only of runs without better ones."""
+    """Return the curves of one panel for several runs: errors on single batches only of runs without better ones."""
     validated = {_group(c) for c in curves if c.kind == VALIDATION and _has(c, panel)}
     return [c for c in curves if c.kind == VALIDATION or _group(c) not in validated]
 
 
 def _group(curve: Curve) -> tuple[Path, str]:
-    """Return what has one color where there are several: the folder of a run, and the task."""
+    """Return the group of curves that share one color: the folder of a run, and the task."""
     return curve.path.parent, curve.task
 
 
@@ -278,7 +278,7 @@ def _draw_parity(axis: Any, label: Array, predicted: Array) -> None:
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
     ends = (low - margin, high + margin)
     axis.plot(ends, ends, color=INK, lw=0.9, zorder=3)
-    if label.size > MOST_DOTS:
+    if label.size > MAX_DOTS:
         axis.hexbin(label, predicted, gridsize=120, extent=(*ends, *ends), bins="log", mincnt=1, cmap="viridis",
                     linewidths=0.1)  # fmt: skip
     else:
@@ -326,7 +326,7 @@ def _draw(axis: Any, curve: Curve, panel: Panel, styles: Styles) -> None:
 
 
 def _draw_trend(axis: Any, curve: Curve, panel: Panel, style: CurveStyle, columns: list[tuple[str, Array]]) -> None:
-    """Draw what single batches tell of one of several runs: faint lines, and their running mean."""
+    """Draw errors on single batches of one of several runs: faint lines, and their running mean."""
     validation = [column for column in columns if column[0].startswith(f"{panel.batch}_val")]
     for _, values in validation or columns:
         shown = panel.factor * values
@@ -349,9 +349,9 @@ def _styles(curves: Sequence[Curve]) -> Styles:
     folders = list(dict.fromkeys(folder for folder, _ in groups))
     names = [folder.resolve().name for folder in folders]
     titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)} if len(folders) > 1 else {}
-    # the average called ema comes first, so that it has its color whatever stands beside it
+    # the average called ema comes first, so that it has its color whatever is beside it
     weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
-    averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MOST_MARKED else ""
+    averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MAX_MARKED_AVERAGES else ""
     styles = {}
     for curve in curves:
         own, live = _group(curve), curve.weights == LIVE
@@ -407,7 +407,7 @@ def _picture(
     rows = len(heights) if heights is not None else 1 if panels < 4 else 2
     columns = -(-panels // rows)
     width, height = PANEL[0] * columns, PANEL[1] * rows + 0.4 if heights is None else 1.3 * sum(heights)
-    # over all panels, in as many lines as their width asks for
+    # over all panels, in as many lines as their width needs
     lines = textwrap.wrap(title, int(72 * width / (0.55 * NORMAL)))
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(width, height + len(lines) * 1.3 * NORMAL / 72), layout="constrained")
@@ -455,7 +455,7 @@ def _legend(figure: Any, axes: Sequence[Any], side: str = "upper", keys: Mapping
     Args:
         figure: of the panels.
         axes: the panels.
-        side: where it stands beside them.
+        side: of the panels where it is put.
         keys: its entries, where they are not one for each kind of line.
     """
     from matplotlib.lines import Line2D

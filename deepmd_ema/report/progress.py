@@ -1,4 +1,4 @@
-"""How a run goes on, for a person: a bar or plain lines, and where the time went."""
+"""Progress of a run: a bar or plain lines, and times of its parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
 
     Args:
         num_steps: steps of the whole run.
-        interactive: whether to draw a bar; None asks whether stderr is a terminal.
+        interactive: whether to draw a bar; None: if stderr is a terminal.
         frames_per_step: mean number of frames in a step of all ranks together; None leaves frames per second out.
     """
 
@@ -114,11 +114,11 @@ class Progress:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
         width = max(map(len, results))
         for weights, errors in results.items():
-            words = errors_in_words(errors)
+            words = describe_errors(errors)
             logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
 
     def close(self) -> None:
-        """Leave the bar as it stands and end its line."""
+        """Leave the bar as it is and end its line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -172,7 +172,7 @@ class IntervalTimes:
         return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())
 
 
-def errors_in_words(errors: HasMetrics) -> str:
+def describe_errors(errors: HasMetrics) -> str:
     """Return MAE and RMSE of every quantity that some frame has a label of."""
     parts = []
     for quantity in "EFSV":

@@ -15,8 +15,8 @@ class Column:
     """One column of a table.
 
     Attributes:
-        name: stands above it; a table whose columns have no names has no head.
-        unit: stands below the name.
+        name: printed above it; a table whose columns have no names has no head.
+        unit: printed below the name.
         spec: how its numbers are formatted, such as ``.3f``; empty for a column of text.
     """
 
@@ -32,7 +32,7 @@ class Table:
     Attributes:
         title: what it shows; may be empty.
         columns: from left to right.
-        rows: one cell per column; a number is formatted by the column's ``spec``, text stands as it is.
+        rows: one cell per column; a number is formatted by the column's ``spec``, text is printed as it is.
     """
 
     title: str
@@ -41,7 +41,7 @@ class Table:
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of names and what is to be said of each; names without a text are left out."""
+    """Return a table of names and texts; names without a text are left out."""
     return Table(title, (Column(), Column()), [pair for pair in pairs if pair[1]])
 
 

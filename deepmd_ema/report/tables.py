@@ -43,7 +43,7 @@ class RowTable:
         self._begun, self._is_synced, self._synced_at = False, True, -math.inf
 
     def cut_after(self, step: int) -> None:
-        """Go on with the file as it was after ``step``: later rows and a torn last line are removed.
+        """Continue the file as it was after ``step``: later rows and an incomplete last line are removed.
 
         A second header with the same columns is removed as well; if the columns have changed, the new header follows
         the old rows.

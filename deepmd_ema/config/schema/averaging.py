@@ -3,94 +3,30 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, fraction, not_negative, not_negative_int, option, positive_int
+from deepmd_ema.average_settings import AverageSettings, EmaSettings, PowerSettings, SwaSettings, sigma_rel_check
+from deepmd_ema.config.fields import Check, fraction, not_negative, option, positive_int
 from deepmd_ema.errors import every_steps
-from deepmd_ema.weights import BUFFERS, DEVICES, DTYPES, LAYOUTS, LIVE, POSTHOC, WIDEST_SIGMA_REL
 
-_LONGEST_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
-
-
-def _is_name(value: str) -> bool:
-    # `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
-    like_a_step = re.search(r"-[0-9]+$", value) is not None
-    is_word = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", value) is not None
-    return is_word and not like_a_step and value.lower() not in (LIVE, POSTHOC)
-
-
-_name = Check(
-    _is_name,
-    f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, without a number after a - at the "
-    f"end, and not {LIVE} or {POSTHOC}",
-)
-_half_life = Check(lambda v: 0 < v <= _LONGEST_HALF_LIFE, "a number > 0 and <= 1e9")
-_sigma_rel = Check(
-    lambda v: 0 < v <= WIDEST_SIGMA_REL,
-    f"a number > 0 and <= {math.floor(WIDEST_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
-)
+_MAX_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
+_half_life = Check(lambda v: 0 < v <= _MAX_HALF_LIFE, "a number > 0 and <= 1e9")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Average:
-    """Options of all averages.
+class _Average(AverageSettings):
+    """Options of all averages in an input.
 
     Attributes:
         lengths: options of which exactly one is given; none for equal weights.
     """
 
-    type: ClassVar[str]
     lengths: ClassVar[tuple[str, ...]] = ()
 
-    name: str = option(
-        check=_name,
-        doc="Name of the average in the log, in checkpoints and in names of files: `model_NAME.ckpt-*`, "
-        "`best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
-    )
-    start_step: int = option(
-        0,
-        check=not_negative_int,
-        unit="steps",
-        doc="Step at which the average starts, as a copy of the live weights; before it there is none.",
-    )
     start_epoch: float | None = option(
         None, check=not_negative, unit="epochs", doc="The start in epochs instead of `start_step`; may be a fraction."
-    )
-    update_every: int = option(
-        1,
-        check=positive_int,
-        unit="steps",
-        doc="Steps between two updates. The decay is corrected for it, so that the length of the average does not "
-        "change.",
-    )
-    device: str = option(
-        "live",
-        choices=DEVICES,
-        doc="Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
-        "live weights are copied asynchronously.",
-    )
-    dtype: str = option(
-        "float64",
-        choices=DTYPES,
-        doc="Precision of the average; never less than that of the live weights. In `float32` an average of float32 "
-        "weights with a decay of 0.999 or more stays behind, because single updates are smaller than its rounding.",
-    )
-    layout: str = option(
-        "local_shard",
-        choices=LAYOUTS,
-        doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
-        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3); `rank_range`: each "
-        "averages a range of the weights that all of them hold, so that the average takes one copy of the weights over "
-        "all ranks together (zero_stage 0 and 1).",
-    )
-    buffers: str = option(
-        "copy",
-        choices=BUFFERS,
-        doc="Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
-        "average, floating-point numbers only.",
     )
     full_validation: bool = option(
         False,
@@ -113,7 +49,7 @@ class _Average:
         return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
 
     def summary(self, steps_per: Mapping[str, float]) -> str:
-        """Return type, length and other options in words.
+        """Return type, length and other options as text.
 
         Args:
             steps_per: steps of one of ``frames`` and ``epochs``, once they are known.
@@ -133,7 +69,7 @@ class _Average:
         if self.update_every > 1:
             yield every_steps(self.update_every)
         said = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
-                "rank_range": "a range of it on each process", "average": "with averaged buffers"}  # fmt: skip
+                "average": "with averaged buffers"}  # fmt: skip
         yield from (said[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in said)
 
 
@@ -157,20 +93,13 @@ class _Stored(_Average):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaAverageConfig(_Average):
+class EmaAverageConfig(_Average, EmaSettings):
     """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`."""
 
-    type: ClassVar[str] = "ema"
     lengths: ClassVar[tuple[str, ...]] = ("decay", "half_life")
     snapshots: ClassVar[bool] = False
     snapshot_freq: ClassVar[None] = None
 
-    decay: float | None = option(
-        None,
-        check=fraction,
-        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps. "
-        "Exactly one of `decay` and `half_life` is given.",
-    )
     half_life: float | None = option(
         None,
         check=_half_life,
@@ -182,11 +111,6 @@ class EmaAverageConfig(_Average):
         choices=("steps", "frames", "epochs"),
         doc="Unit of `half_life`. Half-lives in frames or epochs stay the same for other batch sizes.",
     )
-    warmup: bool = option(
-        True,
-        doc="Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the start, "
-        "so that the initial weights have little influence.",
-    )
 
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
         (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
@@ -197,31 +121,22 @@ class EmaAverageConfig(_Average):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerAverageConfig(_Stored):
+class PowerAverageConfig(_Stored, PowerSettings):
     """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run."""
 
-    type: ClassVar[str] = "power"
     lengths: ClassVar[tuple[str, ...]] = ("gamma", "sigma_rel")
 
-    gamma: float | None = option(
-        None,
-        check=not_negative,
-        doc="Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
-        "`sigma_rel` is given.",
-    )
     sigma_rel: float | None = option(
         None,
-        check=_sigma_rel,
+        check=sigma_rel_check,
         doc="Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
         "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwaAverageConfig(_Stored):
+class SwaAverageConfig(_Stored, SwaSettings):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
-
-    type: ClassVar[str] = "swa"
 
 
 AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig

@@ -1,4 +1,4 @@
-"""The section ``model``: what every type of it tells, and the standard one, of a descriptor and a fitting network."""
+"""The section ``model``: its protocol, and the standard type, of a descriptor and a fitting network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
-from deepmd_ema.config.messages import NOT_AVAILABLE, show
+from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.schema import shared
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.registry import Family, Registry
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
 _type_map = Check(
@@ -21,7 +21,7 @@ _type_map = Check(
 
 
 class FittingConfig(Protocol):
-    """What the rest of the program asks of a fitting network, or of those of all parts of a model together.
+    """Protocol of the section of a fitting network, or of those of all parts of a model together.
 
     Attributes:
         type: its name.
@@ -30,14 +30,14 @@ class FittingConfig(Protocol):
         default_fparam: frame parameters where the data have none.
         atom_ener: energies of isolated atoms, eV; null is fitted.
         rcond: of the fit of the energies of the elements.
-        dim_case_embd: numbers that tell the tasks of a run apart.
+        dim_case_embd: length of the vector that distinguishes the tasks of a run.
     """
 
     type: ClassVar[str]
 
     @property
     def dim_case_embd(self) -> int:
-        """Return the length of the input that tells tasks apart."""
+        """Return the length of the case embedding, which distinguishes tasks."""
 
     @property
     def numb_fparam(self) -> int:
@@ -60,76 +60,17 @@ class FittingConfig(Protocol):
         """Return the relative size below which singular values are zero."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnerFittingConfig:
-    """Network from the descriptor of an atom to its energy."""
-
-    type: ClassVar[str] = "ener"
-
-    numb_fparam: int = option(
-        0, check=shared.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
-    )
-    numb_aparam: int = option(0, check=shared.num_parameters, doc="Number of parameters per atom (`aparam.npy`).")
-    default_fparam: list[float] | None = option(
-        None, doc="Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
-    )
-    dim_case_embd: int = option(
-        0,
-        check=shared.num_parameters,
-        doc="Numbers that tell the tasks of a multi-task model apart, an input of the network; zeros with one task.",
-    )
-    neuron: list[int] = option(
-        [120, 120, 120],
-        alias=("n_neuron",),
-        check=shared.layer_widths,
-        doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
-    )
-    activation_function: ActivationName = shared.activation_option(
-        "Activation function of the hidden layers; the same names as in the descriptor."
-    )
-    precision: str = shared.precision_option()
-    resnet_dt: bool = option(True, doc="Whether skip connections have a trained step size.")
-    trainable: bool | list[bool] = option(
-        True, doc="Whether the parameters are trained; a list (one per layer) trains them only if all are true."
-    )
-    rcond: float | None = option(
-        None,
-        check=not_negative,
-        doc="Singular values below this fraction of the largest count as zero in the least-squares fit of the energy "
-        "bias of each element; null is machine precision times the size of the problem.",
-    )
-    seed: int | None = shared.seed_option()
-    atom_ener: list[float | None] = option(
-        [], unit="eV", doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`."
-    )
-    layer_name: list[str | None] | None = option(
-        None, doc="Names for sharing layers in DeePMD-kit's TensorFlow backend. No effect here."
-    )
-    use_aparam_as_mask: bool = option(
-        False,
-        check=Check(lambda v: not v, f"false: true is {NOT_AVAILABLE}"),
-        doc="Whether atom parameters mark real atoms instead of entering the network. Only false here.",
-    )
+class FittingNetConfig(FittingConfig, Protocol):
+    """A section ``model.fitting_net``: a frozen dataclass of options that answers these questions as well."""
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together."""
-        if self.atom_ener:
-            yield from (("atom_ener", text) for text in shared.not_one_per_element(self.atom_ener, type_map))
-        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
-            found = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
-            yield "default_fparam", f"{found}, expected numb_fparam = {self.numb_fparam}."
-        if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
-            expected = f"{len(self.neuron) + 1}: one for each layer of neuron and one for the output"
-            yield "trainable", f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {expected}."
 
     def summary(self) -> str:
-        """Return the main options in words."""
-        conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
-        return ", ".join([f"ener, neuron {shared.dashes(self.neuron)}", *conditions, shared.dtype_name(self.precision)])
+        """Return the main options as text."""
 
 
-# by ``type``; the option ``model.fitting_net`` accepts what stands here
-FITTINGS: dict[str, type[EnerFittingConfig]] = {EnerFittingConfig.type: EnerFittingConfig}
+FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +94,11 @@ class ModelConfig:
 
         @property
         def descriptor(self) -> DescriptorConfig:
-            """Return the section of the descriptor, or one that stands for those of all parts."""
+            """Return the section of the descriptor, or one that represents those of all parts."""
 
         @property
         def fitting_net(self) -> FittingConfig:
-            """Return the section of the fitting network, or one that stands for those of all parts."""
+            """Return the section of the fitting network, or one that represents those of all parts."""
 
     @property
     def precisions(self) -> set[str]:
@@ -177,7 +118,7 @@ class ModelConfig:
         names = self.type_map
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
-            yield "type_map", f" = {show(names)}: {', '.join(twice)} stands more than once. Name each element once."
+            yield "type_map", f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once."
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
             if wrong:
@@ -204,13 +145,13 @@ class ModelConfig:
         raise NotImplementedError
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is allowed but likely not meant."""
+        """Yield settings that are allowed but likely mistakes."""
         yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandardConfig(ModelConfig):
-    """What is trained: elements, descriptor and fitting network."""
+    """The model that is trained: elements, descriptor and fitting network."""
 
     type: ClassVar[str] = "standard"
     is_usual: ClassVar[bool] = True  # the manual names its options without the type
@@ -219,7 +160,7 @@ class StandardConfig(ModelConfig):
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
     )
     descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
-    fitting_net: EnerFittingConfig = option(
+    fitting_net: FittingNetConfig = option(
         registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor."
     )
     data_stat_nbatch: int = option(
@@ -248,7 +189,7 @@ class StandardConfig(ModelConfig):
         "",
         doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
         "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
-        "own, for `--finetune`: without it a task goes on from the model of its name, or has a fresh fitting network.",
+        "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
     )
 
     use_srtab: list[list[float]] | None = option(
@@ -299,7 +240,7 @@ class StandardConfig(ModelConfig):
             yield "short range", f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together, of the table as well."""
+        """Yield options that contradict each other, also with the table."""
         yield from super().problems()
         if self.use_srtab is not None:
             texts = table_problems(self.use_srtab, len(self.type_map), self.descriptor.cutoff)
@@ -307,11 +248,11 @@ class StandardConfig(ModelConfig):
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
 
     def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the descriptor."""
+        """Yield options of the descriptor that contradict each other."""
         yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
 
     def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together in the fitting network."""
+        """Yield options of the fitting network that contradict each other."""
         yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
@@ -328,8 +269,48 @@ class StandardConfig(ModelConfig):
             yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
 
 
+@dataclass(frozen=True)
+class Link:
+    """A part of the model of a task that other tasks may have too.
+
+    Attributes:
+        task: name of the task.
+        part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
+        key: name of the part in ``model.shared_dict``.
+        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of elements only.
+    """
+
+    task: str
+    part: str
+    key: str
+    level: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Place of the part in the model."""
+        return path_of(self.part)
+
+    @property
+    def text(self) -> str:
+        """The link as an input has it."""
+        return f"{self.key}:{self.level}" if self.level else self.key
+
+
+STANDARD = Family(
+    StandardConfig,
+    module="deepmd_ema.model.build:standard_parts",
+    tree="deepmd_ema.interchange.dp.standard:StandardTree",
+)
+MODELS = Registry(
+    {
+        "standard": "deepmd_ema.config.schema.model:STANDARD",
+        "linear_ener": "deepmd_ema.families.linear_ener:FAMILY",
+    }
+)
+
+
 def _values_of(key: str, tree: Any) -> Iterator[Any]:
-    """Yield what stands under ``key`` anywhere in nested dictionaries and lists."""
+    """Yield the values of ``key`` anywhere in nested dictionaries and lists."""
     if isinstance(tree, dict):
         yield from (value for name, value in tree.items() if name == key)
     for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():

@@ -56,7 +56,7 @@ class _Schedule:
         return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * num_steps)
 
     def summary(self, num_steps: int = 0) -> str:
-        """Return type and main options in words; ``num_steps`` is the length of the run, 0 while it is not known."""
+        """Return type and main options as text; ``num_steps`` is the length of the run, 0 while it is not known."""
         words = f"{self.type}, {self.start_lr:g} to {self.end_lr:g}{self._shape_words(num_steps)}"
         if self.warmup_steps:
             return f"{words}, warm-up {counted(self.warmup_steps, 'step')}"
@@ -269,7 +269,7 @@ class EnerLossConfig:
 
     @property
     def error(self) -> str:
-        """What is taken of a difference: ``mse``, ``huber`` or ``mae``, which leaves no room for Huber's."""
+        """Function of a difference: ``mse``, ``huber`` or ``mae``, to which ``use_huber`` does not apply."""
         return "huber" if self.use_huber and self.loss_func == "mse" else self.loss_func
 
     @property
@@ -284,7 +284,7 @@ class EnerLossConfig:
         return tuple(dict.fromkeys(label for term in self.weights for label in _TERMS[term][1]))
 
     def summary(self) -> str:
-        """Return kind of the errors and the active terms in words."""
+        """Return kind of the errors and the active terms as text."""
         kind = "huber" if self.use_huber else self.loss_func
         return f"{kind}: " + ", ".join(f"{_TERMS[t][0]} {a:g} to {b:g}" for t, (a, b) in self.weights.items())
 

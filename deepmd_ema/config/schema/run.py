@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from deepmd_ema.config.fields import option, plain
-from deepmd_ema.config.messages import Place, Source, path_of
-from deepmd_ema.config.schema.linear import MODELS
-from deepmd_ema.config.schema.model import ModelConfig
+from deepmd_ema.config.messages import Source
+from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.training import (
     MultiTaskTrainingConfig,
@@ -26,7 +25,7 @@ from deepmd_ema.weights import LIVE
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What one task of a run trains: a model with its loss and its data.
+    """One task of a run: a model with its loss and its data.
 
     Attributes:
         name: of the task; empty in a single-task input.
@@ -57,7 +56,7 @@ class TaskConfig:
 
     @property
     def displayed_data(self) -> ValidationDataConfig | None:
-        """How validation frames are drawn for the learning curve; those that are split off as training frames are."""
+        """Sampling of validation frames for the learning curve; split-off frames are drawn as training frames."""
         if self.data.validation_fraction is None:
             return self.validation_data
         size = self.training_data.batch_size
@@ -72,50 +71,23 @@ class TaskConfig:
         return f"{outer}.{self.name}"
 
 
-@dataclass(frozen=True)
-class Link:
-    """A part of the model of a task that other tasks may have too.
-
-    Attributes:
-        task: name of the task.
-        part: ``type_map``, ``descriptor``, ``descriptor.list[0]`` or ``fitting_net``.
-        key: name of the part in ``model.shared_dict``.
-        level: what is shared with the first task that has the part: 0 all of it, 1 the embedding of elements only.
-    """
-
-    task: str
-    part: str
-    key: str
-    level: int = 0
-
-    @property
-    def place(self) -> Place:
-        """Place of the part in the model."""
-        return path_of(self.part)
-
-    @property
-    def text(self) -> str:
-        """The link as an input has it."""
-        return f"{self.key}:{self.level}" if self.level else self.key
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Learning:
-    """What is trained, and how."""
+    """Model and training of a run."""
 
-    model: Any = option(doc="What is trained.")
+    model: Any = option(doc="The model that is trained.")
     learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
     optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(_Learning):
-    """What inputs of one and of several tasks have alike.
+    """Sections that inputs of one and of several tasks share.
 
     Attributes:
-        source: the file, and where in it each option stands; not compared.
+        source: the file, and the place of each option in it; not compared.
         notes: what was accepted from an older input and taken differently, for the log; not compared.
-        unused: options that stand for others and have no effect in this run, for the log; not compared.
+        unused: options of a short form that have no effect in this run, for the log; not compared.
     """
 
     training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
@@ -168,12 +140,12 @@ class RunConfig(_Learning):
 
     @property
     def task_weights(self) -> Mapping[str, float]:
-        """How often each task is trained, relative to the others, by its name; empty if it is not given."""
+        """Relative frequency of each task in training, by its name; empty if it is not given."""
         return {}
 
     @property
     def task_epochs(self) -> Mapping[str, float]:
-        """How many epochs each task is trained, by its name; empty if it is not given."""
+        """Number of epochs of each task, by its name; empty if it is not given."""
         return {}
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
@@ -199,16 +171,16 @@ class RunConfig(_Learning):
 
 @dataclass(frozen=True, kw_only=True)
 class _Loss(_Learning):
-    """What one task minimizes."""
+    """Loss of one task."""
 
-    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="What is minimized.")
+    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="The loss that is minimized.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleTaskRun(RunConfig, _Loss):  # its options are in this order: _Learning, _Loss, RunConfig
     """All sections of an input of one task."""
 
-    model: ModelConfig = option(registry=MODELS, default_type="standard", doc="What is trained.")
+    model: ModelConfig = option(registry=MODELS, default_type="standard", doc="The model that is trained.")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
     @property
@@ -246,7 +218,7 @@ class ModelsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _Losses(_Learning):
-    """What several tasks minimize."""
+    """Losses of several tasks."""
 
     loss_dict: dict[str, EnerLossConfig] = option(
         {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
@@ -261,7 +233,7 @@ class MultiTaskRun(RunConfig, _Losses):
         links: parts of models that stand in ``model.shared_dict``.
     """
 
-    model: ModelsConfig = option(doc="What is trained.")
+    model: ModelsConfig = option(doc="The model that is trained.")
     training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")
     links: tuple[Link, ...] = ()
 
@@ -305,16 +277,16 @@ def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
 
 
 def choose_head(names: Mapping[str, Sequence[str]], head: str | None, source: str, option: str = "--head") -> str:
-    """Return which of several models is meant by a name or one of its aliases, in capitals or not.
+    """Return the model with a name or alias, in upper or lower case.
 
     Args:
         names: aliases by name; the name of a model that needs none is empty.
-        head: what is asked for; None where there is one model only.
+        head: the requested name; None where there is one model only.
         source: the file, for messages.
-        option: what chooses, for messages.
+        option: that chooses, for messages.
 
     Raises:
-        ConfigError: if there is no such model, or there are several and none is asked for.
+        ConfigError: if there is no such model, or there are several and ``head`` is None.
     """
     if head is None and len(names) == 1:
         return next(iter(names))

@@ -1,4 +1,4 @@
-"""What sections of descriptors share: options, neighbors, rules and words."""
+"""Base classes of sections of descriptors: options, neighbors, rules and summaries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Section = TypeVar("Section", bound="NeighborList")
 def _is_list_sel(value: Any) -> bool:
     if isinstance(value, str):
         return shared.is_auto_sel(value)
-    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.LARGEST_SIZE
+    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.MAX_SIZE
 
 
 _list_sel = Check(
     _is_list_sel,
-    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.LARGEST_SIZE:,} together, "
-    f'or "auto" or "auto:1.2", the number from 1 to {shared.LARGEST_RATIO}',
+    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.MAX_SIZE:,} together, "
+    f'or "auto" or "auto:1.2", the number from 1 to {shared.MAX_SEL_RATIO}',
 )
 
 
@@ -64,14 +64,14 @@ class TypeEmbeddedOptions(DescriptorOptions):
     use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
 
     def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit to the elements."""
+        """Yield options that contradict the elements."""
         yield from shared.excluded_types_exist(self.exclude_types, type_map)
         yield from shared.elements_known(self.use_econf_tebd, type_map)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeighborList:
-    """What sections tell of one cutoff and one list of neighbors."""
+    """Sections with one cutoff and one list of neighbors."""
 
     if TYPE_CHECKING:
         rcut: float
@@ -91,7 +91,7 @@ class NeighborList:
 
 @dataclass(frozen=True, kw_only=True)
 class TotalNeighborList(NeighborList):
-    """What sections tell that keep the nearest ``sel`` neighbors in one list for all elements."""
+    """Sections that keep the nearest ``sel`` neighbors in one list for all elements."""
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
@@ -130,7 +130,7 @@ class ListSection(NeighborList):
     resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
 
     def summary(self) -> str:
-        """Return the main options in words."""
+        """Return the main options as text."""
         words = (
             f"{self.type}, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g})",
             f"sel {shared.sel_text(self.sel)}",
@@ -147,13 +147,20 @@ class ListSection(NeighborList):
 
 @dataclass(frozen=True, kw_only=True)
 class PerElementSection(ListSection):
-    """What sections tell that keep the nearest ``sel`` neighbors of each element, with a network for each."""
+    """Sections that keep the nearest ``sel`` neighbors of each element, with a network for each."""
 
     has_type_embedding: ClassVar[bool] = False
 
     if TYPE_CHECKING:
         exclude_types: list[list[int]]
         set_davg_zero: bool
+        env_protection: float
+        seed: int | None
+        trainable: bool
+
+        @property
+        def type_one_side(self) -> bool:
+            """Return whether the network does not depend on the element of the centre."""
 
     sel: list[int] | str = option(
         "auto",
@@ -174,7 +181,7 @@ class PerElementSection(ListSection):
         return replace(self, sel=shared.auto_sel(found.max_neighbors, shared.ratio_of(self.sel)))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield what does not fit together."""
+        """Yield options that contradict each other."""
         yield from shared.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
             yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
@@ -187,13 +194,24 @@ class PerElementSection(ListSection):
 
     @property
     def vacuum_needs(self) -> str:
-        """Return what makes an isolated atom a row of zeros; otherwise its empty slots are rows ``-mean / stddev``."""
+        """Return the setting that makes the features of an isolated atom zero, not those of rows ``-mean / stddev``."""
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneListSection(TotalNeighborList, ListSection):
     """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
+
+    if TYPE_CHECKING:
+        env_protection: float
+
+        @property
+        def tebd_input_mode(self) -> str:
+            """Return whether elements are inputs of the network, ``concat``, or of one of their own, ``strip``."""
+
+        @property
+        def smooth(self) -> bool:
+            """Return whether the gate of ``strip`` vanishes smoothly at the cutoff."""
 
     sel: int | list[int] | str = shared.sel_option()
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")

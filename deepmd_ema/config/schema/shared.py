@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound=Any)
 
-LARGEST_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is told
+MAX_SIZE = 100_000  # of a layer, of the neighbors of an atom: far beyond any model, so that a typo is found
 layer_widths = Check(
-    lambda v: len(v) > 0 and all(0 < n <= LARGEST_SIZE for n in v),
-    f"a list of at least one whole number > 0, none above {LARGEST_SIZE:,}",
+    lambda v: len(v) > 0 and all(0 < n <= MAX_SIZE for n in v),
+    f"a list of at least one whole number > 0, none above {MAX_SIZE:,}",
 )
-num_parameters = Check(lambda v: 0 <= v <= LARGEST_SIZE, f"a whole number from 0 to {LARGEST_SIZE:,}")
+num_parameters = Check(lambda v: 0 <= v <= MAX_SIZE, f"a whole number from 0 to {MAX_SIZE:,}")
 cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
@@ -31,14 +31,14 @@ type_pairs = Check(
 _bent_silu = Check(lambda v: v.startswith("silut:") and is_readable(ActivationName, v), "silut:T, e.g. silut:3")
 
 
-LARGEST_RATIO = 100  # of `sel: auto` to the neighbors found
+MAX_SEL_RATIO = 100  # of `sel: auto` to the neighbors found
 SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
 
 
 def is_auto_sel(value: str) -> bool:
     """Whether a text says that the number of neighbors is counted: ``auto`` or ``auto:1.2``."""
     found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-    return found is not None and (found[1] is None or 1 <= float(found[1]) <= LARGEST_RATIO)
+    return found is not None and (found[1] is None or 1 <= float(found[1]) <= MAX_SEL_RATIO)
 
 
 def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
@@ -47,7 +47,7 @@ def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
 
 
 def ratio_of(sel: str) -> float:
-    """Return the ratio that ``auto:1.2`` asks for; that of ``auto`` is 1.1."""
+    """Return the ratio of ``auto:1.2``; that of ``auto`` is 1.1."""
     return float(sel.partition(":")[2] or 1.1)
 
 
@@ -55,13 +55,13 @@ def _is_total_sel(value: Any) -> bool:
     if isinstance(value, str):
         return is_auto_sel(value)
     numbers = value if isinstance(value, list) else [value]
-    return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= LARGEST_SIZE
+    return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= MAX_SIZE
 
 
 _total_sel = Check(
     _is_total_sel,
-    f"a whole number > 0 (or a list of them, which are added up), at most {LARGEST_SIZE:,}, "
-    f'or "auto" or "auto:1.2", the number from 1 to {LARGEST_RATIO}',
+    f"a whole number > 0 (or a list of them, which are added up), at most {MAX_SIZE:,}, "
+    f'or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
 )
 
 
@@ -77,8 +77,8 @@ def sel_option() -> Any:
 
 
 _one_sel = Check(
-    lambda v: is_auto_sel(v) if isinstance(v, str) else 0 < v <= LARGEST_SIZE,
-    f'a whole number > 0, at most {LARGEST_SIZE:,}, or "auto" or "auto:1.2", the number from 1 to {LARGEST_RATIO}',
+    lambda v: is_auto_sel(v) if isinstance(v, str) else 0 < v <= MAX_SIZE,
+    f'a whole number > 0, at most {MAX_SIZE:,}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
 )
 
 
@@ -118,7 +118,7 @@ def with_sel_of(section: Section, saved: Section, *names: str) -> Section:
 
 
 def sel_text(sel: int | list[int] | str) -> str:
-    """Return ``sel`` in words."""
+    """Return ``sel`` as text."""
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
 
 
@@ -155,14 +155,25 @@ def precision_option() -> Any:
     return option("default", choices=choices, doc="Precision of the parameters; `default` is float64.")
 
 
-def embedding_eval_option(
-    doc: str = "How the embedding networks are evaluated. `direct`: at every pair of neighbors. `spline`: "
-    "interpolated, by a polynomial while training and by the knots of a spline in evaluation, so that derivatives "
-    "differ by less than 1e-9 of the largest (1e-6 in float32), which is ensured in every evaluation; on a CPU only. "
-    "`auto`: `spline` where there are many pairs. The trained networks are ordinary ones.",
+_OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called
+
+
+def interpolate_choice(value: str | bool) -> str:
+    """Return the value of ``interpolate`` of today: ``auto``, ``always`` or ``never``."""
+    if isinstance(value, bool):
+        return "always" if value else "never"
+    return _OLD_VALUES.get(value, value)
+
+
+def interpolate_option(
+    doc: str = "Whether the embedding networks are interpolated, on a CPU only: `auto` where there are many pairs of "
+    "neighbors, `always` (or true), or `never` (or false). Derivatives then differ by less than 1e-9 of the largest "
+    "(1e-6 in float32), which is ensured in every evaluation. The trained networks are ordinary ones.",
 ) -> Any:
-    """Declare an option ``embedding_eval``."""
-    return option("auto", choices=("auto", "spline", "direct"), doc=doc)
+    """Declare an option ``interpolate``."""
+    older = Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false")
+    about: dict[str, Any] = {"choices": ("auto", "always", "never"), "check": older, "convert": interpolate_choice}
+    return option("auto", also=(bool,), alias=("embedding_eval",), doc=doc, **about)
 
 
 def seed_option() -> Any:
@@ -201,10 +212,10 @@ def elements_known(electrons: bool, type_map: Sequence[str]) -> Iterator[tuple[s
 
 
 def dashes(numbers: Iterable[int]) -> str:
-    """Return widths of layers in words: ``120-120-120``."""
+    """Return widths of layers as text: ``120-120-120``."""
     return "-".join(map(str, numbers))
 
 
 def dtype_name(precision: str) -> str:
-    """Return the name of the numbers that an option ``precision`` stands for."""
+    """Return the name of the dtype of an option ``precision``."""
     return "float64" if precision == "default" else precision

@@ -57,7 +57,7 @@ class BatchSizeRule(TextOption):
 
 
 class SystemProbability(TextOption):
-    """How often a system is drawn: ``auto_prob``.
+    """Probability of a system: ``auto_prob``.
 
     Attributes:
         kind: ``prob_uniform`` (all alike) or ``prob_sys_size`` (by the number of batches).

@@ -35,7 +35,6 @@ _patterns = Check(
     lambda v: all(map(_is_pattern, v)),
     'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
 )
-AUTO_COMPILE = "auto"
 _batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
 _auto_prob = Check(
     lambda v: is_readable(SystemProbability, v),
@@ -89,7 +88,7 @@ class _Data:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingDataConfig(_Data):
-    """Where the frames to train on are, and how they are drawn."""
+    """The training frames, and how they are drawn."""
 
     min_pair_dist: float = option(
         0.0,
@@ -101,7 +100,7 @@ class TrainingDataConfig(_Data):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationDataConfig(_Data):
-    """Where the frames to validate on are."""
+    """The validation frames."""
 
     numb_btch: int = option(
         1, alias=("numb_batch",), check=positive_int, doc="Batches of each validation that is displayed."
@@ -138,7 +137,7 @@ class MixedPrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """How `torch.compile` makes the code of a run."""
+    """Options of `torch.compile`."""
 
     backend: str = option(
         "inductor", choices=("inductor", "aot_eager", "cudagraphs"), doc="Which compiler of torch makes the code."
@@ -234,12 +233,11 @@ class TrainingOptions:
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
     )
-    enable_compile: bool | str = option(
+    enable_compile: bool = option(
         False,
-        check=Check(lambda v: isinstance(v, bool) or v == AUTO_COMPILE, 'true, false or "auto"'),
+        removed={"auto": "Use true for long runs, on GPUs mostly: the first start takes minutes; or false."},
         doc="Whether models are compiled with `torch.compile`, all tasks of one structure in one graph. It takes "
-        "minutes at the first start. `auto` compiles if the run is long enough to pay it back, and uses the code if "
-        "a step is measured to be faster with it.",
+        "minutes at the first start.",
     )
     compile_options: CompileConfig = option(CompileConfig(), doc="How models are compiled. Only in dp-ema.")
     enable_tf32: bool = option(

@@ -18,8 +18,8 @@ NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the leas
 LARGE_FORCE_RMS = 15.0  # eV/angstrom, far beyond liquids at 3000 K, usual for kcal/mol/angstrom
 LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stresses in kbar are 1,602 times too large
 LARGE_SHEAR_RATIO = 50.0  # of two sets of data; GPa instead of eV/angstrom^3 is 160
-_MOST_NAMED = 3
-_FEWEST_FRAMES = 10  # to judge outliers
+_MAX_NAMES = 3
+_MIN_FRAMES = 10  # to judge outliers
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 
 
@@ -66,7 +66,7 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     """Return warnings about frames far from energies per element fitted to the training frames."""
     known = [np.isfinite(_bound_energy(scan)) for scan in training]
     num_known = sum(int(k.sum()) for k in known)
-    if num_known < _FEWEST_FRAMES:
+    if num_known < _MIN_FRAMES:
         return []
     fit = _energies_of_elements(training, num_known)
     residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
@@ -82,7 +82,7 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
         ]
     if not found:
         return []
-    worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MOST_NAMED])
+    worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MAX_NAMES])
     what = "1 frame has an energy" if len(found) == 1 else f"{len(found):,} frames have energies"
     return [
         f"{what} far from the others (after subtraction of energies per element; half "
@@ -141,10 +141,10 @@ def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) ->
     ]
 
 
-def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
-    """Return a warning about forces that are very large, unless it is one of the systems ``told`` already."""
+def large_force_warnings(scans: Sequence[SystemScan], reported: Collection[str]) -> list[str]:
+    """Return a warning about forces that are very large, unless the system is one of ``reported``."""
     rms = [(float(np.nanmedian(s.force_rms)), s) for s in scans if np.isfinite(s.force_rms).any()]
-    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS and s.system.name not in told]
+    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS and s.system.name not in reported]
     if not large:
         return []
     value, scan = max(large, key=lambda pair: pair[0])
@@ -154,10 +154,10 @@ def large_force_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> 
     ]
 
 
-def large_virial_warnings(scans: Sequence[SystemScan], told: Collection[str]) -> list[str]:
-    """Return a warning about virials larger than those of any material, unless of the systems ``told`` already."""
+def large_virial_warnings(scans: Sequence[SystemScan], reported: Collection[str]) -> list[str]:
+    """Return a warning about virials larger than those of any material, unless of a system in ``reported``."""
     found = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
-    large = [(rms, name) for rms, name in found if rms > LARGE_VIRIAL_RMS and name not in told]
+    large = [(rms, name) for rms, name in found if rms > LARGE_VIRIAL_RMS and name not in reported]
     if not large:
         return []
     rms, name = max(large)

@@ -21,14 +21,14 @@ from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
 _MIN_STRAIN = 1e-6  # of rounding
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
-# Least partial correlations. Of the right data in benchmarks/units.py, the ratios with them are 0.85 to 1.2 and 0.84 to
-# 1.14; ratios of liquids and molecules farther apart fall with the correlation.
+# Smallest partial correlations. Of the right data in benchmarks/results/2026-11-23-units.md, the ratios with them are
+# 0.85 to 1.2 and 0.84 to 1.14; ratios of liquids and molecules farther apart fall with the correlation.
 _MIN_WORK_CORRELATION, _MIN_STRAIN_CORRELATION = 0.95, 0.9
 _MIN_FRAMES = 8  # in the pairs; unrelated numbers of so many frames reach 0.9 once in 500 times
 
 
 class PathRatios(NamedTuple):
-    """Ratios that are 1 where units and signs are right; None where no near frames tell.
+    """Ratios that are 1 where units and signs are right; None without near frames.
 
     Attributes:
         energy: energy differences over the work of the forces.

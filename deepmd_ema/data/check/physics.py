@@ -1,4 +1,4 @@
-"""What frames say about their own units: energies along paths, a fitted pair potential, stiffness and bond lengths."""
+"""Evidence of frames about their units: energies along paths, a fitted pair potential, stiffness, bond lengths."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ BOHR = 0.52917721  # angstrom
 _COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0
 # lengths are in sums of covalent radii
 _REACH = 2.7  # of the pair potential: hydrogen bonds (1.9) and the first shells of every crystal
-_FIRST = 0.7  # center of the innermost function; the shortest bonds of the sets of benchmarks/data_check.py have 0.76
+_FIRST = 0.7  # center of the innermost function; the shortest bonds of data that were tried have 0.76
 _NUM_GAUSSIANS = 12  # a width of 0.18, that of a shell of neighbors
 _NUM_FINE = 540  # bins of distances, of which energies and virials are sums: 0.005, much less than a width
 _NUM_BINS = 54  # of distances, to see shells
-_MOST_PAIRS = 5e5  # of a frame; 12 frames of 4,000 atoms of copper, with half of that, take 2 s and 75 MB
-_MOST_FITTED = 200  # atoms of a frame whose forces are fitted: 600 equations, for at most 250 unknowns
-_MOST_UNKNOWNS = 250  # 5 elements; with more pairs of elements they share one function of the scaled distance
+_MAX_PAIRS = 5e5  # of a frame; 12 frames of 4,000 atoms of copper, with half of that, take 2 s and 75 MB
+_MAX_FITTED = 200  # atoms of a frame whose forces are fitted: 600 equations, for at most 250 unknowns
+_MAX_UNKNOWNS = 250  # 5 elements; with more pairs of elements they share one function of the scaled distance
 _RIDGE = 1e-4  # of the mean of the diagonal; for functions that no pair reaches
 _NEIGHBOR = 1.15  # a neighbor is nearest if at most this much farther than the nearest one; in bcc others have 1.155
 _CLEAR = 4.0  # Student's t of a correlation; unrelated numbers reach it once in 10,000 times
 _MIDDLING = 0.5  # least correlation of a ratio: the two regressions of one on the other then give it to a factor of 4
 _SLOPE = 0.3  # least correlation of forces along bonds with their length: other bonds pull as well
-_FEWEST_BONDS = 60  # unrelated numbers have _SLOPE once in 50 times
+_MIN_BONDS = 60  # unrelated numbers have _SLOPE once in 50 times
 _MIN_EXPLAINED = 0.6  # of the squares of forces by the fit; 0.78 to 0.99 in AIMD of mlearn, 0 to 0.54 in relaxed cells
 _MIN_FRAMES = 4  # to judge stiffness; forces of two relaxed surfaces are explained by chance
-_FEWEST_FREE = 8  # frames beyond those that the composition explains: t is _CLEAR at a correlation of 0.82
+_MIN_FREE_FRAMES = 8  # frames beyond those that the composition explains: t is _CLEAR at a correlation of 0.82
 _SEARCHED = 15.0  # angstrom, farthest that pairs are searched; francium has 14.0
 _LONG_BONDS = 1.4  # nine of ten atoms of the sets have a neighbor nearer than 1.16; 1.43 to 2.2 if in bohr
 NO_BONDS = 2.6  # farther than bonds in bohr
@@ -54,7 +54,7 @@ COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RA
 
 
 class Ratio(NamedTuple):
-    """How much two quantities that should be equal differ: their ratio, with the sign of their correlation."""
+    """Ratio of two quantities that should be equal, with the sign of their correlation."""
 
     value: float
     correlation: float
@@ -70,7 +70,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What some frames say about their units; None where they say nothing.
+    """Evidence of frames about their units; None where there is none.
 
     Attributes:
         num_frames: how many were looked at.
@@ -98,15 +98,15 @@ class Evidence:
 
 
 def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
-    """Return what frames with forces, all with or all without a cell, say about their units.
+    """Return the evidence about units of frames with forces, all with or all without a cell.
 
     Between near frames energies change by the work of forces and virials, which is exact. Where no frames are near, a
     pair potential is fitted to the forces alone. It gives differences of energies between frames of one composition,
     and virials, to within tens of percent in liquids, molecules, metals and salts, but energies of covalent solids
     several times too small, however well they correlate.
 
-    Forces are fitted on at most 200 atoms of a frame, evenly taken. Of frames with more than about 500,000 pairs the
-    nearest are taken; energies and virials of such frames may then not be told.
+    Forces are fitted on at most 200 atoms of a frame, evenly spaced. Of frames with more than about 500,000 pairs the
+    nearest are used; energies and virials of such frames may then not be judged.
     """
     types = np.unique(np.concatenate([frame.atom_type for frame in frames]))
     radii = np.array([COVALENT_RADII.get(name, math.nan) for name in type_map])
@@ -165,7 +165,7 @@ def _search(frame: Frame, radii: Array, stretch: float) -> _Bonds | None:
     """Return the pairs within reach, None if they cannot be searched; ``stretch`` is an angstrom in the file's unit."""
     own = radii[frame.atom_type]
     size = np.ptp(frame.coord, axis=0) + 1.0 if frame.box is None else np.linalg.svd(frame.box, compute_uv=False)
-    most = (1.5 / math.pi * _MOST_PAIRS * float(size.prod())) ** (1 / 3) / frame.num_atoms ** (2 / 3)
+    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / frame.num_atoms ** (2 / 3)
     try:
         reach = min(2 * float(own.max()) * _REACH * stretch, _SEARCHED, most)
         i, j, vector, distance = find_pairs_once(frame.coord, frame.box, reach)
@@ -198,7 +198,7 @@ class _Fit:
 
     def __init__(self, types: Array, num_types: int) -> None:
         place = np.zeros(num_types, np.int64)
-        count = len(types) if len(types) * (len(types) + 1) // 2 * _NUM_GAUSSIANS <= _MOST_UNKNOWNS else 1
+        count = len(types) if len(types) * (len(types) + 1) // 2 * _NUM_GAUSSIANS <= _MAX_UNKNOWNS else 1
         place[types] = np.arange(len(types)) if count > 1 else 0
         low, high = np.minimum.outer(place, place), np.maximum.outer(place, place)
         self._column = low * count - low * (low - 1) // 2 + high - low
@@ -254,11 +254,11 @@ class _Fit:
 
     @staticmethod
     def _chosen(frame: Frame) -> Array:
-        """Return the atoms whose forces are fitted, evenly taken."""
-        return np.unique(np.linspace(0, frame.num_atoms - 1, min(frame.num_atoms, _MOST_FITTED)).astype(np.int64))
+        """Return the atoms whose forces are fitted, evenly spaced."""
+        return np.unique(np.linspace(0, frame.num_atoms - 1, min(frame.num_atoms, _MAX_FITTED)).astype(np.int64))
 
     def weights(self) -> Array:
-        """Return what each function counts."""
+        """Return the weight of each function."""
         ridge = _RIDGE * float(np.trace(self._normal)) / len(self._normal) + 1e-300
         return np.linalg.solve(self._normal + ridge * np.eye(len(self._normal)), self._right)
 
@@ -277,7 +277,7 @@ class _Fit:
 
 
 class _Free:
-    """Takes out of numbers per frame what forces cannot tell of them.
+    """Removes from numbers per frame the part that forces do not determine.
 
     That is what composition and volume explain and, of a pair of elements, how many pairs are on this and on that side
     of a distance that never occurs: no force says by how much the potential rises there. So isomers and arrangements of
@@ -302,7 +302,7 @@ class _Free:
         self._volume = np.array(volume).T if len(volume[0]) else np.zeros((len(frames), 0))
 
     def of(self, values: Array, use: Array, with_volume: bool) -> tuple[Array, int]:
-        """Return what is left of (frames, numbers), and how many frames it is worth."""
+        """Return the remainder of (frames, numbers), and the number of frames left free."""
         known = np.concatenate([self._same, self._volume], axis=1)[use] if with_volume else self._same[use]
         known = known / np.maximum(np.abs(known).max(axis=0, initial=0.0), 1e-300)
         left = values[use] - known @ np.linalg.lstsq(known, values[use], rcond=1e-9)[0]
@@ -323,7 +323,7 @@ def _ratio(found: Array, fitted: Array, free: _Free, with_volume: bool) -> Ratio
     use = np.isfinite(found).all(axis=1) & np.isfinite(fitted).all(axis=1)
     (a, num_free), (b, _) = free.of(found, use, with_volume), free.of(fitted, use, with_volume)
     size_a, size_b = float((a**2).sum()), float((b**2).sum())
-    if num_free < _FEWEST_FREE or size_a <= 0 or size_b <= 0:
+    if num_free < _MIN_FREE_FRAMES or size_a <= 0 or size_b <= 0:
         return None
     common = float((a * b).sum())
     correlation = common / math.sqrt(size_a * size_b)
@@ -352,13 +352,13 @@ def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:
 def _bond_length(bonds: Sequence[_BondForces]) -> float | None:
     nearest = np.concatenate([one.nearest for one in bonds])
     nearest = nearest[np.isfinite(nearest)]
-    return float(np.quantile(nearest, 0.1)) if len(nearest) >= _FEWEST_FREE else None
+    return float(np.quantile(nearest, 0.1)) if len(nearest) >= _MIN_FREE_FRAMES else None
 
 
 def _stiffness(bonds: Sequence[_BondForces]) -> float | None:
     """Return the slope of the force along the nearest bonds over their length, within each pair of elements."""
     kind, length, pull = (np.concatenate(parts) for parts in list(zip(*bonds))[:3])
-    if len(kind) < _FEWEST_BONDS:
+    if len(kind) < _MIN_BONDS:
         return None
     counts = np.maximum(np.bincount(kind), 1)
     x = length - (np.bincount(kind, length) / counts)[kind]

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
-_MOST_MESSAGES = 5  # of one kind and system
-_MOST_ROWS = 20  # systems in the table
+_MAX_MESSAGES = 5  # of one kind and system
+_MAX_ROWS = 20  # systems in the table
 _FEW = 16  # of so many frames one is read alone, not among all of them
-_MOST_ELEMENTS = 12  # elements, or pairs of them, in one line
+_MAX_ELEMENTS = 12  # elements, or pairs of them, in one line
 
 
 @dataclass
 class DataReport:
-    """What the checks found.
+    """Results of the checks of a data set.
 
     Attributes:
         problems: faults that make training impossible, each with file and frame.
@@ -73,7 +73,7 @@ class DataReport:
 
     @property
     def notes(self) -> list[str]:
-        """Return how sources of other formats are read, one line per file and remark, and what isolated atoms offer."""
+        """Return remarks on sources of other formats, one line each, and on frames of isolated atoms."""
         every = self.training + self.validation
         # a source whose frames are in both parts is there twice
         sources = dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
@@ -90,16 +90,16 @@ class DataReport:
             return out
         names, nearest = self.type_map, self.neighbors.nearest
         found = [(a, b) for a in range(len(names)) for b in range(a, len(names)) if math.isfinite(nearest[a, b])]
-        if len(found) > _MOST_ELEMENTS:  # the shortest of them
+        if len(found) > _MAX_ELEMENTS:  # the shortest of them
             found.sort(key=lambda pair: nearest[pair])
         pairs = [f"{names[a]}-{names[b]} {nearest[a, b]:.3f}" for a, b in found]
         most = _largest(self.neighbors.max_neighbors, names, "{n} {name}")
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in self.training + self.validation)
-        seen = f" (in {self.num_searched:,} frames, evenly taken)" if self.num_searched < usable else ""
+        seen = f" (in {self.num_searched:,} frames, evenly spaced)" if self.num_searched < usable else ""
         where = f" (closest: {self.closest})" if self.closest else ""
         return [
             *out,
-            f"Nearest pairs in angstrom{seen}: {first_few(pairs, _MOST_ELEMENTS) or 'none within the cutoff'}{where}",
+            f"Nearest pairs in angstrom{seen}: {first_few(pairs, _MAX_ELEMENTS) or 'none within the cutoff'}{where}",
             f"Most neighbors within {self.rcut:g} angstrom{seen}: {most}, {self.neighbors.max_total} together",
         ]
 
@@ -151,8 +151,8 @@ def check_systems(
     if not report.problems:  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
-    told = report.units.suspicious if report.units is not None else []
-    report.warnings += large_force_warnings(every, told)
+    reported = report.units.suspicious if report.units is not None else []
+    report.warnings += large_force_warnings(every, reported)
     report.warnings += large_virial_warnings(every, report.units.of_virials if report.units is not None else [])
     report.warnings += shear_ratio_warnings(report.training, report.validation)
     report.warnings += net_force_warnings(every)
@@ -201,7 +201,7 @@ def _too_close(
     for number in np.flatnonzero(found.frame_min < bound).tolist():
         k, index = chosen[number]
         counts[k] = counts.get(k, 0) + 1
-        if counts[k] > _MOST_MESSAGES:
+        if counts[k] > _MAX_MESSAGES:
             continue
         system = scans[k].system
         place, frame = system.where(index, COORD), system.frame(index)
@@ -215,7 +215,7 @@ def _too_close(
             f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
             "Remove the frame or, if it is meant, lower training.training_data.min_pair_dist."
         )
-    more = {scans[k].system.name: count - _MOST_MESSAGES for k, count in counts.items() if count > _MOST_MESSAGES}
+    more = {scans[k].system.name: count - _MAX_MESSAGES for k, count in counts.items() if count > _MAX_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
@@ -226,7 +226,7 @@ def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics, 
     needed = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
     if all(n <= most for n, most in zip(needed, kept)):
         return []
-    if len(kept) > _MOST_ELEMENTS:
+    if len(kept) > _MAX_ELEMENTS:
         short = [f"{type_map[k]} {n} (kept: {most})" for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
         return [
             f"{option} is too small: within {descriptor.cutoff:g} angstrom an atom has up to {first_few(short)} "
@@ -318,8 +318,8 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
     elements = _largest(counts, type_map, "{name} {n:,}")
     total = f"{counted(frames, 'frame')}, {counted(int(counts.sum()), 'atom')}"
     out = [f"{title}: {counted(len(scans), 'system')}, {total} ({elements})"]
-    width = max((len(s.system.name) for s in scans[:_MOST_ROWS]), default=0)
-    for scan in scans[:_MOST_ROWS]:
+    width = max((len(s.system.name) for s in scans[:_MAX_ROWS]), default=0)
+    for scan in scans[:_MAX_ROWS]:
         system = scan.system
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
@@ -334,8 +334,8 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
             f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
             f"{', '.join(labels) or 'no labels'}"
         )
-    if len(scans) > _MOST_ROWS:
-        out.append(f"  ... and {len(scans) - _MOST_ROWS} more systems")
+    if len(scans) > _MAX_ROWS:
+        out.append(f"  ... and {len(scans) - _MAX_ROWS} more systems")
     for name, label in LABELS.items():
         known = [(scan.ranges[name], scan) for scan in scans if name in scan.ranges and scan.ranges[name].count]
         if known:
@@ -357,6 +357,6 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
 def _largest(numbers: Sequence[int] | Array, names: Sequence[str], form: str) -> str:
     """Return numbers with their elements, of many elements the largest ones."""
     pairs = list(zip(numbers, names))
-    if len(pairs) > _MOST_ELEMENTS:
+    if len(pairs) > _MAX_ELEMENTS:
         pairs.sort(key=lambda pair: -int(pair[0]))
-    return first_few([form.format(n=int(n), name=name) for n, name in pairs], _MOST_ELEMENTS)
+    return first_few([form.format(n=int(n), name=name) for n, name in pairs], _MAX_ELEMENTS)

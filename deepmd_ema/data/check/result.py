@@ -1,4 +1,4 @@
-"""What a run needs of a check without problems, in a form that can be remembered."""
+"""Results of a check without problems, in a form that can be stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepmd_ema.geometry import NeighborStatistics
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a run needs of a check without problems.
+    """Results of a check without problems that a run needs.
 
     Attributes:
         notes: how sources of other formats are read.

@@ -18,12 +18,12 @@ from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 # file and kind of fault to the frames that have it, reported in one message about the first
 Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
 
-_LARGEST = 1e30  # of any number; its square still fits
+_MAX_NUMBER = 1e30  # of any number; its square still fits
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
 
 
 class SystemScan:
-    """What one pass over a source finds.  F frames, T types.
+    """Results of one pass over a source.  F frames, T types.
 
     Args:
         system: the source.
@@ -137,7 +137,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
             scan.bad_frames.add(chunk.first + row)
 
     for name, array in chunk.arrays.items():
-        bad = ~(np.abs(array) <= _LARGEST)
+        bad = ~(np.abs(array) <= _MAX_NUMBER)
         if not bad.any():
             continue
         if is_per_pair(name):
@@ -153,7 +153,7 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
     coord = np.where(exists, chunk.arrays[COORD], 0.0)
     for k, fault in frame_faults(coord, box, exists.sum(axis=(1, 2)), rcut).items():
-        if chunk.first + k not in scan.bad_frames:  # else it is told already
+        if chunk.first + k not in scan.bad_frames:  # else it is reported already
             add(k, COORD if "position" in fault or box is None else BOX, "geometry", fault)
 
 

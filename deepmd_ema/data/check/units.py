@@ -28,12 +28,12 @@ _FORCE_UNITS = {
     "kJ/mol/angstrom": _KJ,
     "kJ/mol/nm": 10 * _KJ,
 }
-# What follows was measured on right data: the sets of benchmarks/data_check.py, with those that came later.
+# Measured on right data: the sets of benchmarks/results/2026-11-21-data_check.md, with those that came later.
 _SOFT, _STIFF = 0.2, 20.0  # stiffness of bonds in eV and angstrom: 0.3 in potassium, 1.0 to 12.3 in the sets
 _USUAL_STIFFNESS, _STIFFNESS_SPREAD = 3.6, 0.45  # median in the sets, and mean distance of its logarithm from it
 _RATIO_SPREAD = 0.15  # mean size of the logarithm of a ratio to what a fit gives
 _EXACT_RATIO = 1.5  # between close frames of right data 0.83 to 1.04; an angstrom is 1.89 bohr
-_LEAST_RATIO = 0.25  # of frames farther apart, 0.60 to 1.19: repulsion lowers it; the next unit below is 1 / 3.8
+_MIN_RATIO = 0.25  # of frames farther apart, 0.60 to 1.19: repulsion lowers it; the next unit below is 1 / 3.8
 _FIT_RATIO = 8.0  # of energies to those of a fit: 0.73 to 4.5 in right data, most in Ge; the nearest unit is 14 away
 _FIT_VIRIAL = 4.0  # of virials to those of a fit: 0.82 to 1.41
 _CLOSE_UNIT = 1.1  # of a ratio between close frames to that of a unit that is named: kcal/mol is 1.18 hartree^-1
@@ -41,19 +41,19 @@ _PATH_UNIT = 1.2  # of one between frames farther apart
 _FIT_UNIT = 2.2  # of another ratio: the scatter of one that fits less well, and a bit
 _RARE = 1.0  # cost of Rydberg: of two units that fit alike the other is named first
 _NEXT = 3.0  # of two units with costs closer than this both are named: one of them has a chance of 5 % or more
-_FEWEST_PAIRS = 8  # of neighboring frames: a correlation of _CLOSE_FIT is no chance then
+_MIN_PAIRS = 8  # of neighboring frames: a correlation of _CLOSE_FIT is no chance then
 _CLOSE_FIT = 0.97  # correlation of energy differences and work: of close frames they are one, up to curvature
-_FEWEST_FRAMES = 12  # of a system that is judged for itself: 8 more than a few numbers of composition explain
+_MIN_FRAMES = 12  # of a system that is judged for itself: 8 more than a few numbers of composition explain
 # what is judged in less than about a second, and a minute for all
-_MOST_FRAMES = 64  # of a system
-_MOST_ATOMS = 6000  # of these frames together, if more than _FEWEST_FRAMES
-_MOST_SYSTEMS = 40
+_MAX_FRAMES = 64  # of a system
+_MAX_ATOMS = 6000  # of these frames together, if more than _MIN_FRAMES
+_MAX_SYSTEMS = 40
 COMMON = "a unit common to energies and forces"
 
 
 @dataclass
 class UnitReport:
-    """What is known about units.
+    """Result of the check of units and signs.
 
     Attributes:
         warnings: one for each system in which something is wrong.
@@ -61,8 +61,8 @@ class UnitReport:
         of_virials: names of those with suspicious virials.
         num_systems: systems, or groups of small ones, that were judged.
         num_all: systems and groups there are.
-        told: number of judged ones in which each quantity could be told.
-        untold: names of those in which it has data and could not.
+        verified: number of judged ones in which each quantity could be verified.
+        unverified: names of those in which it has data and could not.
     """
 
     warnings: list[str] = field(default_factory=list)
@@ -70,32 +70,32 @@ class UnitReport:
     of_virials: list[str] = field(default_factory=list)
     num_systems: int = 0
     num_all: int = 0
-    told: dict[str, int] = field(default_factory=dict)
-    untold: dict[str, list[str]] = field(default_factory=dict)
+    verified: dict[str, int] = field(default_factory=dict)
+    unverified: dict[str, list[str]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Return what could be told and what not, as text."""
+        """Return lines with the quantities that could be verified and those that could not."""
         if not self.num_systems:
-            return ["Units and signs: cannot be told without forces"]
+            return ["units and signs: cannot be verified without forces"]
         many = counted(self.num_systems, "system")
         if self.num_systems < self.num_all:
-            many = f"{self.num_systems:,} of {self.num_all:,} systems, evenly taken"
-        told = ", ".join(f"{what} in {count:,}" for what, count in self.told.items())
-        out = [f"Units and signs: of {many}, can be told: {told}"]
-        for what, names in self.untold.items():
+            many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
+        verified = ", ".join(f"{what} in {count:,}" for what, count in self.verified.items())
+        out = [f"units and signs verified: {verified} of {many}"]
+        for what, names in self.unverified.items():
             if names:
-                out.append(f"  cannot be told: {what} of {first_few(names, 3)}")
+                out.append(f"  not verified: {what} of {first_few(names, 3)}")
         return out
 
 
 def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
-    """Return which systems have other units than eV, eV/angstrom and angstrom, or wrong signs."""
+    """Return warnings about systems with other units than eV, eV/angstrom and angstrom, or with wrong signs."""
     groups = list(_groups(scans))
-    taken = groups
-    if len(groups) > _MOST_SYSTEMS:
-        taken = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MOST_SYSTEMS).round()]
-    report = UnitReport(num_systems=len(taken), num_all=len(groups))
-    for name, places, close in taken:
+    chosen = groups
+    if len(groups) > _MAX_SYSTEMS:
+        chosen = [groups[int(k)] for k in np.linspace(0, len(groups) - 1, _MAX_SYSTEMS).round()]
+    report = UnitReport(num_systems=len(chosen), num_all=len(groups))
+    for name, places, close in chosen:
         frames = [scan.system.frame(index) for scan, index in places]
         evidence = judge(frames, type_map)
         findings = _Findings(evidence, close)
@@ -114,7 +114,7 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
     for scan in scans:
         usable = [k for k in np.flatnonzero(np.isfinite(scan.force_rms)).tolist() if k not in scan.bad_frames]
         alike = scan.open_frames in (0, scan.system.num_frames)
-        if len(usable) >= _FEWEST_FRAMES and alike:
+        if len(usable) >= _MIN_FRAMES and alike:
             yield scan.system.name, [(scan, k) for k in _spread(usable, scan)], _close_ratio(scan)
         elif alike:
             small[scan.open_frames == 0] += [(scan, k) for k in usable]
@@ -127,9 +127,9 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
 
 
 def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
-    """Return some of ``indices``, evenly taken, so that they are quickly judged."""
+    """Return some of ``indices``, evenly spaced, so that they are quickly judged."""
     atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
-    most = max(_FEWEST_FRAMES, min(_MOST_FRAMES, _MOST_ATOMS // atoms))
+    most = max(_MIN_FRAMES, min(_MAX_FRAMES, _MAX_ATOMS // atoms))
     if len(indices) <= most:
         return list(indices)
     return [indices[int(k)] for k in np.linspace(0, len(indices) - 1, most).round()]
@@ -138,7 +138,7 @@ def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
 def _close_ratio(scan: SystemScan) -> float | None:
     """Return energy differences over the work of the forces between neighboring close frames, if there are such."""
     rise, work = scan.work
-    if len(rise) < _FEWEST_PAIRS:
+    if len(rise) < _MIN_PAIRS:
         return None
     scale = float(np.sqrt((rise**2).sum() * (work**2).sum()))
     product_ = float((rise * work).sum())
@@ -146,14 +146,14 @@ def _close_ratio(scan: SystemScan) -> float | None:
 
 
 class _Findings:
-    """What evidence means: texts of what is wrong, and which quantities it tells about."""
+    """Conclusions from evidence: texts of mistakes, and the quantities that it verifies."""
 
     def __init__(self, evidence: Evidence, close: float | None) -> None:
         self.texts: list[str] = []
-        self.told: set[str] = set()
+        self.verified: set[str] = set()
         self._length = 1 / BOHR if evidence.in_bohr else 1.0  # of an angstrom in the file
         if evidence.bond is not None and evidence.bond < NO_BONDS:
-            self.told.add("lengths")
+            self.verified.add("lengths")
         if evidence.in_bohr:
             self.texts.append(
                 f"lengths look like bohr: neighbors are {evidence.bond:.2g} sums of covalent radii apart, expected 0.7 "
@@ -166,23 +166,23 @@ class _Findings:
         if close is not None:
             ratio, self._bounds, self._unit_bound = close, (1 / _EXACT_RATIO, _EXACT_RATIO), _CLOSE_UNIT
         elif path is not None:
-            ratio, self._bounds, self._unit_bound = path, (_LEAST_RATIO, _EXACT_RATIO), _PATH_UNIT
+            ratio, self._bounds, self._unit_bound = path, (_MIN_RATIO, _EXACT_RATIO), _PATH_UNIT
         else:
             self._bounds, self._unit_bound = (1 / _FIT_RATIO, _FIT_RATIO), _FIT_UNIT
         self._ratio = None if ratio is None else ratio * self._length
         stiff = evidence.stiffness if (evidence.bond or 0.0) < NO_BONDS else None
         self._stiffness = None if stiff is None else stiff / self._length**2
         if self._ratio is not None:
-            self.told |= {ENERGY, FORCE}
+            self.verified |= {ENERGY, FORCE}
         if stiff is not None:
-            self.told |= {FORCE, COMMON}
+            self.verified |= {FORCE, COMMON}
         signs, units = self._judge_signs(), self._judge_units()
         energy, force = (sign * unit for sign, unit in zip(signs, units))
         if evidence.paths.virial is not None:
-            self.told.add(VIRIAL)
+            self.verified.add(VIRIAL)
             self._judge_virial(evidence.paths.virial * energy, evidence.volume or 1.0, "the energies of strained cells")
         elif evidence.virial is not None and evidence.virial.is_clear:
-            self.told.add(VIRIAL)
+            self.verified.add(VIRIAL)
             self._judge_virial(evidence.virial.value * self._length * force, evidence.volume or 1.0, "the forces")
 
     def _judge_signs(self) -> tuple[float, float]:
@@ -225,7 +225,7 @@ class _Findings:
         return _ENERGY_UNITS[best[0]], _FORCE_UNITS[best[1]]
 
     def _costs(self, bound: float) -> dict[tuple[str, str], float]:
-        """Return how badly each wrong pair of units fits, of those that fit within a factor ``bound``."""
+        """Return the cost of each wrong pair of units that fits within a factor ``bound``."""
         return {
             (energy, force): cost + _RARE * ("Rydberg" in energy + force)
             for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
@@ -273,27 +273,27 @@ class _Findings:
         return f"from frame to frame the energy changes by {ratio:.2g} times what the forces give"
 
 
-def _go_together(energy: str, force: str, energies_told: bool) -> bool:
+def _go_together(energy: str, force: str, has_ratio: bool) -> bool:
     """Whether someone may have units of energies and forces: one of them right, or both of one kind."""
-    if not energies_told:
+    if not has_ratio:
         return not energy
     return not energy or not force or force.startswith(energy)
 
 
 def _name(energy: str, force: str) -> str:
-    """Return which units energies and forces look like, in words."""
+    """Return text that names the units that energies and forces look like."""
     if energy and force:
         return f"energies and forces look like {energy} and {force}"
     return f"the forces look like {force}" if force else f"the energies look like {energy}"
 
 
 def _count(report: UnitReport, name: str, frames: Sequence[Frame], findings: _Findings) -> None:
-    """Note which quantities of a system could be told."""
+    """Count the quantities of a system that could be verified."""
     present = {label for frame in frames for label in frame.labels}
     for what, label in {"lengths": FORCE, "forces": FORCE, "energies": ENERGY, "virials": VIRIAL}.items():
         if label in present:
-            told = ("lengths" if what == "lengths" else label) in findings.told
-            report.told[what] = report.told.get(what, 0) + told
-            report.untold.setdefault(what, []).extend([] if told else [name])
-    if ENERGY in findings.told and COMMON not in findings.told:
-        report.untold.setdefault(COMMON, []).append(name)
+            verified = ("lengths" if what == "lengths" else label) in findings.verified
+            report.verified[what] = report.verified.get(what, 0) + verified
+            report.unverified.setdefault(what, []).extend([] if verified else [name])
+    if ENERGY in findings.verified and COMMON not in findings.verified:
+        report.unverified.setdefault(COMMON, []).append(name)

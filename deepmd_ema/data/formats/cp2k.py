@@ -40,7 +40,7 @@ def cp2k_frames(path: Path, inventory: Inventory) -> Iterator[StoredFrame]:
         DataError: if there is no cell, or a file cannot be read.
     """
     name = _NAME.match(path.name)
-    assert name is not None, "asked before"
+    assert name is not None, "checked by is_cp2k_trajectory"
     if name[2] != "pos":
         raise DataError(
             f"{path}: holds forces or velocities of CP2K. Name {name[1]}-pos-{name[3]}.xyz, with it beside."

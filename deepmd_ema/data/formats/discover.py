@@ -20,7 +20,7 @@ from deepmd_ema.errors import DataError, collect_problems, first_few
 
 Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 
-_MOST_NAMES = 8  # neighbors of a missing path that a message lists
+_MAX_NAMES = 8  # neighbors of a missing path that a message lists
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _similar(path: Path) -> str:
     close = get_close_matches(path.name, names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {parent / close[0]}?"
-    listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    listed = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
     return f" {parent}{from_here} holds: {listed or 'nothing'}."
 
 

@@ -22,7 +22,7 @@ from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
-_MOST_PROBLEMS = 5  # of one file
+_MAX_PROBLEMS = 5  # of one file
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
@@ -63,7 +63,7 @@ class ExtxyzFile:
 
     @property
     def notes(self) -> list[str]:
-        """What is read from which names, and what is not."""
+        """Lines with the names that are read, and those that are not."""
         return self.inventory.lines()
 
     def files(self) -> list[Path]:
@@ -101,7 +101,7 @@ def is_extxyz(path: Path) -> bool:
 
 
 def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
-    """Return what opens ``file``; ``choice`` is what the user has written after ``#``."""
+    """Return the function that opens ``file``; ``choice`` is the text after ``#`` in the input."""
     return [partial(open_extxyz, file, parse_choice(choice))]
 
 
@@ -128,7 +128,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
             sizes.append(len(stored.symbols))
             kinds.append(kind_of(stored))
             unread |= {p: None for p, number in taken.items() if not number and p in read}
-        if len(problems) >= _MOST_PROBLEMS:
+        if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
     problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
@@ -175,7 +175,7 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 class _Head(NamedTuple):
-    """What a comment line says: name and value pairs, and for each property its first and last column and kind."""
+    """Content of a comment line: name and value pairs; first and last column and kind of each property."""
 
     values: dict[str, str]
     columns: dict[str, tuple[int, int, str]]

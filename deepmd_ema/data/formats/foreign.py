@@ -23,12 +23,12 @@ from deepmd_ema.labels import HESSIAN
 if TYPE_CHECKING:
     from ase import Atoms
 
-_MOST_PROBLEMS = 5
-_MOST_REASON = 1000  # letters of what another program says
+_MAX_PROBLEMS = 5
+_MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 # in the first bytes of files that ASE does not read: the program, and the format of dpdata
 _SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
 _HEAD_BYTES = 20_000
-_KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # of atoms of one element that a program tells apart: Fe1, O_surface
+_KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # kinds of atoms of one element: Fe1, O_surface
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")  # among the results of a calculator of ASE
 _OPEN_IN_PART = (
     "is periodic in some directions only, which models do not know. Set pbc to True in all directions, with a vacuum "
@@ -63,7 +63,7 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
             found.append(frame)
         except DataError as error:
             problems += [text if str(path) in text else f"{path}: frame {number}: {text}" for text in error.problems]
-            if len(problems) >= _MOST_PROBLEMS:
+            if len(problems) >= _MAX_PROBLEMS:
                 break
         number += 1
     problems += [f"{path}: {text}" for text in inventory.problems()] if not problems else []
@@ -171,7 +171,7 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
 
 
 def _flat(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is in ``info``, and in the dictionaries in it, where ASE's data bases keep what a user has added."""
+    """Return the content of ``info`` and of the dictionaries in it, where ASE's data bases keep entries of users."""
     inner = [value for name, value in info.items() if name in ("key_value_pairs", "data") and isinstance(value, dict)]
     outer = {n: v for n, v in info.items() if n not in ("key_value_pairs", "data", "unique_id")}
     return {str(name): value for part in (*inner, outer) for name, value in part.items()}
@@ -231,10 +231,10 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]} ..."
+    return text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} ..."
 
 
-def in_words(path: str, inventory: Inventory, num_atoms: int) -> list[str]:
-    """Return what was read of a file."""
+def describe_file(path: str, inventory: Inventory, num_atoms: int) -> list[str]:
+    """Return lines about the content that was read from a file."""
     head = f"read {path}: {counted(inventory.num_frames, 'frame')}, {counted(num_atoms, 'atom')}"
     return [head, *(f"  {line}" for line in inventory.lines())]

@@ -16,7 +16,7 @@ from deepmd_ema.data.formats.npy import Rows
 from deepmd_ema.data.formats.system import StoredArray
 from deepmd_ema.errors import DataError, first_few
 
-_MOST_REASON = 200  # letters of HDF5's own words
+_MAX_REASON_CHARACTERS = 200  # letters of HDF5's own words
 _SUFFIXES = (".h5", ".hdf5", ".hdf")
 
 
@@ -126,7 +126,7 @@ class Hdf5Array:
 
 
 def _rows_in_file(dataset: Any, path: Path) -> Rows | None:
-    """Return where the rows of a dataset stand in its file, None if they are chunked or compressed."""
+    """Return the position of the rows of a dataset in its file, None if they are chunked or compressed."""
     offset = dataset.id.get_offset()
     if offset is None or not dataset.shape:
         return None
@@ -173,7 +173,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
             raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
         found = {"": root[top]}  # name below the group to group
         root[top].visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Group) else None)
-        # a link that leads nowhere counts: it is told when it is read
+        # a link that leads nowhere counts: it is reported when it is read
         systems = sorted((name, group) for name, group in found.items() if group.id.links.exists(b"type.raw"))
     return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]
 
@@ -185,4 +185,4 @@ def _readable(name: str, advice: str = "the file is damaged, or a link in it lea
         yield
     except (OSError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error.args[0] if error.args else error).split())
-        raise DataError(f"{name}: cannot be read as HDF5: {advice} ({reason[:_MOST_REASON]}).") from error
+        raise DataError(f"{name}: cannot be read as HDF5: {advice} ({reason[:_MAX_REASON_CHARACTERS]}).") from error

@@ -26,7 +26,7 @@ _ATYPE, _META = "atype", "__metadata__"
 _PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}
 _NAME_OF = {**_PLURALS, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
 _DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}  # say nothing that is not known
-_MOST_PROBLEMS = 5
+_MAX_PROBLEMS = 5
 
 
 class _Store:
@@ -102,7 +102,7 @@ class LmdbFile:
 
     @property
     def notes(self) -> list[str]:
-        """What is not read."""
+        """Names of entries that are not read."""
         names = [f"{name} in {counted(number, 'frame')}" for name, number in sorted(self.left.items())]
         return [f"does not read {first_few(names)}"] if names else []
 
@@ -135,9 +135,9 @@ def is_lmdb(path: Path) -> bool:
 
 
 def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
-    """Return what opens the data base at ``path``."""
+    """Return the function that opens the data base at ``path``."""
     if group:
-        raise DataError(f"{path}#{group}: an LMDB data set has no parts. Remove what stands after #.")
+        raise DataError(f"{path}#{group}: an LMDB data set has no parts. Remove the part after #.")
     return [partial(open_lmdb, path)]
 
 
@@ -169,7 +169,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
 
 
 class _Index(NamedTuple):
-    """What is found in all frames of a data base: their sizes, the types that occur, and how many have each name."""
+    """Index of a data base: sizes of all frames, types that occur, and the number of frames with each name."""
 
     sizes: Array
     types: Array
@@ -177,7 +177,7 @@ class _Index(NamedTuple):
 
 
 def _index(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
-    """Return what is found in all frames, as remembered if the content of the file is the same.
+    """Return the index of all frames, a stored one if the content of the file is the same.
 
     Args:
         path: of the data base, for messages.
@@ -200,7 +200,7 @@ def _index(path: Path, store: _Store, num_frames: int, known: int, key_format: s
             return _Index(sizes, types, {str(name): int(number) for name, number in stored["names"].items()})
     found = _read_all(path, store, num_frames, known, key_format, spec)
     if spec.memory is not None and key is not None and spec.memory.key([store.file], about) == key:
-        with suppress(WriteError):  # told when the check of the data is to be remembered in the same place
+        with suppress(WriteError):  # reported when the result of the check is written to the same folder
             finding = {"sizes": found.sizes.tolist(), "types": found.types.tolist(), "names": dict(found.names)}
             spec.memory.remember(key, finding)
     return found
@@ -216,7 +216,7 @@ def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format
             used |= set(np.unique(record[_ATYPE]).tolist())
             _frame(record, plain, any_type, ("", index))
             seen.update(record.keys())
-        if len(problems) >= _MOST_PROBLEMS:
+        if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{path}: the frames after this one were not read."])
     if problems:
         raise DataError(problems)

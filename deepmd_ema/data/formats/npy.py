@@ -19,8 +19,8 @@ import numpy as np
 from deepmd_ema.arrays import Array
 from deepmd_ema.errors import DataError
 
-_MOST_ROWS = 2**48  # of any array that a computer can hold
-_MOST_OPEN = 1000  # files kept open, and at most a quarter of what the process may have open
+_MAX_ROWS = 2**48  # of any array that a computer can hold
+_MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _OpenFiles:
 
 def _most_open() -> int:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
+    return _MAX_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, allowed // 4))
 
 
 _OPEN = _OpenFiles()
@@ -203,7 +203,7 @@ def open_npy(path: Path) -> NpyFile:
     if dtype.kind not in "fiu":
         raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
     needed = offset + dtype.itemsize * math.prod(shape)  # of Python: a damaged header may say 2**64 rows
-    if min(shape, default=0) < 0 or max(shape, default=0) > _MOST_ROWS:
+    if min(shape, default=0) < 0 or max(shape, default=0) > _MAX_ROWS:
         raise DataError(f"{path}: its header is damaged: it says shape {shape}. Copy it again, or save the array anew.")
     if found.st_size < needed:
         raise DataError(

@@ -31,7 +31,7 @@ _NAMES = {
 KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 _FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 
@@ -57,7 +57,7 @@ class StoredFrame:
 
 @dataclass
 class Inventory:
-    """What the frames of a file have, what of it is read, and from which names: each is told once.
+    """Content of the frames of a file, the part that is read, and from which names; each is reported once.
 
     Attributes:
         given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the file.
@@ -103,7 +103,7 @@ class Inventory:
                 self.other[f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"] += 1
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the names over all frames."""
+        """Return the mistakes in names over all frames."""
         found = []
         for what, names in self.read.items():
             if len(names) > 1:
@@ -116,14 +116,14 @@ class Inventory:
         return found
 
     def lines(self) -> list[str]:
-        """Return what is read, with unit and sign of stress, and what is not."""
-        out = [f"reads {', '.join(self._read_in_words())}"] if self.read else ["reads positions only"]
+        """Return lines with the names that are read, with unit and sign of stress, and those that are not."""
+        out = [f"reads {', '.join(self._describe_reading())}"] if self.read else ["reads positions only"]
         if self.left:
             names = [f"{name}{self._in_frames(n)}" for name, n in sorted(self.left.items())]
-            out.append(f"does not read {first_few(names, _MOST_NAMES)}")
+            out.append(f"does not read {first_few(names, _MAX_NAMES)}")
         return out + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
 
-    def _read_in_words(self) -> list[str]:
+    def _describe_reading(self) -> list[str]:
         words = []
         for what, names in self.read.items():
             name, frames = max(names.items(), key=lambda item: item[1])
@@ -146,7 +146,7 @@ def kind_of(frame: StoredFrame) -> str:
 
 
 def parse_choice(text: str) -> dict[str, str]:
-    """Return what stands after ``#`` in ``train.extxyz#energy=REF_energy,force=REF_forces``.
+    """Return the names after ``#`` in ``train.extxyz#energy=REF_energy,force=REF_forces``.
 
     Raises:
         DataError: if it is anything else.

@@ -30,8 +30,8 @@ from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 
 TYPES = "real_atom_types"
-_MOST_DIGITS = 9  # of a type
-_MOST_SHOWN = 40  # letters of a word in a message
+_MAX_TYPE_DIGITS = 9  # of a type
+_MAX_SHOWN = 40  # letters of a word in a message
 
 
 class StoredArray(Protocol):
@@ -39,7 +39,7 @@ class StoredArray(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """Path, for messages."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class ArrayStore(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
+        """Path, for messages."""
 
     def set_names(self) -> list[str]:
         """Return the names of the set.* parts, sorted."""
@@ -92,7 +92,7 @@ class FrameSet:
 
 @dataclass(frozen=True, eq=False)
 class DeepmdSystem:
-    """Frames of one system: a :class:`FrameSource` whose frames are read when asked for.
+    """Frames of one system: a :class:`FrameSource` whose frames are read on demand.
 
     Attributes:
         name: path, for messages.
@@ -273,9 +273,9 @@ def _read_types(store: ArrayStore) -> Array:
     if not words:
         raise DataError(f"{store.name}/type.raw: is empty. Expected one integer per atom.")
     # isdigit alone takes superscript digits, which are no numbers
-    bad = [w for w in words if not (w.isascii() and w.isdigit() and len(w) <= _MOST_DIGITS)]
+    bad = [w for w in words if not (w.isascii() and w.isdigit() and len(w) <= _MAX_TYPE_DIGITS)]
     if bad:
-        shown = bad[0] if len(bad[0]) <= _MOST_SHOWN else bad[0][:_MOST_SHOWN] + "..."
+        shown = bad[0] if len(bad[0]) <= _MAX_SHOWN else bad[0][:_MAX_SHOWN] + "..."
         raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
     return np.array(words, np.int64)
 
@@ -410,7 +410,7 @@ def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
 def _used_types(array: StoredArray, start: int, stop: int, problems: list[str]) -> set[int]:
     """Return the types of some frames of a mixed system; what is wrong is added to ``problems``."""
     types = array.read(start, stop)
-    is_type = (types >= -1) & (types < 10**_MOST_DIGITS) & (types == np.floor(types))
+    is_type = (types >= -1) & (types < 10**_MAX_TYPE_DIGITS) & (types == np.floor(types))
     if not is_type.all():
         found = types[~is_type][0]
         problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")

@@ -27,7 +27,7 @@ _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
 _DIGEST = "digest"  # of all else in the file; DeePMD-kit does not look at it, and its own files have none
 _ADDED = ("time",)  # by DeePMD-kit, when it writes a file again that it has read
 _DEEPEST = 1000  # levels of a YAML text; the reader in C recurses, and a model has twenty
-_MOST_COMPRESSED = 1100  # deflate does not do better
+_MAX_COMPRESSION = 1100  # deflate does not do better
 
 
 def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = None) -> None:
@@ -50,7 +50,7 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
 
 
 def read_tree(path: Path) -> Tree:
-    """Return what ``write_tree`` or DeePMD-kit wrote, without the digest, which is checked.
+    """Return the tree that ``write_tree`` or DeePMD-kit wrote, without the digest, which is checked.
 
     Raises:
         CheckpointError: if the file is missing, damaged or of another kind.
@@ -81,7 +81,7 @@ def _digest(tree: Tree) -> str:
 
 
 def packaged_text(tree: Tree) -> str:
-    """Return ``tree`` with its digest as the JSON text that stands in a ``.pt2`` file."""
+    """Return ``tree`` with its digest as the JSON text of a ``.pt2`` file."""
     return json.dumps(_replaced({**tree, _DIGEST: _digest(tree)}, _as_lists), separators=(",", ":"))
 
 
@@ -124,7 +124,7 @@ def _read_hdf5(path: Path) -> Any:
     import h5py
 
     with h5py.File(path, "r") as file:
-        most = _MOST_COMPRESSED * path.stat().st_size
+        most = _MAX_COMPRESSION * path.stat().st_size
 
         def read(name: str) -> Any:
             if file[name].nbytes > most:
@@ -170,7 +170,7 @@ def opened_package(path: Path) -> Iterator[zipfile.ZipFile]:
                 f"{path}: its member {show_text(outside[0])} would be written outside of the folder into which torch "
                 "unpacks the file, which no program that compiles models does. Do not use this file."
             )
-        if sum(member.file_size for member in package.infolist()) > _MOST_COMPRESSED * path.stat().st_size:
+        if sum(member.file_size for member in package.infolist()) > _MAX_COMPRESSION * path.stat().st_size:
             raise CheckpointError(f"{path}: damaged, its members say that they are larger than the file can hold.")
         yield package
 

@@ -10,52 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepmd_ema import __version__
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
-from deepmd_ema.config.schema.descriptor import HybridConfig
-from deepmd_ema.config.schema.dpa2 import DPA2Config
-from deepmd_ema.config.schema.dpa3 import DPA3Config
-from deepmd_ema.config.schema.linear import LinearConfig, PairTableConfig, Part
-from deepmd_ema.config.schema.model import EnerFittingConfig, StandardConfig
-from deepmd_ema.config.schema.se_atten import SeAttenConfig, SeAttenV2Config
-from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
-from deepmd_ema.config.schema.se_e3 import SeE3Config
-from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.interchange.dp.dpa2 import DPA2Tree
-from deepmd_ema.interchange.dp.dpa3 import DPA3Tree
-from deepmd_ema.interchange.dp.ener import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
-from deepmd_ema.interchange.dp.hybrid import HybridTree
-from deepmd_ema.interchange.dp.linear import KINDS, linear_tree, table_section, weights_of, with_own_biases_of_parts
-from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, tree_of
-from deepmd_ema.interchange.dp.parts import part_tree, table_entries
-from deepmd_ema.interchange.dp.se_atten import SeAttenTree
-from deepmd_ema.interchange.dp.se_e2_a import SeE2ATree, SeE2RTree, SeE3Tree
-from deepmd_ema.interchange.dp.se_e3_tebd import SeE3TebdTree
-from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
+from deepmd_ema.interchange.dp.networks import array, chosen, fill
+from deepmd_ema.interchange.dp.standard import (
+    ModelTree,
+    model_trees,
+    tree_of_model,
+    unavailable_features,
+    unknown_networks,
+)
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.interface import Descriptor, Fitting
-from deepmd_ema.model.linear import LinearDescriptor, LinearFitting
-from deepmd_ema.model.pair_energy import PairTableDescriptor
+from deepmd_ema.version import __version__
 
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
-
-# by the ``type`` of their sections; a descriptor without a tree trains, but cannot be frozen
-PART_TREES: dict[str, PartTree] = {
-    "se_e2_a": SeE2ATree(SeE2AConfig),
-    "se_e2_r": SeE2RTree(SeE2RConfig),
-    "se_e3": SeE3Tree(SeE3Config),
-    "se_atten": SeAttenTree(SeAttenConfig),
-    "se_atten_v2": SeAttenTree(SeAttenV2Config),
-    "dpa2": DPA2Tree(DPA2Config),
-    "dpa3": DPA3Tree(DPA3Config),
-    "se_e3_tebd": SeE3TebdTree(SeE3TebdConfig),
-}
-DESCRIPTOR_TREES: dict[str, PartTree] = {**PART_TREES, "hybrid": HybridTree(HybridConfig, PART_TREES)}
-FITTING_TREES: dict[str, PartTree] = {"ener": EnerTree(EnerFittingConfig)}
 
 
 def write_dp(
@@ -142,12 +112,9 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
     tree = read_tree(path)
     if not isinstance(tree.get("model"), dict):
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
-    with faults_in_words(path):
+    with faults_as_messages(path):
         _check_available(path, tree["model"])
-        if tree["model"].get("type") in KINDS:
-            tree["model"] = with_own_biases_of_parts(tree["model"])
-        else:
-            tree["model"] = {**without_table(tree["model"]), **table_options(tree["model"])}
+        tree["model"] = _reader(tree["model"]).normalized(tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
         distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
@@ -163,7 +130,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
 def _with_facts(tree: Tree, facts: Mapping[str, Any]) -> Tree:
     """Return ``tree`` with facts about its weights.
 
-    What they are and of which step stands in the input as well: it is all that DeePMD-kit keeps of ours when it
+    Their kind and step are in the input as well, which is all that DeePMD-kit keeps of ours when it
     converts a file.
     """
     tree = {**tree, EXTRA: dict(facts)}
@@ -180,7 +147,7 @@ def _facts_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def faults_in_words(path: Path) -> Iterator[None]:
+def faults_as_messages(path: Path) -> Iterator[None]:
     """Turn what a tree of another form makes fail inside into messages.
 
     Raises:
@@ -212,46 +179,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
         "@class": "Model",
         "@version": 2,
     }
-    if isinstance(config, LinearConfig):
-        return linear_tree(whole, list(_part_trees(whole, model, config)), config.weights)
-    assert isinstance(config, StandardConfig), type(config)
-    tree = {**whole, "type": "standard", **_network_trees(model.descriptor, model.fitting, config)}
-    return tree if model.short_range is None else with_table(tree, model)
-
-
-def _network_trees(descriptor: Descriptor, fitting: Fitting, config: StandardConfig) -> Tree:
-    """Return the trees of a descriptor and its fitting network.
-
-    Raises:
-        CheckpointError: if the format does not have this descriptor.
-    """
-    name = config.descriptor.type
-    if name not in DESCRIPTOR_TREES:
-        raise CheckpointError(
-            f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
-            f"cannot be frozen. Known: {', '.join(DESCRIPTOR_TREES)}."
-        )
-    return {
-        "descriptor": DESCRIPTOR_TREES[name].write(descriptor, config),
-        "fitting": FITTING_TREES[config.fitting_net.type].write(fitting, config),
-    }
-
-
-def _part_trees(whole: Tree, model: EnergyModel, config: LinearConfig) -> Iterator[Tree]:
-    """Yield the trees of the parts of a model."""
-    for section, descriptor, fitting in _parts(model, config):
-        if isinstance(section, PairTableConfig):
-            assert isinstance(descriptor, PairTableDescriptor)
-            yield part_tree(whole, "pairtab", table_entries(descriptor.pairs.table, descriptor.sel))
-        else:
-            yield part_tree(whole, "standard", _network_trees(descriptor, fitting, config.standard(section)))
-
-
-def _parts(model: EnergyModel, config: LinearConfig) -> Iterator[tuple[Part, Descriptor, Fitting]]:
-    """Yield the section of each part, and what the model has for it."""
-    assert isinstance(model.descriptor, LinearDescriptor)
-    assert isinstance(model.fitting, LinearFitting)
-    yield from zip(config.models, model.descriptor.descriptors, model.fitting.fittings, strict=True)
+    return tree_of_model(config).write(whole, model, config)
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
@@ -264,26 +192,8 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
         "atom_exclude_types": model.get("atom_exclude_types") or [],
         "preset_out_bias": model.get("preset_out_bias"),
     }
-    if model.get("type") in KINDS:
-        scripts = script.get("models") or []
-        scripts = [*scripts, *[{}] * (len(model["models"]) - len(scripts))]
-        parts = [
-            table_section(part) if part["type"] == "pairtab" else _network_sections(part, one)
-            for part, one in zip(model["models"], scripts, strict=True)
-        ]
-        more = {"type": "linear_ener", "models": parts, "weights": weights_of(model)}
-    else:
-        table = chosen(model, ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"))
-        more = {**_network_sections(model, script), **table}
+    more = _reader(model).section(model, script)
     return model_config_from_dict({**section, **more}, "model")
-
-
-def _network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
-    """Return the sections of a descriptor and its fitting network."""
-    return {
-        "descriptor": {**_seed(script.get("descriptor")), **_section(DESCRIPTOR_TREES, tree["descriptor"])},
-        "fitting_net": {**_seed(script.get("fitting_net")), **_section(FITTING_TREES, tree["fitting"])},
-    }
 
 
 def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel:
@@ -296,19 +206,13 @@ def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel
     fill("out_bias", model.out_bias, tree[VARIABLES]["out_bias"])
     if tree[VARIABLES].get("out_std") is not None:
         fill("out_std", model.out_std, tree[VARIABLES]["out_std"])
-    if isinstance(config, LinearConfig):
-        for (section, descriptor, fitting), part in zip(_parts(model, config), tree["models"], strict=True):
-            if not isinstance(section, PairTableConfig):
-                _fill_networks(config.standard(section), descriptor, fitting, part)
-    else:
-        assert isinstance(config, StandardConfig), type(config)
-        _fill_networks(config, model.descriptor, model.fitting, tree)
+    tree_of_model(config).fill(model, config, tree)
     return model
 
 
-def _fill_networks(config: StandardConfig, descriptor: Descriptor, fitting: Fitting, tree: Mapping[str, Any]) -> None:
-    DESCRIPTOR_TREES[config.descriptor.type].fill(descriptor, tree["descriptor"])
-    FITTING_TREES[config.fitting_net.type].fill(fitting, tree["fitting"])
+def _reader(tree: Mapping[str, Any]) -> ModelTree:
+    """Return the reader of the tree of a model of a known type."""
+    return next(reader for reader in model_trees() if tree.get("type", "standard") in reader.kinds)
 
 
 def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
@@ -318,10 +222,10 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
         CheckpointError: naming the descriptor, the fitting or the feature.
     """
     kind = tree.get("type", "standard")
-    known = ("standard", "zbl", *KINDS)
+    known = [name for reader in model_trees() for name in reader.kinds]
     if kind not in known:
         raise CheckpointError(f"{path}: a model of type {kind!r}; available here: {', '.join(known)}.")
-    parts = tree["models"] if kind in ("zbl", *KINDS) else [tree]
+    parts = [tree] if kind == "standard" else tree["models"]
     kinds = [part.get("type", "standard") for part in parts]
     for found in kinds if kind != "standard" else ():
         if found not in ("standard", "pairtab"):
@@ -330,37 +234,8 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
     used: dict[str, bool] = {}
     for part, found in zip(parts, kinds):
         if found == "standard":
-            problems += _unknown_networks(path, part)
-            used |= _unavailable(part)
+            problems += unknown_networks(path, part)
+            used |= unavailable_features(part)
     problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in used]
     if problems:
         raise CheckpointError(problems)
-
-
-def _unknown_networks(path: Path, tree: Mapping[str, Any]) -> Iterator[str]:
-    for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
-        found = tree.get(part) or {}
-        if tree_of(known, found) is None:
-            yield f"{path}: {part} {found.get('type')!r} is not available here. Known: {', '.join(known)}."
-
-
-def _unavailable(tree: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the features that a tree uses and that are not available here."""
-    used: dict[str, bool] = {}
-    for part, known in (("descriptor", DESCRIPTOR_TREES), ("fitting", FITTING_TREES)):
-        found = tree.get(part) or {}
-        reader = tree_of(known, found)
-        if reader is not None:
-            used |= {name: True for name, is_used in reader.unavailable(found).items() if is_used}
-    return used
-
-
-def _section(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> Tree:
-    """Return the options that a tree gives."""
-    reader = tree_of(known, found)
-    return {} if reader is None else reader.section(found)
-
-
-def _seed(section: Any) -> Tree:
-    seed = section.get("seed") if isinstance(section, Mapping) else None
-    return {"seed": seed} if isinstance(seed, int) else {}

@@ -1,24 +1,26 @@
-"""What the trees of all descriptors and fittings share: networks of dense layers, options and arrays."""
+"""Parts of the trees of all descriptors and fittings: networks of dense layers, options and arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from deepmd_ema.config.fields import type_names
 from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.model.nn.layers import Layer, Network
 from deepmd_ema.model.nn.norm import LayerNorm
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
+from deepmd_ema.registry import Registry
 
 
 class PartTree:
-    """How one kind of descriptor or fitting is written to a tree and read from it.
+    """Writer and reader of the tree of one kind of descriptor or fitting.
 
     What is read is what was written, bitwise.
 
@@ -27,7 +29,11 @@ class PartTree:
 
     Attributes:
         names: values of ``type`` of its trees.
+        renamed: names of its modules in checkpoints of DeePMD-kit, of either backend, that are not those of the
+            entries of its tree: patterns and replacements, applied in this order.
     """
+
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(self, section: Any) -> None:
         self.names = type_names([section])
@@ -45,6 +51,10 @@ class PartTree:
         """Return the options of its section that the tree gives."""
         return chosen(tree, self._options)
 
+    def places(self, section: Any) -> tuple[tuple[str, str], ...]:
+        """Return the patterns and replacements for a section."""
+        return self.renamed
+
     def fill(self, part: Any, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into parameters and buffers.
 
@@ -57,9 +67,32 @@ class PartTree:
 _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
 
 
-def tree_of(known: Mapping[str, PartTree], found: Mapping[str, Any]) -> PartTree | None:
-    """Return what reads a tree, by its ``type``, or None if nothing does."""
-    return next((tree for tree in known.values() if found.get("type") in tree.names), None)
+def tree_by_type(kinds: Registry, name: str) -> PartTree:
+    """Return the writer and reader of the trees of a registered type.
+
+    Raises:
+        CheckpointError: if the format does not have it.
+    """
+    family = kinds[name]
+    if not family.tree:
+        raise CheckpointError(
+            f'model.descriptor.type = "{name}": cannot be written in the format of DeePMD-kit (.dp, .yaml), so it '
+            f"cannot be frozen. Known: {', '.join(types_with_tree(kinds))}."
+        )
+    tree: PartTree = family.load("tree")(family.section)
+    return tree
+
+
+def tree_of(kinds: Registry, found: Mapping[str, Any]) -> PartTree | None:
+    """Return the reader of a tree, by its ``type``, or None."""
+    kind = found.get("type")
+    names = (name for name in types_with_tree(kinds) if kind in type_names([kinds[name].section]))
+    return next((tree_by_type(kinds, name) for name in names), None)
+
+
+def types_with_tree(kinds: Registry) -> list[str]:
+    """Return the registered types that can be written."""
+    return [name for name, family in kinds.items() if family.tree]
 
 
 def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, ntypes: int, hidden_only: bool) -> Tree:
@@ -215,7 +248,7 @@ def fill(name: str, target: torch.Tensor | None, value: Any) -> None:
     if found.shape != tuple(target.shape):
         raise ValueError(f"{name}: shape {found.shape}, expected {tuple(target.shape)}")
     with torch.no_grad():
-        target.copy_(torch.from_numpy(np.ascontiguousarray(found)))
+        target.copy_(torch.from_numpy(np.asarray(found, order="C")))
 
 
 def statistics_tree(module: Any) -> Tree:

@@ -54,7 +54,7 @@ def refuse_own_exclusions(part: Mapping[str, Any]) -> None:
 
 
 def table_entries(table: PairTable, sel: int) -> Tree:
-    """Return what the tree of a table has beside that of any part."""
+    """Return the entries of the tree of a table beside those of any part."""
     rows, num_types = table.rows, table.num_types
     num_intervals = len(rows) - 1
     tab = {

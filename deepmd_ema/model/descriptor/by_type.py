@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,28 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
-from deepmd_ema.model.kernels.embedding import embed
-from deepmd_ema.model.kernels.spline_table import tensors_of
+from deepmd_ema.model.interpolation import Interpolation, NeighborSum
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.model.ops.environment import Environment, RadialEnvironment, radial_parts
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_e2_a import SeE2AConfig
-    from deepmd_ema.config.schema.se_e2_r import SeE2RConfig
-    from deepmd_ema.config.schema.se_e3 import SeE3Config
+    from deepmd_ema.config.schema.sections import PerElementSection
 
 E = TypeVar("E", Environment, RadialEnvironment)
+
+GradRows: TypeAlias = Callable[[Tensor], Tensor]
+"""From the gradient of sums over neighbors to that of the rows of the environment matrix."""
+
+Sums: TypeAlias = tuple[Tensor, GradRows]
+"""Sums of a net over the neighbors of each atom, and their vector-Jacobian product."""
 
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
 
 
-class ByTypeDescriptor(EnvironmentDescriptor):
+class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
     """Networks of one input, one per neighbor type or per pair of types, on slots in one section per neighbor type.
 
     Args:
@@ -39,6 +43,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
 
     Attributes:
         num_columns: C, 4 or, of a descriptor that is radial only, 1.
+        interpolation: of the networks, if they have one input.
     """
 
     mixed_types = False
@@ -47,7 +52,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
     mean: Tensor
     stddev: Tensor
 
-    def __init__(self, config: SeE2AConfig | SeE2RConfig | SeE3Config, num_types: int, seed: int) -> None:
+    def __init__(self, config: PerElementSection, num_types: int, seed: int) -> None:
         super().__init__()
         assert not isinstance(config.sel, str), "sel must be resolved to numbers"
         self.section = config
@@ -56,6 +61,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         self.one_side = config.type_one_side
         self.num_types, self.num_channels = num_types, config.neuron[-1]
         self.dtype = precision(config.precision)
+        self.interpolation: Interpolation | None = None
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
         self.embeddings = nn.ModuleList(
@@ -127,6 +133,36 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         """Return (A, K) bool, pairs that do not see each other, however far, or None where all do."""
         return self.excluded(batch, batch.within()) if self.excluded.any else None
 
+    def _interpolated(
+        self, parts: list[list[tuple[Tensor, Network]]], left_of: Callable[[Tensor], Tensor]
+    ) -> tuple[list[list[NeighborSum]], list[Tensor] | None]:
+        """Return sums of interpolated networks over the neighbors in each section, and the embedding of empty slots.
+
+        Args:
+            parts: of :meth:`_rows_by_net`.
+            left_of: makes of rows (A, K, C) what is summed.
+
+        Returns:
+            The sums, and of each section (T S, M), or None if they are not made with the sums.
+        """
+        interpolation, in_place = self.interpolation, not self.ops.is_reference
+        assert interpolation is not None
+        if interpolation.tables is not None:
+            groups = [
+                [interpolation(left_of(rows), rows[..., 0], net, in_place=in_place) for rows, net in part]
+                for part in parts
+            ]
+            return groups, None
+        found = [
+            [
+                interpolation.series(left_of(rows), rows[..., 0], net, further=s, in_place=in_place)
+                for (rows, net), s in zip(part, padding, strict=True)
+            ]
+            for part, padding in zip(parts, self._padding(), strict=True)
+        ]
+        embedded = [joined([values for _, values in section]) for section in zip(*found, strict=True)]
+        return [[summed for summed, _ in part] for part in found], embedded
+
     def _trimmed(self, batch: Batch, embedded: list[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield what the empty slots of each section beyond those of the batch hold, by type of centre.
 
@@ -135,21 +171,17 @@ class ByTypeDescriptor(EnvironmentDescriptor):
 
         Args:
             batch: whose slots are known.
-            embedded: of :meth:`_padding` if that is there already, of each section (T S, M).
+            embedded: of :meth:`_interpolated`.
 
         Yields:
             rows (T, S, C), embedded (T, S, M) and a weight (S, 1), 1 for the slots beyond those of the batch.
         """
         rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
-        spline = getattr(self, "spline", None)
-        tables = None if spline is None or torch.is_grad_enabled() else spline.tables
-        if embedded is not None:
-            made = embedded
-        elif tables is None:
-            made = self._embedded_padding()
-        else:
-            weights = [weight for net in self.networks for weight in tensors_of(net)]
-            made = tables.kept([self.mean, self.stddev, *weights], self._embedded_padding)
+        tables = None if self.interpolation is None or torch.is_grad_enabled() else self.interpolation.tables
+        if embedded is None and tables is not None:
+            made_of = [self.mean, self.stddev, *self.embeddings.parameters()]
+            embedded = tables.padding(made_of, self._embedded_padding)
+        made = self._embedded_padding() if embedded is None else embedded
         for end, sel, used, values in zip(accumulate(self.sel), self.sel, batch.slots, made):
             padding = rows[:, end - sel : end]
             # by a weight of 0, not by a shorter slice: whether it is empty would be asked of every compiled graph
@@ -159,7 +191,7 @@ class ByTypeDescriptor(EnvironmentDescriptor):
     def _embedded_padding(self) -> list[Tensor]:
         """Return the embedding of all empty slots of each section, (T S, M)."""
         groups = zip(self._nets_of_centres(), self._padding(), strict=True)
-        embedded = [[embed(s[:, None], net) for net, s in zip(*group, strict=True)] for group in groups]
+        embedded = [[net(s[:, None]) for net, s in zip(*group, strict=True)] for group in groups]
         return [joined(list(of_section)) for of_section in zip(*embedded, strict=True)]
 
     def _padding(self) -> list[list[Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.ops.environment import Environment, radial_parts, switch
-from deepmd_ema.model.statistics import mean_and_spread, sum_by_type
+from deepmd_ema.model.sums import mean_and_spread, sum_by_type
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block
@@ -175,6 +175,22 @@ def has_equal_slots(model: nn.Module) -> bool:
     """
     tables = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in ("mean", "stddev")]
     return all(bool((table == table[:, :1]).all()) for table in tables)
+
+
+def radial_range(module: nn.Module, min_distance: float) -> tuple[float, float]:
+    """Return the least and the largest number in the first column of the normalised environment matrix of a module.
+
+    Args:
+        module: with the buffers of ``add_normalisation``, its cutoffs and its protection.
+        min_distance: of two atoms, angstrom.
+    """
+    rcut, rcut_smth, protection, _ = (getattr(module, name) for name in _SETTINGS)
+    mean, spread = (module.get_buffer(name)[..., 0].double() for name in ("mean", "stddev"))
+    distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)
+    largest = radial_parts(distance, rcut, rcut_smth, protection).s
+    # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
+    ends = torch.stack([torch.zeros_like(mean), -mean / spread, (largest - mean) / spread])
+    return float(ends.min()), float(ends.max())
 
 
 def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.se_atten import SeAttenV2Config
-    from deepmd_ema.config.schema.se_e3_tebd import SeE3TebdConfig
+    from deepmd_ema.config.schema.sections import OneListSection
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, S slots up to sel, T types, D features, E numbers of a type embedding
@@ -147,7 +146,7 @@ class ElementBlock(UsesOperations):
 
     def __init__(
         self,
-        options: SeAttenV2Config | SeE3TebdConfig,
+        options: OneListSection,
         sel: int,
         num_types: int,
         dtype: torch.dtype,

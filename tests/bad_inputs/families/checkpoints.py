@@ -24,7 +24,7 @@ USES = {
 }
 # parts of a training checkpoint, as paths of keys
 PARTS = [("format",), ("version",), ("kind",), ("weights",), ("step",), ("config",), ("model",), ("optimizer",), ("streams",), ("display",),
-         ("averages",), ("best",), ("owes_validation",), ("min_nbor_dist",), ("run",), ("config", "model"), ("config", "training"),
+         ("averages",), ("best",), ("validation_pending",), ("min_nbor_dist",), ("run",), ("config", "model"), ("config", "training"),
          ("config", "model", "descriptor"), ("config", "model", "type_map"), ("config", "model", "descriptor", "sel"),
          ("model", "fitting.bias_atom_e"), ("model", "out_bias"), ("averages", "profiles"), ("averages", "profiles", "ema"),
          ("averages", "steps"), ("averages", "profiles", "ema", "weights"), ("averages", "profiles", "ema", "updates"),

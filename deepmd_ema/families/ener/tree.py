@@ -1,0 +1,93 @@
+"""The tree of the fitting network ener."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from deepmd_ema.config.fields import plain
+from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.families.ener.module import EnergyFitting
+from deepmd_ema.families.ener.section import EnerFittingConfig
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
+
+STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
+
+
+class EnerTree(PartTree):
+    """Tree of ener."""
+
+    def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
+        """Return the tree of a fitting network."""
+        section, ntypes = cast("EnerFittingConfig", config.fitting_net), len(config.type_map)
+        options = plain(section) | {"precision": precision_of(part.dtype)}
+        trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+        common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
+        network = {
+            "@class": "FittingNetwork",
+            "@version": 1,
+            "in_dim": part.networks[0].stack[0].weight.shape[0],
+            "out_dim": 1,
+            **common,
+            "bias_out": True,
+        }
+        return {
+            "@class": "Fitting",
+            "@version": 4,
+            "var_name": "energy",
+            "ntypes": ntypes,
+            "dim_descrpt": part.dim_in,
+            **common,
+            **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
+            "mixed_types": part.mixed_types,
+            "exclude_types": list(config.atom_exclude_types),
+            "nets": network_trees(
+                "fitting_network",
+                part.networks,
+                network,
+                ndim=0 if part.mixed_types else 1,
+                ntypes=ntypes,
+                hidden_only=False,
+            ),
+            VARIABLES: {
+                "bias_atom_e": array(part.bias_atom_e),
+                "case_embd": array(part.case_embd),
+                **{name: array(getattr(part, name, None)) for name in STATISTICS},
+            },
+            "type_map": list(config.type_map),
+            "tot_ener_zero": False,
+            "trainable": [trained] * (len(section.neuron) + 1),
+            "layer_name": options["layer_name"],
+            "use_aparam_as_mask": False,
+            "spin": None,
+            "type": "ener",
+            "dim_out": 1,
+            "atom_ener": options["atom_ener"],
+        }
+
+    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Return features that are not available here, and whether the tree uses them."""
+        return {
+            "spin": bool(tree.get("spin")),
+            "aparam as mask": bool(tree.get("use_aparam_as_mask")),
+            "tot_ener_zero": bool(tree.get("tot_ener_zero")),
+        }
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of the section ``model.fitting_net``."""
+        trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
+        return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
+
+    def fill(self, part: EnergyFitting, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the fitting network."""
+        if bool(tree.get("mixed_types")) != part.mixed_types:
+            raise ValueError(
+                f"mixed_types of the fitting is {tree.get('mixed_types')}, which its descriptor is not made for"
+            )
+        fill_networks("nets", part.networks, tree["nets"]["networks"])
+        fill("bias_atom_e", part.bias_atom_e, tree[VARIABLES]["bias_atom_e"])
+        fill("case_embd", part.case_embd, tree[VARIABLES].get("case_embd"))
+        for name in STATISTICS:
+            if hasattr(part, name):  # only where there are such parameters
+                fill(name, getattr(part, name), tree[VARIABLES][name])

@@ -1,0 +1,139 @@
+"""Several descriptors side by side (hybrid)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.model.build import build_descriptor
+from deepmd_ema.model.descriptor.views import View, view_of
+from deepmd_ema.seeds import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.families.hybrid.section import HybridConfig
+    from deepmd_ema.model.interface import Block, Descriptor, Vjp
+
+# A atoms, K neighbor slots, D features
+
+
+def build_hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
+    """Return a hybrid with its parts, each of which starts from random numbers of its own."""
+    parts = [build_descriptor(part, num_types, seed_for("part", seed, index)) for index, part in enumerate(config.list)]
+    return HybridDescriptor(config, parts)
+
+
+class HybridDescriptor(nn.Module):
+    """The features of all parts, one after the other.
+
+    All parts read one list of neighbors: by type if all of them want it so, otherwise the nearest of all types, in
+    which parts of the first kind look up their types (decision 0045). As in DeePMD-kit, the list ends at the largest
+    cutoff and at the largest ``sel`` of all parts, and a part that looks less far is not told which neighbors are
+    beyond its own cutoff.
+
+    Args:
+        config: the section ``model.descriptor``.
+        parts: one descriptor for each section of ``list``.
+
+    Attributes:
+        knows_cutoffs: whether each part sees only the neighbors inside its own cutoff.
+    """
+
+    knows_cutoffs: ClassVar[bool] = False
+
+    def __init__(self, config: HybridConfig, parts: Sequence[Descriptor]) -> None:
+        super().__init__()
+        self.section = config
+        self.parts = nn.ModuleList(cast("list[nn.Module]", list(parts)))
+        self.mixed_types = any(part.mixed_types for part in parts)
+        self.passes_messages = any(part.passes_messages for part in parts)
+        self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
+
+    @property
+    def descriptors(self) -> list[Descriptor]:
+        """The parts, first to last."""
+        return cast("list[Descriptor]", list(self.parts))
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return sum(part.dim_out for part in self.descriptors)
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return a layout in which every part finds its neighbors."""
+        layouts = [part.layout(excluded_pairs) for part in self.descriptors]
+        rcut, num_types = max(one.rcut for one in layouts), layouts[0].num_types
+        of_types = tuple(max(sel) for sel in zip(*(one.sel for one in layouts if one.by_type)))
+        if all(one.by_type for one in layouts):
+            return NeighborLayout(rcut, of_types, num_types, by_type=True, excluded_pairs=excluded_pairs)
+        total = max(sum(one.sel) for one in layouts)
+        return NeighborLayout(
+            rcut,
+            (total,),
+            num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
+            type_sel=of_types,
+            inner=tuple(dict.fromkeys(inner for one in layouts for inner in one.inner)),
+        )
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The names of the sums of each part after its place in the list."""
+        return tuple(f"{k}_{name}" for k, part in enumerate(self.descriptors) for name in part.sum_names)
+
+    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return the sums of all parts."""
+        both = enumerate(zip(self.descriptors, self._views(batch), strict=True))
+        return {f"{k}_{name}": sums for k, (part, view) in both for name, sums in part.measure(view.batch).items()}
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Hand each part its own sums."""
+        for k, part in enumerate(self.descriptors):
+            part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
+
+    def stat_settings(self) -> dict[str, Any]:
+        """Return those of the parts."""
+        return {"list": [part.stat_settings() for part in self.descriptors]}
+
+    def blocks(self) -> list[Block]:
+        """Return those of the parts."""
+        return [block for part in self.descriptors for block in part.blocks()]
+
+    def forward(self, batch: Batch) -> tuple[Tensor, HybridVjp]:
+        """Return the features (A, D) and their vector-Jacobian product."""
+        views = self._views(batch)
+        made = [part(view.batch) for part, view in zip(self.descriptors, views, strict=True)]
+        features = [of_part.to(self.dtype) for of_part, _ in made]
+        widths = [one.shape[1] for one in features]
+        parts = [(view, vjp, of_part.dtype) for view, (of_part, vjp) in zip(views, made, strict=True)]
+        return torch.cat(features, 1), HybridVjp(widths, parts)
+
+    def _views(self, batch: Batch) -> list[View]:
+        whole = self.layout(frozenset())
+        return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.descriptors]
+
+
+class HybridVjp:
+    """Vector-Jacobian product: the sum of those of the parts.
+
+    Args:
+        widths: features of each part.
+        parts: of each part its view of the batch, its vector-Jacobian product and the precision of its features.
+    """
+
+    def __init__(self, widths: list[int], parts: list[tuple[View, Vjp, torch.dtype]]) -> None:
+        self._widths, self._parts = widths, parts
+
+    def __call__(self, grad_features: Tensor) -> Tensor:
+        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, D)."""
+        grads = grad_features.split(self._widths, 1)
+        of_parts = [view.vjp(vjp(grad.to(dtype))) for grad, (view, vjp, dtype) in zip(grads, self._parts, strict=True)]
+        total = of_parts[0]
+        for more in of_parts[1:]:
+            total = total + more
+        return total

@@ -1,0 +1,104 @@
+"""The section of the descriptor hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from deepmd_ema.config.fields import option
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions, HasInnerNeighbors
+
+if TYPE_CHECKING:
+    from deepmd_ema.geometry import NeighborStatistics
+
+_Parts = list[DescriptorConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """Several descriptors side by side, whose features are concatenated."""
+
+    type: ClassVar[str] = "hybrid"
+    aliases: ClassVar[tuple[str, ...]] = ()
+    neighbors_option: ClassVar[str] = "sel"
+    has_type_embedding: ClassVar[bool] = False
+
+    list: _Parts = option(
+        registry=DESCRIPTORS,
+        left_out=("hybrid",),
+        doc="The sections of the descriptors, each like a section `model.descriptor` of its type. They share one list "
+        "of neighbors, which ends at the largest cutoff and holds the largest `sel` of them. `sel` = `auto` of a part "
+        "that counts by element and has a shorter cutoff than another part is an upper bound.",
+    )
+
+    def part(self, number: int) -> str:
+        """Return the place of a part in the section."""
+        return f"list[{number}]"
+
+    @property
+    def precision(self) -> str:
+        """Return the higher precision of the parts."""
+        return "float32" if all(part.precision == "float32" for part in self.list) else "float64"
+
+    @property
+    def cutoff(self) -> float:
+        """Return the largest cutoff of the parts."""
+        return max(part.cutoff for part in self.list)
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return the largest numbers of the parts, per element if all of them count so; None while one is ``auto``."""
+        found = [part.neighbors for part in self.list]
+        numbers = [n for n in found if n is not None]
+        if len(numbers) < len(found):
+            return None
+        if len({len(n) for n in numbers}) == 1:
+            return tuple(max(n) for n in zip(*numbers))
+        return (max(sum(n) for n in numbers),)
+
+    def with_neighbors(self, found: NeighborStatistics) -> HybridConfig:
+        """Return the section with the numbers of neighbors of all parts."""
+        return replace(self, list=[part.with_neighbors(found.within(part.cutoff)) for part in self.list])
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> HybridConfig:
+        """Return the section with the numbers of neighbors of ``saved`` where a part leaves them to the data."""
+        if not isinstance(saved, HybridConfig) or len(saved.list) != len(self.list):
+            return self
+        return replace(self, list=[part.with_neighbors_of(one) for part, one in zip(self.list, saved.list)])
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        if not self.list:
+            yield "list", " = []: expected at least one descriptor."
+        for k, part in enumerate(self.list):
+            yield from ((f"list[{k}].{name}", text) for name, text in part.problems(type_map))
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the lists of parts that keep one for all elements, and the shorter lists of parts."""
+        for k, part in enumerate(self.list):
+            if part.neighbors is not None and len(part.neighbors) == 1:
+                yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]
+            if isinstance(part, HasInnerNeighbors):
+                yield from ((f"{self.part(k)}.{name}", rcut, most) for name, rcut, most in part.inner_neighbors())
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield those of the parts."""
+        for k, part in enumerate(self.list):
+            if isinstance(part, HasIdleOptions):
+                yield from ((f"list[{k}].{name}", why) for name, why in part.idle_options())
+
+    def summary(self) -> str:
+        """Return the main options of the parts as text."""
+        return f"{self.type} of " + "; ".join(part.summary() for part in self.list)
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of all parts."""
+        return sum(part.numbers_per_pair for part in self.list)
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return the setting that makes the features of an isolated atom zero."""
+        needs = [(k, part.vacuum_needs) for k, part in enumerate(self.list)]
+        return " and ".join(f"list[{k}].{text}" for k, text in needs if text)

@@ -1,0 +1,52 @@
+"""The tree of the descriptor hybrid: a list of those of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.families.hybrid.module import HybridDescriptor
+from deepmd_ema.families.hybrid.section import HybridConfig
+from deepmd_ema.interchange.dp.files import Tree
+from deepmd_ema.interchange.dp.networks import PartTree, tree_by_type, tree_of
+
+
+class HybridTree(PartTree):
+    """Tree of hybrid."""
+
+    def write(self, part: HybridDescriptor, config: StandardConfig) -> Tree:
+        """Return the tree of a descriptor."""
+        both = zip(part.descriptors, part.section.list, strict=True)
+        trees = [tree_by_type(DESCRIPTORS, s.type).write(one, replace(config, descriptor=s)) for one, s in both]
+        return {"@class": "Descriptor", "type": "hybrid", "@version": 1, "list": trees}
+
+    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Return features that are not available here, and whether the tree uses them."""
+        out: dict[str, bool] = {}
+        for one in tree["list"]:
+            known = tree_of(DESCRIPTORS, one)
+            if known is None or isinstance(known, HybridTree):
+                features: Mapping[str, bool] = {f"descriptor {one.get('type')!r}": True}
+            else:
+                features = known.unavailable(one)
+            out |= {f"{name} (in a hybrid)": used for name, used in features.items() if used}
+        return out
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives."""
+        known = [(one, tree_of(DESCRIPTORS, one)) for one in tree["list"]]
+        return {"type": "hybrid", "list": [reader.section(one) for one, reader in known if reader is not None]}
+
+    def places(self, section: HybridConfig) -> tuple[tuple[str, str], ...]:
+        """Return those of the parts, after that of their list."""
+        of_parts = (tree_by_type(DESCRIPTORS, part.type).places(part) for part in section.list)
+        return (r"\.descrpt_list\.", ".list."), *chain.from_iterable(of_parts)
+
+    def fill(self, part: HybridDescriptor, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the descriptor."""
+        for one, section, values in zip(part.descriptors, part.section.list, tree["list"], strict=True):
+            tree_by_type(DESCRIPTORS, section.type).fill(one, values)

@@ -1,0 +1,97 @@
+"""The tree of a model whose parts are added up with weights (``linear``), from and to trees of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from deepmd_ema.families.linear_ener.layers import PairTableDescriptor
+from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
+from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig, Part
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.parts import part_bias, part_tree, refuse_own_exclusions, table_entries, table_rows
+from deepmd_ema.interchange.dp.standard import fill_networks, network_sections, network_trees
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interface import Descriptor, Fitting
+
+
+class LinearTree:
+    """Tree of a linear model."""
+
+    kinds = ("linear", "linear_ener")
+
+    def write(self, whole: Tree, model: EnergyModel, config: LinearConfig) -> Tree:
+        """Return the tree of a model."""
+        parts = []
+        for section, descriptor, fitting in _parts(model, config):
+            if isinstance(section, PairTableConfig):
+                assert isinstance(descriptor, PairTableDescriptor)
+                parts.append(part_tree(whole, "pairtab", table_entries(descriptor.pairs.table, descriptor.sel)))
+            else:
+                networks = network_trees(descriptor, fitting, config.standard(section))
+                parts.append(part_tree(whole, "standard", networks))
+        return {**whole, "@version": 3, "type": "linear_ener", "models": parts, "weights": config.weights}
+
+    def normalized(self, tree: Tree) -> Tree:
+        """Return the tree with the energies of elements that parts add on their own in that of the whole."""
+        return with_own_biases_of_parts(tree)
+
+    def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
+        """Return the sections of the parts and their weights."""
+        scripts = script.get("models") or []
+        scripts = [*scripts, *[{}] * (len(tree["models"]) - len(scripts))]
+        parts = [
+            table_section(part) if part["type"] == "pairtab" else network_sections(part, one)
+            for part, one in zip(tree["models"], scripts, strict=True)
+        ]
+        return {"type": "linear_ener", "models": parts, "weights": weights_of(tree)}
+
+    def fill(self, model: EnergyModel, config: LinearConfig, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the networks of the parts."""
+        for (section, descriptor, fitting), part in zip(_parts(model, config), tree["models"], strict=True):
+            if not isinstance(section, PairTableConfig):
+                fill_networks(config.standard(section), descriptor, fitting, part)
+
+
+def _parts(model: EnergyModel, config: LinearConfig) -> Iterator[tuple[Part, Descriptor, Fitting]]:
+    """Yield the section of each part, and what the model has for it."""
+    assert isinstance(model.descriptor, LinearDescriptor)
+    assert isinstance(model.fitting, LinearFitting)
+    yield from zip(config.models, model.descriptor.descriptors, model.fitting.fittings, strict=True)
+
+
+def table_section(part: Mapping[str, Any]) -> Tree:
+    """Return the section of a part that is a table."""
+    return {
+        "type": "pairtab",
+        "type_map": list(part["type_map"]),
+        "tab_file": table_rows(part),
+        "rcut": float(part["rcut"]),
+        "sel": int(part["sel"]),
+    }
+
+
+def weights_of(tree: Mapping[str, Any]) -> str | list[float]:
+    """Return the weights of the parts as the section ``model`` has them."""
+    weights = tree.get("weights", "mean")
+    return weights if isinstance(weights, str) else [float(weight) for weight in weights]
+
+
+def with_own_biases_of_parts(tree: Mapping[str, Any]) -> Tree:
+    """Return the tree with the energies of elements that parts add on their own in that of the whole.
+
+    Raises:
+        ValueError: if a part excludes types on its own, or is a network of other elements.
+    """
+    parts, weights = tree["models"], weights_of(tree)
+    factors = weights if isinstance(weights, list) else [1 / len(parts) if weights == "mean" else 1.0] * len(parts)
+    bias = np.array(tree[VARIABLES]["out_bias"], dtype=np.float64)
+    for part, weight in zip(parts, factors, strict=True):
+        refuse_own_exclusions(part)
+        own = list(part["type_map"])
+        if part["type"] != "pairtab" and own != list(tree["type_map"]):
+            raise ValueError(f"a part has the elements {own}, the model {list(tree['type_map'])}: not available here")
+        bias += weight * part_bias(part)[:, [own.index(name) for name in tree["type_map"]]]
+    return {**tree, VARIABLES: {**tree[VARIABLES], "out_bias": bias}}

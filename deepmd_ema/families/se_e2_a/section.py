@@ -1,0 +1,44 @@
+"""The section of the descriptor se_e2_a."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deepmd_ema.config.fields import option, positive_int
+from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.sections import DescriptorOptions, PerElementSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeE2AConfig(DescriptorOptions, PerElementSection):
+    """Smooth descriptor of two-body radial and angular information (DeepPot-SE)."""
+
+    type: ClassVar[str] = "se_e2_a"
+    aliases: ClassVar[tuple[str, ...]] = ("se_a",)
+
+    axis_neuron: int = option(
+        4,
+        alias=("n_axis_neuron",),
+        check=positive_int,
+        doc="Number of columns of the embedding matrix that form the second factor of the descriptor.",
+    )
+    type_one_side: bool = option(
+        False,
+        doc="Whether the embedding network depends on the element of the neighbor only; otherwise there is one network "
+        "for each pair of elements. True is faster, about equally accurate.",
+    )
+    set_davg_zero: bool = option(
+        False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
+    )
+    interpolate: str = shared.interpolate_option()
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from super().problems(type_map)
+        yield from shared.axis_fits(self.axis_neuron, self.neuron)
+
+    def words(self) -> Iterator[str]:
+        """Yield further options for the summary."""
+        yield f"axis_neuron {self.axis_neuron}"

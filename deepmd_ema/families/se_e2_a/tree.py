@@ -1,0 +1,98 @@
+"""The tree of the descriptor se_e2_a."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.fields import plain
+from deepmd_ema.interchange.dp.files import VARIABLES, Tree
+from deepmd_ema.interchange.dp.networks import (
+    PartTree,
+    chosen,
+    fill_networks,
+    fill_statistics,
+    network_trees,
+    precision_of,
+    statistics_tree,
+)
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
+from deepmd_ema.model.nn.layers import Network
+
+SHAPE = (
+    "rcut", "rcut_smth", "sel", "neuron", "axis_neuron", "resnet_dt", "set_davg_zero", "activation_function",
+    "precision",
+)  # fmt: skip
+
+
+class SeE2ATree(PartTree):
+    """Tree of se_e2_a.
+
+    Attributes:
+        type: of the tree, as DeePMD-kit calls it.
+    """
+
+    type: ClassVar[str] = "se_e2_a"
+    renamed = ((r"\.(sea|seat)\.", "."),)
+
+    def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
+        """Return the tree of a descriptor."""
+        options = plain(config.descriptor) | {"sel": list(part.sel), "precision": precision_of(part.dtype)}
+        network = {
+            "@class": "EmbeddingNetwork",
+            "@version": 2,
+            "in_dim": 1,
+            **chosen(options, ("neuron", "activation_function", "resnet_dt")),
+            "bias": True,
+            "precision": options["precision"],
+        }
+        nets, ntypes = self._networks(part), len(config.type_map)
+        return {
+            "@class": "Descriptor",
+            "type": self.type,
+            "@version": 2,
+            **chosen(options, SHAPE),
+            "embeddings": network_trees(
+                "embedding_network",
+                nets,
+                network,
+                ndim=self._ndim(part),
+                ntypes=ntypes,
+                hidden_only=True,
+            ),
+            "env_mat": {
+                **chosen(options, ("rcut", "rcut_smth")),
+                "protection": options["env_protection"],
+                "use_exp_switch": False,
+            },
+            **chosen(options, ("exclude_types", "env_protection")),
+            VARIABLES: statistics_tree(part),
+            "type_map": list(config.type_map),
+            **chosen(options, ("trainable", "type_one_side")),
+            "spin": None,
+        }
+
+    def _networks(self, part: ByTypeDescriptor) -> list[Network]:
+        return part.networks
+
+    def _ndim(self, part: ByTypeDescriptor) -> int:
+        """Return the number of types that a network depends on."""
+        return 1 if part.one_side else 2
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives; a default would make another model of it."""
+        return {**super().section(tree), **{name: tree[name] for name in SHAPE if name in self._options}}
+
+    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Return features that are not available here, and whether the tree uses them."""
+        return {
+            "descriptor version 3 (compressed)": tree.get("@version", 2) > 2,
+            "spin": bool(tree.get("spin")),
+            "an exponential switch": bool((tree.get("env_mat") or {}).get("use_exp_switch")),
+        }
+
+    def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the descriptor."""
+        fill_statistics(part, tree)
+        fill_networks("embeddings", part.networks, tree["embeddings"]["networks"])

@@ -1,0 +1,62 @@
+"""The section of the descriptor se_e3_tebd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deepmd_ema.config.fields import option, redefined
+from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
+    """Descriptor of three-body angular information for any number of elements."""
+
+    type: ClassVar[str] = "se_e3_tebd"
+    aliases: ClassVar[tuple[str, ...]] = ()
+
+    tebd_input_mode: str = option(
+        "concat",
+        choices=("concat", "strip"),
+        doc="`concat` puts the embeddings of the elements of both neighbors beside the product of their directions, "
+        "`strip` into a network apart, whose output is computed once per pair of elements: faster, about equally "
+        "accurate.",
+    )
+    set_davg_zero: bool = option(
+        True,
+        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. Without effect "
+        "on energies: the mean of angular columns is zero.",
+    )
+    smooth: bool = option(
+        True, doc="Whether the gate of `strip` vanishes smoothly at the cutoff. Without effect on `concat`."
+    )
+    use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        yield from self.element_problems(type_map)
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        yield "set_davg_zero", "only angular columns enter, and their mean is zero"
+        if self.tebd_input_mode == "concat":
+            yield "smooth", "only the gate of strip is switched off"
+
+    def words(self) -> Iterator[str]:
+        """Yield further options for the summary."""
+        yield self.tebd_input_mode
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of the layers, forward and backward, for each of the pairs that a neighbor is in."""
+        sel = (self.neighbors or (100,))[0]
+        return sel * (3 * sum(self.neuron) + 2 * self.tebd_dim + 1)
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return the setting that makes the features of an isolated atom zero."""
+        return "concat_output_tebd = false" if self.concat_output_tebd else ""

@@ -1,1 +1,0 @@
-"""Fitting networks: from the features of an atom to its energy."""

@@ -1,0 +1,158 @@
+"""How the embedding nets of a descriptor are evaluated: by series, from tables, or at each pair."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.model.interpolation.series import (
+    MAX_ERROR,
+    MAX_TERMS,
+    MIN_HALF,
+    MULTIPLE,
+    STRETCH,
+    Transform,
+    fit,
+    terms_for,
+    transform,
+)
+from deepmd_ema.model.interpolation.sums import DirectSum, NeighborSum
+from deepmd_ema.model.nn.layers import Network
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.model.interpolation.tables import Tables
+
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions
+
+AUTO, ALWAYS, NEVER = "auto", "always", "never"  # values of the option `interpolate`
+MARGIN = 2  # the number of terms kept for later batches gives an error so many times smaller than what is accepted
+
+
+class Interpolation(nn.Module):
+    """Evaluates embedding nets of one number once per site, or leaves it to the caller to evaluate them at each pair.
+
+    While weights change a net is a series between the ends of each batch. The error of every series is estimated, and
+    one that is too short is not used: it is made again with more terms, or the net is evaluated at each pair. A model
+    that is only evaluated has tables. There are no parameters, and no state that files hold.
+
+    Args:
+        choice: ``always``, ``never``, or ``auto``, which leaves it to a training run.
+        precision: of the nets, for the accuracy.
+
+    Attributes:
+        terms: N of the first series of an evaluation; 0: each pair is evaluated directly.
+        max_error: of the derivative of a series, over its largest value.
+        recording: whether evaluations without gradients are recorded as well.
+        needed: terms that are enough for all evaluations since it was set to 0, with a margin; more than `MAX_TERMS` if
+            a net was evaluated at each pair.
+        direct_numbers: that the layers would have for all pairs of these evaluations, if each was evaluated directly.
+        evaluated_sites: at which nets were evaluated instead.
+        tables: of a model that is only evaluated; None: the range of s is that of each batch.
+    """
+
+    def __init__(self, choice: str, precision: torch.dtype) -> None:
+        super().__init__()
+        self.choice, self.precision, self.terms = choice, precision, 0
+        self.max_error = MAX_ERROR[precision]
+        self.recording = False
+        self.needed = self.direct_numbers = self.evaluated_sites = 0
+        self.tables: Tables | None = None
+        for name in Transform._fields:  # buffers, because graphs take these as inputs
+            self.register_buffer(name, torch.empty(0, dtype=torch.float64), persistent=False)
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether the nets are evaluated here for a batch."""
+        return self.terms > 0 if self.tables is None else self.tables.serve(batch.neighbor)
+
+    def use(self, terms: int) -> None:
+        """Evaluate nets as series that have this length at first from now on; 0: directly."""
+        if terms == self.terms:
+            return
+        self.terms = terms
+        if terms:
+            for name, value in transform(terms)._asdict().items():
+                setattr(self, name, value)
+
+    def forward(
+        self,
+        left: Tensor,
+        s: Tensor,
+        net: Network,
+        beside: Tensor | None = None,
+        which: int = 0,
+        in_place: bool = True,
+    ) -> NeighborSum:
+        """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
+
+        Args:
+            left: (A, K, C F) of each pair.
+            s: (A, K) first input of the net.
+            net: whose functions of s these are.
+            beside: (F, inputs) further inputs that make F functions of the net; None: it has no other.
+            which: of several ``beside`` with which the net is evaluated.
+            in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
+        """
+        if self.tables is not None:
+            return self.tables.sum(left, s, net, beside, which, in_place)
+        return self.series(left, s, net, beside, in_place=in_place)[0]
+
+    def series(
+        self,
+        left: Tensor,
+        s: Tensor,
+        net: Network,
+        beside: Tensor | None = None,
+        further: Tensor | None = None,
+        in_place: bool = True,
+    ) -> tuple[NeighborSum, Tensor]:
+        """Return the sums of :meth:`forward` from series, and the values (B, M) of the net at ``further`` (B,)."""
+        # those of this batch, so that no s is outside; a list of no pairs has none
+        low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
+        centre, half = 0.5 * (low + high), (0.5 * STRETCH * (high - low)).clamp(min=MIN_HALF)
+        constants = Transform(*(getattr(self, name) for name in Transform._fields))
+        made, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
+        # evaluations without gradients may be of averaged weights, whose number must not change the training
+        if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
+            self.direct_numbers += s.numel() * numbers_per_pair(net)
+            self.evaluated_sites += terms if beside is None else terms * len(beside)
+            self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
+        return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond
+
+    def _enough(self, terms: int, error: float) -> int:
+        """Return the terms for later batches, if ``terms`` have the ``error``."""
+        if not math.isfinite(error):
+            return terms
+        return min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
+
+
+class InterpolatedNets(NamedTuple):
+    """Embedding nets of one number per pair.
+
+    Attributes:
+        interpolation: that evaluates them.
+        width: numbers that the layers of one of the nets have for a pair.
+        low: least s that a pair has.
+        high: largest s that a pair has.
+    """
+
+    interpolation: Interpolation
+    width: int
+    low: float
+    high: float
+
+
+@runtime_checkable
+class HasInterpolation(Protocol):
+    """A descriptor, or a block of one, whose embedding nets can be interpolated."""
+
+    def interpolated_nets(self, min_distance: float) -> InterpolatedNets:
+        """Return the nets, and the range of their input for atoms that are not nearer (angstrom)."""
+
+
+def numbers_per_pair(net: Network) -> int:
+    """Return how many numbers the layers of an embedding net have for a pair."""
+    return sum(layer.weight.shape[1] for layer in net.stack)

@@ -1,0 +1,245 @@
+"""Tables of embedding nets: series with coefficients that are made once, for models that are only evaluated.
+
+The range of s is known from a model alone: from the cutoff, where it is least, to a least distance of two atoms. Pairs
+outside of it, nearer than that, are evaluated by the net itself: no number is extrapolated, at any distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.model.interpolation.series import (
+    MAX_ERROR,
+    MIN_HALF,
+    MIN_TERMS,
+    STRETCH,
+    Series,
+    fit,
+    terms_for,
+    transform,
+)
+from deepmd_ema.model.interpolation.sums import DirectSum, NeighborSum
+from deepmd_ema.model.nn.layers import Network
+
+# A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions, D slots of which some are
+# evaluated directly
+
+PANELS = 4  # a sum costs about as much with 2 and with 4; with one it is up to 1.7 times slower
+MARGIN = 10  # of the error that tables aim at, below the one with which they are used
+_ENDS = 1e-6  # of the range, for the rounding of s
+_MIN_DIRECT = 2  # slots that a graph evaluates directly
+
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """Something that is made of tensors, and again when a number of these has changed.
+
+    Attributes:
+        value: that was made last, or None.
+    """
+
+    def __init__(self) -> None:
+        self.value: T | None = None
+        self._source: Tensor | None = None
+
+    def get(self, tensors: list[Tensor], make: Callable[[], T], check: bool = True) -> T:
+        """Return what ``make`` returns, of now or of the last call with the same numbers.
+
+        Args:
+            tensors: that ``make`` reads.
+            make: called without gradients.
+            check: whether the numbers are compared.
+        """
+        # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
+        if self._source is None or (check and not torch.equal(_flat(tensors), self._source)):
+            with torch.no_grad():
+                self._source, self.value = _flat(tensors), make()
+        return cast("T", self.value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of; tensors that were made inside torch.func are wrapped, and cannot be copied."""
+        return {name: _cloned(value) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The functions of one net between two numbers.
+
+    Attributes:
+        low: least s.
+        high: largest s.
+        series: None: the net cannot be interpolated, and is evaluated at each pair.
+    """
+
+    low: Tensor
+    high: Tensor
+    series: Series | None
+
+
+class Tables:
+    """Tables of the nets of one `Interpolation`, made when they are first used and again when weights have changed.
+
+    Args:
+        low: least s.
+        high: largest s that tables are made for.
+        precision: of the nets, for the accuracy.
+        min_pairs: of a batch, below which nets are evaluated at each of them.
+
+    Attributes:
+        sealed: tables are neither made nor compared with the weights any more: for graphs that are written to a file.
+    """
+
+    def __init__(self, low: float, high: float, precision: torch.dtype, min_pairs: int = 0) -> None:
+        margin = _ENDS * (high - low)
+        self.low, self.high, self.precision, self.min_pairs = low - margin, high + margin, precision, min_pairs
+        self.sealed = False
+        self._padding: Remembered[list[Tensor]] = Remembered()
+        self._tables: dict[tuple[Network, int], Remembered[Table]] = {}  # a copy has copies of the nets here
+
+    @property
+    def made(self) -> list[Series]:
+        """The series that there are."""
+        found = [one.value.series for one in self._tables.values() if one.value is not None]
+        return [series for series in found if series is not None]
+
+    @property
+    def by_centre(self) -> bool:
+        """Whether there are tables for each element of the centre, which need atoms in the order of their types."""
+        return any(which for _, which in self._tables)
+
+    def serve(self, neighbor: Tensor) -> bool:
+        """Whether the slots (A, K) of a batch are enough for tables to be less work."""
+        return self.sealed or neighbor.numel() >= self.min_pairs
+
+    def padding(self, tensors: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return what ``make`` makes of tensors for slots without a neighbor, which is remembered."""
+        return self._padding.get(tensors, make, not self.sealed)
+
+    def sum(
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int, in_place: bool = True
+    ) -> NeighborSum:
+        """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same arguments."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
+            return DirectSum(left, s, net, beside)
+        made_of = [*net.parameters(), *([] if beside is None else [beside])]
+        table = self._tables.setdefault((net, which), Remembered()).get(
+            made_of, lambda: make_table(net, beside, self.low, self.high, self.precision, s), not self.sealed
+        )
+        if table.series is None:
+            return DirectSum(left, s, net, beside)
+        inside = (s >= table.low) & (s <= table.high)  # not so of nan
+        if self.sealed:
+            width = _symbolic_width(inside)
+        elif inside.all():
+            return table.series.sum(left, s, in_place)
+        else:
+            width = int(_last_outside(inside))
+        keep = inside.unsqueeze(-1).to(left.dtype)
+        far = table.series.sum(left * keep, torch.where(inside, s, table.low), in_place)
+        near = DirectSum(_first(left * (1 - keep), width), _first(s, width), net, beside)
+        return SplitSum(left, far, near, _first(keep, width))
+
+
+class SplitSum(NeighborSum):
+    """The sum where some pairs are evaluated directly.
+
+    Args:
+        left: (A, K, C F).
+        far: of the pairs in the range of the table.
+        near: of the others, which are among the first D slots; 0 in ``left`` of the rest of these.
+        keep: (A, D, 1), 1 where a pair is in the range.
+    """
+
+    def __init__(self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor) -> None:
+        self.left, self.value = left, far.value + near.value
+        self._far, self._near, self._keep = far, near, keep
+
+    def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to ``left`` (A, K, C F) and s (A, K) from that of the value."""
+        of_left, of_s = self._near.vjp(grad_value)
+        far_left, far_s = self._far.vjp(grad_value)
+        width = self._keep.shape[1]
+        inside = _placed(self._keep, torch.ones_like(far_left[..., :1]), width)
+        beyond = _placed(of_left * (1 - self._keep), torch.zeros_like(far_left), width)
+        return far_left * inside + beyond, far_s + _placed(of_s, torch.zeros_like(far_s), width)
+
+
+def make_table(
+    net: Network, beside: Tensor | None, low: float, high: float, precision: torch.dtype, like: Tensor
+) -> Table:
+    """Return the table of a net with the fewest terms whose error over the whole range is allowed.
+
+    Args:
+        net: whose functions these are.
+        beside: (F, inputs) further inputs that make F functions of the net; None: it has no other.
+        low: least s.
+        high: largest s.
+        precision: of the net, for the accuracy.
+        like: with the precision and the device of the sums.
+    """
+    width, given = (high - low) / PANELS, dict[str, Any](dtype=like.dtype, device=like.device)
+    # not like.new_tensor: of a tensor inside torch.func it would be one that ends there
+    centres = torch.tensor([low + (k + 0.5) * width for k in range(PANELS)], **given)
+    half = torch.tensor(max(0.5 * STRETCH * width, MIN_HALF), **given)
+
+    def fitted(terms: int, max_error: float) -> tuple[Series | None, int, float]:
+        series, _, tried, error = fit(net, beside, centres, half, transform(terms), max_error)
+        return series, tried, error
+
+    largest = MAX_ERROR[precision]
+    found, terms, error = fitted(MIN_TERMS, largest / MARGIN)
+    if found is not None and (fewer := terms_for(terms, error, largest / MARGIN)) < terms:
+        found = fitted(fewer, largest / MARGIN)[0]
+    if found is None:
+        found = fitted(MIN_TERMS, largest)[0]
+    return Table(torch.tensor(low, **given), torch.tensor(high, **given), found)
+
+
+def _cloned(value: Any) -> Any:
+    """Return a copy of what a table holds with new tensors."""
+    if isinstance(value, Table | Series):
+        return replace(value, **{name: _cloned(part) for name, part in vars(value).items()})
+    if isinstance(value, list):
+        return [_cloned(part) for part in value]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """Return a copy of the numbers of tensors, one after the other."""
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def _last_outside(inside: Tensor) -> Tensor:
+    """Return one more than the last slot in which any atom has a pair outside of the range."""
+    slot = torch.arange(1, inside.shape[1] + 1, device=inside.device)
+    return torch.where(inside, 0, slot).amax()
+
+
+def _symbolic_width(inside: Tensor) -> int:
+    """Return the slots that are evaluated directly in a graph: at least 2, as sizes that a graph does not know."""
+    width = cast("int", _last_outside(inside).clamp(min=_MIN_DIRECT).item())
+    torch.sym_constrain_range(width, min=_MIN_DIRECT)
+    return width
+
+
+# picked and copied, not sliced: a graph asks whether a slice is shorter than its tensor. There are enough slots with
+# `_MIN_DIRECT` more
+
+
+def _first(per_slot: Tensor, width: int) -> Tensor:
+    """Return the first slots of (A, K, ...)."""
+    more = per_slot.new_zeros(per_slot.shape[0], _MIN_DIRECT, *per_slot.shape[2:])
+    return torch.cat([per_slot, more], 1).index_select(1, torch.arange(width, device=per_slot.device))
+
+
+def _placed(first: Tensor, others: Tensor, width: int) -> Tensor:
+    """Return ``others`` (A, K, ...) with the first slots exchanged."""
+    more = others.new_zeros(others.shape[0], _MIN_DIRECT, *others.shape[2:])
+    whole = torch.cat([others, more], 1).index_copy(1, torch.arange(width, device=others.device), first)
+    return whole.split([others.shape[1], _MIN_DIRECT], 1)[0]

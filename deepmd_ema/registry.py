@@ -1,0 +1,159 @@
+"""Types of descriptors, fitting networks and models: records that name their parts.
+
+A part is found by name when it is used, so no other module imports a folder of ``families/``. Other distributions add
+records by entry points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from deepmd_ema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+REPAIR = "Repair or uninstall the package."
+
+
+@dataclass(frozen=True)
+class Family:
+    """One type of descriptor, fitting network or model, and where its parts are.
+
+    Attributes:
+        section: dataclass of its section in the input; its module must not import torch. Its ``type`` is the name.
+        module: ``package.module:name`` of what builds the part of the model from the section.
+        tree: ``package.module:name`` of the class that writes it to ``.dp`` files; empty if it cannot be frozen so.
+        example: a small section without ``type``, for tests: three elements, cutoff 4 angstrom.
+        origin: name and version of the distribution that adds it; empty for those of dp-ema.
+    """
+
+    section: type[Any]
+    module: str
+    tree: str = ""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+
+    def load(self, part: str) -> Any:
+        """Return the object that the field ``part``, which is ``module`` or ``tree``, names.
+
+        Raises:
+            ConfigError: if another distribution adds the type and the object cannot be imported.
+        """
+        name = getattr(self, part)
+        try:
+            return find_object(name)
+        except Exception as error:
+            if not self.origin:
+                raise
+            why = f"{name} cannot be imported ({type(error).__name__}: {error})"
+            raise ConfigError(f'type "{self.section.type}" of the package {self.origin}: {why}. {REPAIR}') from error
+
+
+class Registry(Mapping[str, Family]):
+    """Records by the ``type`` of their sections: those of dp-ema, then those of other distributions.
+
+    Args:
+        own: type -> ``package.module:name`` of the record.
+        group: entry points by which other distributions add records; empty if they cannot.
+        protocol: its members must be in a section of another distribution.
+    """
+
+    def __init__(self, own: Mapping[str, str], group: str = "", protocol: type | None = None) -> None:
+        self.own, self._group, self._protocol = dict(own), group, protocol
+        self._key: tuple[Any, ...] = ()
+        self._records: dict[str, Family] = {}
+        self._faults: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> Family:
+        """Return the record of a type."""
+        return self._read()[0][name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the types that can be used."""
+        return iter(self._read()[0])
+
+    def __len__(self) -> int:
+        """Return the number of types that can be used."""
+        return len(self._read()[0])
+
+    def sections(self, left_out: Collection[str] = ()) -> tuple[type[Any], ...]:
+        """Return the sections that an input may have, without the types ``left_out``."""
+        records, faults = self._read()
+        return tuple(one.section for name, one in records.items() if name not in left_out and name not in faults)
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """Types that no input may have because of what another distribution adds: what is wrong, and what to do."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[dict[str, Family], dict[str, str]]:
+        """Return records and faults, read again after a change of ``own`` or of ``sys.path``."""
+        key = (*self.own.items(), *sys.path)
+        if key != self._key:
+            self._records, self._faults = {name: find_object(place) for name, place in self.own.items()}, {}
+            for name, found in self._entry_points().items():
+                record = self._added(name, found)
+                if isinstance(record, Family):
+                    self._records[name] = record
+                else:
+                    self._faults[name] = record
+            self._key = key
+        return self._records, self._faults
+
+    def _entry_points(self) -> dict[str, list[EntryPoint]]:
+        """Return the entry points of the group by name, in alphabetical order."""
+        if not self._group:
+            return {}
+        from importlib.metadata import entry_points  # only a run that reads a config needs it
+
+        found = entry_points(group=self._group)
+        return {name: [entry for entry in found if entry.name == name] for name in sorted(found.names)}
+
+    def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
+        """Return the record that the entry points ``found`` of one name add, or why it cannot be used."""
+        origins = [f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(no name)" for entry in found]
+        if name in self._records:
+            return f"dp-ema has this type, and the package {' and '.join(origins)} adds it too. Uninstall the package."
+        if len(found) > 1:
+            return f"the packages {' and '.join(origins)} both add this type. Uninstall one of them."
+        head = f"the package {origins[0]} adds this type, but {found[0].value}"
+        try:
+            record = found[0].load()
+        except Exception as error:  # whatever the code of others raises
+            return f"{head} cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
+        if not isinstance(record, Family):
+            return f"{head} is of type {type(record).__name__}, expected deepmd_ema.registry.Family. {REPAIR}"
+        problem = self._problem(name, record.section)
+        return f"{head} has {problem}. {REPAIR}" if problem else dataclasses.replace(record, origin=origins[0])
+
+    def _problem(self, name: str, section: Any) -> str:
+        """Return the fault of the section of another distribution, or an empty string."""
+        if not (isinstance(section, type) and dataclasses.is_dataclass(section)):
+            return f"section {section!r}, expected a dataclass"
+        if getattr(section, "type", None) != name:
+            return f"a section of type {getattr(section, 'type', None)!r}, expected {name!r}"
+        expected = {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
+        has = {*dir(section), *(f.name for f in dataclasses.fields(section))}
+        missing = sorted(member for member in expected - has if not member.startswith("_"))
+        if missing:
+            return f"a section without {', '.join(missing)}"
+        taken = {word for one in self._records.values() for word in (one.section.type, *aliases_of(one.section))}
+        double = [alias for alias in aliases_of(section) if alias in taken]
+        return f"the alias {double[0]!r}, which another type has" if double else ""
+
+
+def aliases_of(section: type) -> tuple[str, ...]:
+    """Return the other values of ``type`` that choose a section."""
+    return tuple(getattr(section, "aliases", ()))
+
+
+def find_object(place: str) -> Any:
+    """Return the object that ``package.module:name`` names."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

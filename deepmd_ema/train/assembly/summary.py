@@ -1,0 +1,124 @@
+"""The tables in the log at the start and at the end of a run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.checkpoint.writer import WriterTimes
+from deepmd_ema.config import RunConfig, config_summary
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import counted
+from deepmd_ema.report.progress import describe_errors, duration
+from deepmd_ema.report.table import Table, facts
+from deepmd_ema.report.tables import show_metric
+from deepmd_ema.train.loop.averages import snapshot_lines
+from deepmd_ema.train.loop.task import TaskMixture
+from deepmd_ema.train.loop.trainer import Trainer
+from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.version import __version__
+
+SHARED = {
+    0: "every rank holds everything",
+    1: "moments are sharded over the ranks",
+    2: "moments and gradients are sharded over the ranks",
+    3: "moments, gradients and parameters are sharded over the ranks",
+}
+
+
+def start_table(
+    prepared: PreparedRun, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, world: World, embedding: str
+) -> Table:
+    """Return the summary of ``dp-ema check`` with facts that are known once the run is assembled.
+
+    Args:
+        prepared: inputs of the run.
+        tasks: how they are drawn.
+        bank: averages, or None.
+        num_steps: of the whole run.
+        world: the processes of the run.
+        embedding: how the embedding nets are evaluated.
+    """
+    config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
+    per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
+    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
+    epochs = tasks.epochs(num_steps)
+    averages = [bank[name].profile for name in bank.names] if bank is not None else []
+    for task, made in prepared.tasks.items():
+        of = f"{task}: " if task else ""
+        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in made.model.parameters()) - trained
+        words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
+        frames = sum(system.num_frames for system in made.train)
+        part = f", {100 * prepared.shares[task]:.3g} % of the steps = {epochs[task]:.1f} epochs" if task else ""
+        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
+    pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
+              for p in averages if p.should_update is not None]  # fmt: skip
+    pairs.append(("embedding nets", embedding))
+    # a kept copy has its trained parameters in float32, everything else as it is
+    parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
+    state = prepared.models.state_dict()
+    num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
+    pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
+    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
+    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return facts(f"{program}, on {device} ({name})", pairs)
+
+
+def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, seconds: float) -> Table:
+    """Return the files of a run that has ended, its last errors, and what to do next.
+
+    Args:
+        trainer: that has taken its last step.
+        config: of the run.
+        input_file: as the user has named it.
+        steps: that this process has taken.
+        seconds: that it took in all.
+    """
+    saver = trainer.saver
+    averages = {name: series.link for name, series in saver.averages.items()}
+    heads = [name for name in config.tasks if name]
+    pairs = [("heads", ", ".join(heads)), *(("averaged", f"{link} ({name})") for name, link in averages.items())]
+    pairs += [("best", line) for line in _best_lines(trainer)]
+    refitted = " before the bias was fitted again" * config.training.change_bias_after_training
+    when = f"step {trainer.reporter.validated_step:,}{refitted}"
+    pairs += [
+        ("errors", f"{name}, {when}, MAE / RMSE: {describe_errors(errors)}")
+        for name, errors in trainer.reporter.validated.items()
+    ]
+    compiler = trainer.validator.models.compiler
+    if compiler is not None:
+        pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
+    pairs.append(("saving", _describe_saving(saver.writer.times)))
+    pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
+    pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
+    model = next(iter(averages.values()), saver.link)
+    validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
+    if validated:
+        head = f" --head {validated[0]}" * bool(heads)
+        pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {input_file} --plot"))
+    pairs.append(("next", f"dp-ema freeze -c {model}" + (f" --head {heads[0]}" if heads else "")))
+    return facts(f"trained model: {saver.link}", pairs)
+
+
+def _describe_saving(times: WriterTimes) -> str:
+    if not times.steps:
+        return ""
+    late = f", {counted(times.waits, 'time')} for files of an earlier step" if times.waits else ""
+    return (
+        f"files of {counted(times.steps, 'step')} written in {duration(times.written_s)} beside training, which waited "
+        f"{duration(times.waited_s)} for them{late}"
+    )
+
+
+def _best_lines(trainer: Trainer) -> Iterator[str]:
+    for row in trainer.validator.rows:
+        if row.best is not None and row.best.records:
+            value, step = row.best.records[0]
+            shown = show_metric(row.best.metric, value)
+            yield f"{row.best.path(step)} ({row.name}, {row.best.metric} = {shown})"

@@ -1,0 +1,81 @@
+"""The averages of an input, with every length in optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.averaging.profile import Profile, make_profile
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.schema.averaging import AverageConfig
+from deepmd_ema.errors import ConfigError, counted, every_steps
+from deepmd_ema.model.model_set import ModelSet
+
+Hook = Callable[[int, float], bool]
+
+
+def tracked_averages(
+    config: RunConfig, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None
+) -> list[Profile]:
+    """Return the profile of each average of the list ``training.averaging``.
+
+    Args:
+        config: of the run.
+        steps_per: steps of one of ``steps``, ``frames`` and ``epochs``.
+        should_update: for some averages by name, called before each update.
+
+    Raises:
+        ConfigError: if ``should_update`` names an average that the run does not track.
+    """
+    hooks, profiles = dict(should_update or {}), []
+    for section in config.training.averaging:
+        settings = vars(section) | {"should_update": hooks.pop(section.name, None)}
+        if section.start_epoch is not None:
+            settings["start_step"] = math.ceil(section.start_epoch * steps_per["epochs"])
+        if settings.get("half_life") is not None:
+            settings["half_life"] *= steps_per[settings["half_life_unit"]]
+        profiles.append(make_profile(section.type, settings))
+    if hooks:
+        known = ", ".join(profile.name for profile in profiles) or "none"
+        raise ConfigError(f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}.")
+    return profiles
+
+
+def build_bank(
+    config: RunConfig, models: ModelSet, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None = None
+) -> AverageBank | None:
+    """Return the averages of a run, or None if it has none; ``models`` may be sharded."""
+    profiles = tracked_averages(config, steps_per, should_update)
+    return AverageBank(models.by_task, profiles, around=models) if profiles else None
+
+
+def snapshot_every(section: AverageConfig, save_freq: int) -> int:
+    """Return the steps between two kept copies of an average for ``dp-ema posthoc``; 0 for none."""
+    if not section.snapshots:
+        return 0
+    return max(0, save_freq if section.snapshot_freq is None else section.snapshot_freq)
+
+
+def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: int, num_bytes: int) -> Iterator[str]:
+    """Yield the size on disk of the snapshots of each average; ``num_bytes`` is the size of one."""
+    total = 0
+    for section, profile in zip(config.training.averaging, profiles):
+        every = snapshot_every(section, config.training.save_freq)
+        if every:
+            files = max(0, num_steps // every - profile.start_step // every) + (num_steps % every > 0)
+            total += files * num_bytes
+            yield f"{profile.name} {every_steps(every)}: {counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
+    if total:
+        yield f"{total / 1e6:,.2f} MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
+
+
+def describe_averages(bank: AverageBank) -> str:
+    """Return the current window of every average, on one line; may wait for the device."""
+    facts = ((name, bank.info(name)) for name in bank.names)
+    return "; ".join(
+        f"{name}: decay {info['effective_decay']:.6g}, mean age {info['mean_age']:,.1f} steps"
+        if info["updates"]
+        else f"{name}: no update yet"
+        for name, info in facts
+    )

@@ -1,0 +1,163 @@
+"""Training steps of the Kalman filter LKF: one update with the energies of a batch, then some with its forces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config.schema import optim as sections
+from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.labels import ENERGY, FORCE
+from deepmd_ema.optim.lkf import LKF
+from deepmd_ema.optim.schedule import Schedule, build_schedule
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.train.loop.step import Outcome, Step
+from deepmd_ema.train.loop.task import Task
+from deepmd_ema.train.start.prepare import PreparedRun
+
+GROUPS = 4  # updates with forces in a step
+GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit
+
+# F frames, A atoms, G atoms of a group
+
+
+class KalmanStep(Step):
+    """Fits energies and forces with the Kalman filter, as DeePMD-kit does.
+
+    The terms of the loss say what is fitted, its weights do not matter. With F frames of N atoms, prediction y and
+    label Y, an update takes in one number and its gradient, in which each prediction goes towards its label:
+
+        energy:  e = sqrt(F) * mean |c (Y - y)| / N      H = c / N * sum_f sign(Y - y) dy/dw
+        forces:  e = sqrt(F) * mean |c (Y - y)| / N      H = c / (3 G N) * sum sign(Y - y) dy/dw
+
+    the latter over the components of G atoms of each frame, drawn at random with the seed of the run. The factor c goes
+    from its start to its limit as ``start * (limit / start) ** (steps done / num_steps)``. Frames without a label do
+    not count. Each update is made with new predictions. With several tasks it leaves weights and covariances that the
+    task of the step does not have as they are; the memory factor is one for all.
+
+    Args:
+        module: owner of the parameters.
+        filter: over ``module``'s trainable parameters.
+        schedule: learning rate as a function of the 0-based step; for the displayed loss only.
+        config: with the factors c.
+        num_steps: length of the run.
+        seed: of the run.
+    """
+
+    skipped = "by that step after its first update that was not finite"
+    remedy = "or lower optimizer.kf_start_pref_e and optimizer.kf_start_pref_f"
+
+    def __init__(
+        self, module: nn.Module, filter: LKF, schedule: Schedule, config: sections.LKFConfig, num_steps: int, seed: int
+    ) -> None:
+        super().__init__(module)
+        self._filter, self._schedule, self._config = filter, schedule, config
+        self._num_steps, self._seed = num_steps, seed
+
+    @classmethod
+    def build(cls, prepared: PreparedRun, num_steps: int) -> KalmanStep:
+        """Return the step of a run of ``num_steps`` steps with the optimizer LKF."""
+        models, config = prepared.models, prepared.config.optimizer
+        assert isinstance(config, sections.LKFConfig)
+        kalman = LKF(models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters())
+        schedule = build_schedule(prepared.config.learning_rate, num_steps)
+        return cls(models, kalman, schedule, config, num_steps, prepared.seed)
+
+    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
+        """Update the weights with one batch; ``step`` counts from 1."""
+        rate, config = self._schedule(step - 1), self._config
+        weight = {
+            "e": self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step),
+            "f": self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step),
+        }
+        terms = {term.name for term in task.loss.terms}
+        prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
+        with torch.no_grad():
+            total, values = task.loss(prediction, batch, rate)
+        ok = self._note(torch.isfinite(total), step)
+        if "e" in terms:
+            ok = self._update(*measure_energy(prediction[ENERGY], batch, weight["e"]), step, task.name)
+            prediction = {}
+        for numbers in self._draws(step) if "f" in terms else ():
+            prediction = prediction or task.models(task.name, batch, need_virial=False)
+            ok = self._update(*measure_force(prediction[FORCE], batch, weight["f"], numbers), step, task.name)
+            prediction = {}
+        return Outcome(rate, values, ok)
+
+    def state_dict(
+        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
+        """Return the covariances of the filter, if this process is to ``keep`` them."""
+        return self._filter.state_dict(own_rows or copy) if keep else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the covariances of ``state``."""
+        self._filter.load_state_dict(state)
+
+    def _update(self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str) -> Tensor:
+        parameters = self._filter.parameters_of(task)
+        gradients = torch.autograd.grad(measured, parameters, allow_unused=True, materialize_grads=True)
+        norm = torch.stack([torch.linalg.vector_norm(g).to(torch.float64) for g in gradients]).sum()
+        ok = self._note(torch.isfinite(norm) & torch.isfinite(error), step)
+        self._filter.update(gradients, error, ok * found, task)
+        return ok
+
+    def _between(self, start: float, limit: float, step: int) -> float:
+        return start * (limit / start) ** ((step - 1) / self._num_steps)
+
+    def _draws(self, step: int) -> Tensor:
+        """Return numbers from 0 to 1, (groups, G), that choose the atoms of a step."""
+        generator = np.random.default_rng(seed_for("kalman", self._seed, step))
+        return torch.from_numpy(generator.random((GROUPS, GROUP_ATOMS)))
+
+
+Measurement = tuple[Tensor, Tensor, Tensor]
+"""A scalar whose gradient is H, the error e, and 1 if any frame has the label, else 0."""
+
+
+def measure_energy(energy: Tensor, batch: Batch, weight: float) -> Measurement:
+    """Return the measurement of the energies of a batch.
+
+    Args:
+        energy: (F,) eV.
+        batch: frames with labels.
+        weight: the factor c.
+    """
+    label, found = batch.labels[ENERGY], batch.has_label[ENERGY]
+    per_atom = weight * found / batch.num_atoms
+    difference = label - energy.detach()
+    return (per_atom * _sign(difference) * energy).sum(), _error(per_atom * difference.abs(), found), found.max()
+
+
+def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -> Measurement:
+    """Return the measurement of the forces on some atoms of each frame.
+
+    Args:
+        force: (A, 3) eV/angstrom.
+        batch: frames with labels.
+        weight: the factor c.
+        numbers: (G,) from 0 to 1; number u is atom floor(u * N) of a frame of N atoms, in the order of the file.
+    """
+    found, sizes = batch.has_label[FORCE], batch.num_atoms
+    first = torch.cumsum(sizes, 0) - sizes
+    chosen = first[:, None] + (numbers.to(first.device, non_blocking=True) * sizes[:, None]).long()  # (F, G)
+    predicted, label = (batch.in_file_order(values)[chosen] for values in (force, batch.labels[FORCE]))
+    per_atom = (weight * found / sizes)[:, None, None]
+    difference = label - predicted.detach()
+    measured = (per_atom * _sign(difference) * predicted).sum() / difference[0].numel()
+    return measured, _error((per_atom * difference.abs()).mean((1, 2)), found), found.max()
+
+
+def _error(of_frame: Tensor, found: Tensor) -> Tensor:
+    count = found.sum().clamp(min=1)
+    return count.sqrt() * of_frame.sum() / count
+
+
+def _sign(difference: Tensor) -> Tensor:
+    return torch.where(difference < 0, -1.0, 1.0)

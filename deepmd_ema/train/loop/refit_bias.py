@@ -1,0 +1,88 @@
+"""Fits the output bias again after training, for each set of weights with these weights themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.sampler import permutation, plan_batches
+from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import prefix_of
+from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
+from deepmd_ema.weights import LIVE
+
+Biases = Mapping[str, Mapping[str, "Tensor"]]
+"""By name of the weights, output biases by their names in the models."""
+
+logger = logging.getLogger(__name__)
+
+OUT_BIAS = "out_bias"  # name of the bias in a model
+MAX_FRAMES = 10_000  # a few numbers are fitted: more frames would only take longer
+
+
+def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str, Tensor]]:
+    """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in the models.
+
+    The weights are ``live`` and every average. With its bias the mean residual per atom over the training frames of a
+    task is zero for the weights that it was fitted with. All frames take part up to 10,000, of more a sample in which
+    every system has its share; it depends on the seed of the run only. Nothing in the models or the bank changes. A
+    task without energies is left out, with a warning.
+
+    Args:
+        prepared: data and models of the run; it computes where the models are.
+        bank: averages, or None.
+    """
+    fitted: dict[str, dict[str, Tensor]] = {}
+    for weights in (LIVE, *(bank.names if bank is not None else ())):
+        with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
+            for name, task in prepared.tasks.items():
+                model = prepared.models.of(name)
+                chosen = chosen_frames(task, prepared.seed, MAX_FRAMES)
+                batches = sequential_batches(task.train, task.model.layout, task.cache, frames=chosen)
+                before = model.out_bias.view(-1).cpu().numpy()
+                frames = energies_of(model, task.config.model, batches)
+                if len(frames):
+                    bias = _fit(frames, before, f"{name} {weights}" if name else weights)
+                    fitted.setdefault(weights, {})[prefix_of(name) + OUT_BIAS] = bias
+                elif weights == LIVE:
+                    logger.warning(
+                        "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
+                        "to fit the bias to: it stays as it is",
+                        f" of task {name}" if name else "",
+                    )
+    return fitted
+
+
+def _fit(frames: FrameEnergies, before: np.ndarray, name: str) -> Tensor:
+    fit = change_bias(frames, before)
+    logger.info(
+        "output bias fitted again with the weights %s on %s frames: %s",
+        name, f"{len(frames):,}", frames.describe_means(fit.bias - before),
+    )  # fmt: skip
+    return torch.from_numpy(fit.bias).view(1, -1, 1)
+
+
+def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int]]:
+    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
+    train = task.train
+    # frames that `filter:N` leaves out were not trained on
+    frames = plan_batches(
+        [s.num_frames for s in train], [s.frame_sizes for s in train], task.config.training_data.batch_size
+    ).frames
+    counts = [len(own) for own in frames]
+    total = sum(counts)
+    if total <= most:
+        return [own.tolist() for own in frames]
+    # rounded so that they add up: the shares are the differences of rounded edges
+    edges = np.cumsum([0, *counts]) * most // total
+    stream = stream_of("bias", task.config.name)
+    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
+    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]

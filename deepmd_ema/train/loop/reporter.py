@@ -1,0 +1,240 @@
+"""Reports a run: rows of the learning curve, the progress bar, the time of each interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.dist.world import World
+from deepmd_ema.files import writing
+from deepmd_ema.metrics import Errors
+from deepmd_ema.model.model_set import nested, unnested
+from deepmd_ema.report.logs import open_board
+from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.tables import LcurveFile
+from deepmd_ema.train.loop.step import Outcome
+from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.weights import LIVE
+
+
+@dataclass
+class Reporter:
+    """Shows the progress of a run: a row holds the values of all tasks.
+
+    Attributes:
+        tasks: whose errors are shown.
+        progress: the bar, or plain lines.
+        times: stopwatch of the current interval.
+        every: steps between two rows; step 1 has a row as well.
+        world: the processes over whose frames errors are summed.
+        average: whether a row shows the mean over its interval instead of the last batch of each task.
+        curves: ``live`` and names of averages to the files of their learning curves, on the same batches; None on
+            ranks that write nothing.
+        bank: holds these averages.
+        board: TensorBoard writer, or None.
+        board_every: steps between two points on the board.
+    """
+
+    tasks: TaskMixture
+    progress: Progress
+    times: IntervalTimes
+    every: int
+    world: World
+    average: bool = False
+    curves: Mapping[str, LcurveFile | None] = field(default_factory=dict)
+    bank: AverageBank | None = None
+    board: Any = None
+    board_every: int = 1
+    _shown_step: int = 0
+    _shown_at: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        # by task: values of its last step, and their mean over its steps in the current interval
+        self._last: dict[str, Mapping[str, Tensor]] = {}
+        self._means = {task.name: _Mean() for task in self.tasks}
+        # for the end of the run: the last full validation
+        self.validated_step = 0
+        self.validated: Mapping[str, Errors] = {}
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, start: int,
+        times: IntervalTimes, world: World,
+    ) -> Reporter:  # fmt: skip
+        """Return the progress bar and the learning curves of the live weights and of averages that ask for one.
+
+        Args:
+            config: of the run.
+            tasks: whose errors are shown.
+            bank: averages, or None.
+            num_steps: steps of the whole run.
+            start: steps done before it, at a restart.
+            times: stopwatch of the current interval.
+            world: the processes of the run.
+        """
+        training, outputs = config.training, Outputs(config)
+        names = {task.name: task.loss.display_names for task in tasks}
+        validated = {task.name for task in tasks if task.display_loader is not None}
+        averages = [average.name for average in training.averaging if average.lcurve]
+        shown = [LIVE, *averages] if training.disp_training else []
+        board = training.tensorboard and world.is_main
+        return cls(
+            tasks,
+            Progress(num_steps, None if world.is_main else False, tasks.frames_per_step),
+            times=times,
+            every=training.disp_freq,
+            world=world,
+            average=training.disp_avg,
+            curves={w: LcurveFile(outputs.lcurve(w), names, validated) if world.is_main else None for w in shown},
+            bank=bank,
+            board=open_board(training.tensorboard_log_dir, start) if board else None,
+            board_every=training.tensorboard_freq,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` has a row."""
+        return step == 1 or step % self.every == 0
+
+    def record(self, step: int, task: Task, outcome: Outcome) -> None:
+        """Record a step; nothing waits for the device unless a point on the board is due."""
+        self.progress.advance(step)
+        self._last[task.name] = outcome.values
+        if self.average:
+            self._means[task.name].add(outcome.values)
+        if self.board is not None and (step == 1 or step % self.board_every == 0):
+            prefix = f"{task.name or 'Default'}/"
+            self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
+
+    def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
+        """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
+
+        Args:
+            step: optimizer steps so far.
+            task: whose step it was.
+            batch: the training batch of the step, on which averages with a curve of their own are evaluated.
+            outcome: of the step.
+        """
+        rate = outcome.learning_rate
+        train = {t.name: self._train_values(t.name) for t in self.tasks}
+        with self.times.of("validation"):
+            batches = {t.name: t.next_display_batches() for t in self.tasks}
+            valid = self._mean_values(batches, rate)
+            rows = {LIVE: (train, valid)}
+            for name in (name for name in self.curves if name != LIVE):
+                assert self.bank is not None
+                with self.bank.swapped_in(name):
+                    rows[name] = self._mean_values({task.name: [batch]}, rate), self._mean_values(batches, rate)
+        for name, (of_train, of_valid) in rows.items():
+            if (file := self.curves.get(name)) is not None:
+                file.write(step, rate, of_train, of_valid)
+            if name != LIVE:
+                self.progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
+        now = time.perf_counter()
+        seconds = (now - self._shown_at) / max(1, step - self._shown_step)
+        self.progress.show(step, rate, train, valid, seconds, self.times.split())
+        self._shown_step, self._shown_at = step, now
+        self._means = {name: _Mean() for name in self._means}
+
+    def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
+        """Set the errors of the live and the averaged weights side by side."""
+        self.validated_step, self.validated = step, results
+        self.progress.show_validation(step, results)
+        if self.board is not None:
+            for weights, errors in results.items():
+                self._add_points(f"validation/{weights}/", errors.summary(), step)
+
+    def _add_points(self, prefix: str, values: Mapping[str, float | Tensor], step: int) -> None:
+        with writing("training.tensorboard_log_dir"):
+            for name, value in values.items():
+                self.board.add_scalar(prefix + name, float(value), step)
+
+    def _train_values(self, task: str) -> dict[str, float]:
+        """Return the values of a row for the training batches of a task; nothing if it has had no step."""
+        if self.average:
+            return self._means[task].values()
+        return {name: float(value) for name, value in self._last.get(task, {}).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""
+        state: dict[str, Any] = {
+            "sums": unnested({name: dict(mean.sums) for name, mean in self._means.items()}),
+            "counts": unnested({name: dict(mean.counts) for name, mean in self._means.items()}),
+        }
+        return state if len(self._means) == 1 else {**state, "last": dict(self._last)}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Continue the current interval after ``step``; later rows are cut from the learning curve."""
+        device, tasks = self.world.device, tuple(self._means)
+        counts = nested(state.get("counts", state.get("count")), tasks)
+        for name, sums in nested(state["sums"], tasks).items():
+            of_task = counts[name]
+            if not isinstance(of_task, Mapping):  # of an older checkpoint: one number of steps for all errors
+                of_task = {key: torch.full_like(value, of_task) for key, value in sums.items()}
+            self._means[name] = _Mean(*({k: v.to(device) for k, v in part.items()} for part in (sums, of_task)))
+        for name, values in state.get("last", {}).items():
+            self._last[name] = {key: value.to(device) for key, value in values.items()}
+        self._shown_step = step
+        for file in self.curves.values():
+            if file is not None:
+                file.cut_after(step)
+        self.progress.start_at(step)
+
+    def close(self) -> None:
+        """Close the bar and the board."""
+        self.progress.close()
+        if self.board is not None:
+            with writing("training.tensorboard_log_dir"):
+                self.board.close()
+
+    def _mean_values(self, batches: Mapping[str, Sequence[Batch]], rate: float) -> dict[str, dict[str, float]]:
+        """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""
+        means: dict[str, dict[str, float]] = {}
+        for task in self.tasks:
+            mean = _Mean()
+            was_training = task.models.training
+            task.models.eval()
+            for batch in (b.to(self.world.device) for b in batches.get(task.name, ())):
+                prediction = task.models(task.name, batch, **task.loss.needs(batch))
+                _, values = task.loss(prediction, batch, rate)
+                atoms = 0 if batch.padding else batch.atom_type.shape[0]
+                own = torch.tensor(atoms, dtype=torch.float64, device=self.world.device)
+                mean.add(values, self.world.all_reduce_sum(own))
+            task.models.train(was_training)
+            means[task.name] = mean.values()
+        return means
+
+
+@dataclass
+class _Mean:
+    """Mean of displayed values over batches: a batch without a label does not count for the error of that label.
+
+    Attributes:
+        sums: by name, the sum of the values times their weights.
+        counts: by name, the sum of the weights of batches that have the label.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
+        """Add the values of a batch; nothing waits for the device."""
+        numbers = torch.stack(list(values.values()))
+        # nan beside a loss that is not nan: no frame has the label; an error that is nan itself makes the loss nan
+        lacking = numbers.isnan() & ~values["rmse"].isnan()
+        counts = (weight * (~lacking).to(numbers.dtype)).unbind()
+        for name, value, count in zip(values, (weight * numbers.masked_fill(lacking, 0.0)).unbind(), counts):
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
+
+    def values(self) -> dict[str, float]:
+        """Return the mean of each value; nan where no batch has the label, nothing without any batch."""
+        return {name: float(total / self.counts[name]) for name, total in self.sums.items()}

@@ -1,0 +1,209 @@
+"""Training steps: the guard against numbers that are not finite, and steps that follow the gradient of the loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
+from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import DivergedError, RankLostError, first_few
+from deepmd_ema.optim.build import build_optimizer, clip_gradients, guarded_step, load_optimizer_state, optimizer_state
+from deepmd_ema.optim.schedule import Schedule, build_schedule
+from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE
+from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.start.prepare import PreparedRun
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Multiply float32 matrices in TF32 within this context, on GPUs that can."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def context_of_products(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a step multiplies matrices."""
+    if config.training.enable_tf32 and device.type == "cuda":
+        return tf32_products
+    if config.training.enable_tf32:
+        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
+    return nullcontext
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a step, on the device.
+
+    Attributes:
+        learning_rate: the rate that the step used.
+        values: name to detached scalar for the learning curve (``rmse``, ``rmse_e``, ...).
+        ok: scalar, 1 when loss and gradients were finite and the update was made, else 0.
+    """
+
+    learning_rate: float
+    values: Mapping[str, Tensor]
+    ok: Tensor
+
+
+class Step:
+    """Takes the steps of a run; a subclass says how one batch changes the weights.
+
+    After the first step that was not finite no later one changes the weights, on the device and without waiting for
+    it; :meth:`raise_if_diverged` then names the step.
+
+    Args:
+        module: owner of the parameters, by the names that checkpoints use.
+    """
+
+    skipped = "by that step"  # updates of the weights that are left out
+    remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
+
+    def __init__(self, module: nn.Module) -> None:
+        # looked up now: a module that FSDP has left gathered after a forward pass names other objects
+        self._named = dict(module.named_parameters())
+        self._trained = [p for p in self._named.values() if p.requires_grad]
+        self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+        self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
+
+    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
+        """Update the weights with one batch; ``step`` counts from 1."""
+        raise NotImplementedError
+
+    def state_dict(
+        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
+        """Return the state of the optimizer, by parameter name; every rank takes part, those that ``keep`` get it.
+
+        Args:
+            keep: whether this rank wants it.
+            copy: copies tensors to host memory.
+            own_rows: takes the rows that this rank writes into a sharded checkpoint, in place of copies of the whole.
+        """
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the optimizer."""
+        raise NotImplementedError
+
+    @property
+    def checks_are_free(self) -> bool:
+        """Whether reading a number from the device costs no wait, so that each step may be checked."""
+        return self._first_bad.device.type == "cpu"
+
+    def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
+        """Check that every step so far was finite; waits for the device, and is called by all ranks.
+
+        Raises:
+            DivergedError: with step, task and frames of the first that was not.
+            RankLostError: where the loss of another rank's frames alone was not finite.
+        """
+        bad = int(self._first_bad)  # the same on all ranks
+        if not bad:
+            return
+        own = bool(self._own_fault)
+        if world.all_reduce_max(int(own)) and not own:
+            raise RankLostError("ended because the loss of another rank is not finite")
+        task = tasks.draw(bad)
+        behind = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
+        loader = task.train_loader
+        frames = loader.frames_at(loader.position - behind)
+        shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
+        named = f" (task {task.name})" if task.name else ""
+        raise DivergedError(
+            f"step {bad}{named}: the loss or a gradient is not finite. Frames of the batch: {shown}. The weights "
+            f"were not updated {self.skipped}, and no checkpoint contains non-finite values. Look at these frames with "
+            f"`dp-ema check`, {self.remedy}."
+        )
+
+    def _note(self, finite: Tensor, step: int, own: Tensor | None = None) -> Tensor:
+        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step.
+
+        Args:
+            finite: scalar, the same on all ranks, so that all of them decide alike.
+            step: from 1.
+            own: whether what this rank alone has computed is finite; ``finite`` if not given.
+        """
+        good = finite & (self._first_bad == 0)
+        self._own_fault = torch.where(self._first_bad == 0, ~(finite if own is None else own), self._own_fault)
+        self._first_bad = torch.where(good | (self._first_bad > 0), self._first_bad, step)
+        return good.to(torch.float32)
+
+
+class GradientStep(Step):
+    """Follows the gradient of the loss with an optimizer.
+
+    Args:
+        module: owner of the parameters, by the names that checkpoints use.
+        parallel_module: what is called: ``module``, or what exchanges gradients between ranks.
+        optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
+        schedule: learning rate as a function of the 0-based step.
+        max_norm: largest global L2 norm of the gradient, or None for no clipping.
+        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parallel_module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        max_norm: float | None,
+        all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(module)
+        self._parallel_module, self._all_reduce_sum = parallel_module, all_reduce_sum
+        self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
+
+    @classmethod
+    def build(cls, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> GradientStep:
+        """Return the step of a run of ``num_steps`` steps."""
+        config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
+        assert not isinstance(config.optimizer, LKFConfig)
+        schedule = build_schedule(config.learning_rate, num_steps)
+        optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
+        all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
+        max_norm = config.training.gradient_max_norm or None
+        return cls(models, parallel_module, optimizer, schedule, max_norm, all_reduce_sum)
+
+    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
+        """Update the weights with one batch; ``step`` counts from 1."""
+        rate = self._schedule(step - 1)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+        prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
+        total, values = task.loss(prediction, batch, rate)
+        total.backward()
+        norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
+        # both are the same on all ranks
+        finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
+        ok = self._note(finite, step, own=torch.isfinite(total.detach()))
+        guarded_step(self._optimizer, 1 - ok)
+        return Outcome(rate, values, ok)
+
+    def state_dict(
+        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
+        """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
+        return optimizer_state(self._optimizer, self._named, keep, copy, own_rows)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the moments and counters of ``state``."""
+        load_optimizer_state(self._optimizer, self._named, state)

@@ -1,0 +1,216 @@
+"""A task is a model with its loss and its frames; a run trains a mixture of them, of one in the simplest case."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
+from deepmd_ema.data.loader import Loader
+from deepmd_ema.data.run import steps_for_epochs, steps_with_share
+from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import CheckpointError
+from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with its loss and its data.
+
+    Attributes:
+        name: the task's name; empty when there is only one.
+        models: the models of the run, on the device they compute on; this task trains the one of its name.
+        loss: the weighted loss.
+        train_loader: training batches in their seeded order.
+        display_loader: validation batches for the learning curve, or None.
+        display_batches: how many of them one row of the learning curve uses.
+        split: hash of the frames that were split off for validation; empty without.
+    """
+
+    name: str
+    models: ModelSet
+    loss: EnergyLoss
+    train_loader: Loader
+    display_loader: Loader | None = None
+    display_batches: int = 1
+    split: str = ""
+
+    def next_display_batches(self) -> list[Batch]:
+        """Return the next validation batches of a row, in host memory; none without validation data."""
+        if self.display_loader is None:
+            return []
+        return [next(self.display_loader) for _ in range(self.display_batches)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches that were consumed; their order is a function of the seed and of the data."""
+        sampler = self.train_loader.sampler
+        consumed: dict[str, Any] = {
+            "frames": self.train_loader.position,
+            "num_frames": sum(sampler.num_frames),
+            "frames_per_step": sampler.frames_per_step,
+        }
+        if self.display_loader is not None:
+            consumed["display_frames"] = self.display_loader.position
+        if self.split:
+            consumed["split"] = self.split
+        return consumed
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batches that ``state`` says were consumed."""
+        if self.split and state.get("split", self.split) != self.split:
+            logger.warning(
+                "%svalidation_fraction splits off other frames than when the checkpoint was written, because the data "
+                "have changed: the run may have been trained on frames that it is validated on now. Put the data back, "
+                "or start a new run",
+                f"task {self.name}: " * bool(self.name),
+            )
+        now = sum(self.train_loader.sampler.num_frames)
+        before = state.get("num_frames", now)
+        if before != now:
+            logger.warning(
+                "the training data have %d frames now and had %d when the checkpoint was written: they come in another "
+                "order from here on",
+                now, before,
+            )  # fmt: skip
+        size = self.train_loader.sampler.frames_per_step
+        size_before = state.get("frames_per_step", size)
+        if size_before != size:
+            logger.warning(
+                "a step has %.4g frames now, over all ranks together, and had %.4g when the checkpoint was written",
+                size, size_before,
+            )  # fmt: skip
+        self.train_loader.seek(int(state["frames"]))
+        if self.display_loader is not None:
+            self.display_loader.seek(int(state.get("display_frames", 0)))
+
+    def close(self) -> None:
+        """Stop the background readers."""
+        self.train_loader.close()
+        if self.display_loader is not None:
+            self.display_loader.close()
+
+
+class TaskMixture:
+    """Draws the task of each step, with given probabilities, as a function of the seed and the step.
+
+    Args:
+        tasks: at least one task, names all different.
+        shares: probability of each task by its name; they add up to one; equal when not given.
+        seed: the run's seed.
+    """
+
+    def __init__(self, tasks: Sequence[Task], shares: Mapping[str, float] | None = None, seed: int = 0) -> None:
+        self._tasks = list(tasks)
+        numbers = [shares[task.name] if shares else 1 / len(self._tasks) for task in self._tasks]
+        self._shares = [(share, task.train_loader.sampler) for share, task in zip(numbers, self._tasks)]
+        self._cumulative = np.cumsum(numbers)
+        self._seed = seed
+
+    @classmethod
+    def build(cls, prepared: PreparedRun, world: World) -> TaskMixture:
+        """Return the tasks of a run with the loaders of their frames, and of validation frames that are displayed."""
+        config, tasks = prepared.config, []
+        for name, task in prepared.tasks.items():
+            make = partial(_build_loader, task, prepared.seed, world)
+            valid = task.config.displayed_data if config.training.disp_training else None
+            tasks.append(
+                Task(
+                    name,
+                    prepared.models,
+                    EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
+                    train_loader=make(task.train, task.config.training_data, "frames"),
+                    display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
+                    display_batches=valid.numb_btch if valid is not None else 1,
+                    split=task.split,
+                )
+            )
+        return cls(tasks, prepared.shares, prepared.seed)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)
+
+    @property
+    def frames_per_step(self) -> float:
+        """Mean number of frames in a step of all ranks together."""
+        return sum(share * sampler.frames_per_step for share, sampler in self._shares)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps in which every task has, on average, seen all of its frames at least once."""
+        return max(steps_with_share(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
+
+    @property
+    def steps_per(self) -> dict[str, float]:
+        """Steps of one of the units in which lengths of averages are given."""
+        return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": float(self.batches_per_epoch)}
+
+    def num_steps(self, config: RunConfig) -> int:
+        """Return the steps of a run: as given, or those of the passes over the data of each task."""
+        if config.training.numb_steps:
+            return config.training.numb_steps
+        epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
+        return steps_for_epochs([(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)])
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """Return the mean number of epochs of each task in a run."""
+        of_tasks = zip(self._tasks, self._shares)
+        return {task.name: share * num_steps / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of the samplers about the data."""
+        return [line for _, sampler in self._shares for line in sampler.warnings]
+
+    def draw(self, step: int) -> Task:
+        """Return the task of ``step``."""
+        if len(self._tasks) == 1:
+            return self._tasks[0]
+        # every rank draws the same task: the seed is shared, only frames differ between ranks
+        number = np.random.default_rng(seed_for("task", self._seed, step)).random()
+        return self._tasks[min(int(np.searchsorted(self._cumulative, number, side="right")), len(self._tasks) - 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in every task's frames."""
+        return {task.name: task.state_dict() for task in self._tasks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue every task's frames; a checkpoint of other tasks is refused."""
+        names = [task.name for task in self._tasks]
+        if sorted(state) != sorted(names):
+            raise CheckpointError(f"the checkpoint holds tasks {sorted(state)}, the input names {sorted(names)}")
+        for task in self._tasks:
+            task.load_state_dict(state[task.name])
+
+    def close(self) -> None:
+        """Stop the background readers of all tasks."""
+        for task in self._tasks:
+            task.close()
+
+
+def _build_loader(
+    task: PreparedTask, seed: int, world: World, systems: Sequence[FrameSource], data: Any, stream: str
+) -> Loader:
+    sampler = Sampler(
+        [system.num_frames for system in systems],
+        [system.frame_sizes for system in systems],
+        batch_size=data.batch_size,
+        auto_prob=data.auto_prob,
+        sys_probs=data.sys_probs,
+        seed=seed_for(stream_of(stream, task.config.name), seed),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")

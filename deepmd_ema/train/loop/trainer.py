@@ -1,0 +1,324 @@
+"""The training loop. It owns the step counter and the order in which the parts act."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.batch import Batch
+from deepmd_ema.dist.launch import END_SIGNALS, handled
+from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import Interrupted, UserError
+from deepmd_ema.report.progress import IntervalTimes
+from deepmd_ema.tensors import cpu_copy, map_tensors
+from deepmd_ema.train.loop.averages import describe_averages
+from deepmd_ema.train.loop.interpolation import InterpolationControl
+from deepmd_ema.train.loop.refit_bias import Biases
+from deepmd_ema.train.loop.reporter import Reporter
+from deepmd_ema.train.loop.saver import Saver
+from deepmd_ema.train.loop.sharding import check_replicas
+from deepmd_ema.train.loop.step import Outcome, Step
+from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.train.loop.validate import FullValidation, ValidationAborted
+
+logger = logging.getLogger(__name__)
+
+STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another rank received a signal
+WRITER_FAILED = 1 << 16  # sent through the same all-reduce as signal numbers, so it must exceed them
+SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
+
+
+class StopRequest(AbstractContextManager["StopRequest"]):
+    """Holds SIGTERM, SIGHUP and Ctrl-C until the loop checks them after a step; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self.request) for s in handled((*END_SIGNALS, signal.SIGINT))}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def request(self, number: int, _frame: FrameType | None = None) -> None:
+        """Ask the run to stop, as the signal ``number`` does."""
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
+            raise KeyboardInterrupt
+
+
+class Callback:
+    """Watches a run; the trainer calls these methods, which do nothing here. It must not change what it is shown.
+
+    Everything of the trainer that has no underscore may be read; ``trainer.stop.request`` ends a run as a signal does.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called before the first step, after a restart has loaded everything."""
+
+    def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
+        """Return the context of a ``step`` with all that is due after it, a ``validation`` or a ``checkpoint``."""
+        return nullcontext()
+
+    def after_update(self, trainer: Trainer) -> None:
+        """Called when weights and averages are those of a step, before anything that is due is shown or saved."""
+
+    def in_validation(self, trainer: Trainer, weights: str) -> None:
+        """Called with the weights ``live``, or those of an average, in the models, before they are evaluated."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called when everything that was due after a step is done."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step, when all is saved and closed."""
+
+
+@dataclass
+class Trainer:
+    """Takes optimizer steps until ``num_steps``, and does what is due after each.
+
+    Every part is built by :mod:`deepmd_ema.train.assembly.assemble`; the trainer decides the order in which they act.
+
+    Attributes:
+        tasks: the models with their losses and data.
+        take_step: changes the weights.
+        bank: averages, or None.
+        validator: full validation.
+        saver: writes checkpoints.
+        reporter: learning curves and progress.
+        times: stopwatch of the interval that the reporter shows.
+        num_steps: of the whole run.
+        world: the processes of the run.
+        interpolation: of the embedding nets.
+        products: context of matrix products in a step.
+        refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
+        input_file: named in the message that says how to restart.
+        callback: watches the run.
+        step: optimizer steps so far.
+        stop: the signal that ends the run, if one was received.
+    """
+
+    tasks: TaskMixture
+    take_step: Step
+    bank: AverageBank | None
+    validator: FullValidation
+    saver: Saver
+    reporter: Reporter
+    times: IntervalTimes
+    num_steps: int
+    world: World
+    interpolation: InterpolationControl
+    products: Callable[[], AbstractContextManager[Any]] = nullcontext
+    refit: Callable[[], Biases] | None = None
+    input_file: str = "input.json"
+    callback: Callback = field(default_factory=Callback)
+    step: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
+    _validation_pending: bool = False
+    _saved: int = -1
+
+    def run(self) -> None:
+        """Train from the current step to ``num_steps``.
+
+        Raises:
+            Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
+            DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
+        """
+        with self.stop:
+            try:
+                self.callback.on_start(self)
+                self._check_replicas()
+                self._loop()
+                self.saver.writer.finish()
+            except BaseException:
+                with suppress(OSError, UserError):  # the first error is the one to report
+                    self._close()
+                raise
+            self._close()
+        self.callback.on_end(self)
+
+    def _close(self) -> None:
+        try:
+            self.saver.writer.close()
+            self.reporter.close()
+        finally:
+            self.tasks.close()
+
+    def _loop(self) -> None:
+        try:
+            if self._validation_pending:
+                self._validate()
+            if self.step >= self.num_steps:
+                self._save()
+            while self.step < self.num_steps:
+                self.advance()
+                # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
+                waits = self.world.size > 1 and self.world.device.type != "cpu"
+                polls = not waits or self.step % STOP_POLL_INTERVAL == 0
+                if polls and self._is_stopped() and self.step < self.num_steps:
+                    self._leave()
+        except ValidationAborted:
+            self._leave()
+
+    def advance(self) -> None:
+        """Take one step, and do what is due after it."""
+        with self.callback.during(self, "step"):
+            number = self.step + 1
+            task = self.tasks.draw(number)
+            with self.times.of("data"):
+                batch = next(task.train_loader).to(self.world.device)
+            with self.times.of("step"):
+                self.interpolation.before_step(number)
+                with self.products():
+                    outcome = self.take_step(task, batch, number)
+                self.step = number
+                if self.take_step.checks_are_free:
+                    self._raise_if_diverged()
+                if self.bank is not None:
+                    # a step that was checked on the host is good; else the device decides, and nothing waits for it
+                    ok = None if self.take_step.checks_are_free else outcome.ok
+                    self.bank.update(ok, epoch=number / self.tasks.batches_per_epoch)
+            self.callback.after_update(self)
+            self._do_what_is_due(task, batch, outcome)
+            self.saver.end_step()
+        self.callback.after_step(self)
+
+    def _is_stopped(self) -> bool:
+        """Whether some rank received a signal: all of them then stop after this step.
+
+        Raises:
+            UserError: if files could not be written since the last check.
+        """
+        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else self.stop.signal or 0)
+        if found == WRITER_FAILED:
+            self.saver.writer.raise_error()
+        if found and self.stop.signal is None:
+            self.stop.signal = signal.Signals(found)
+        return found > 0
+
+    def _do_what_is_due(self, task: Task, batch: Batch, outcome: Outcome) -> None:
+        last = self.step == self.num_steps
+        self.reporter.record(self.step, task, outcome)
+        if self.reporter.is_due(self.step):
+            self._raise_if_diverged()
+            self.reporter.show(self.step, task, batch, outcome)
+        snapshots = self.saver.snapshots_due(self.step, last)
+        if snapshots:  # before a validation, which a stop may break off
+            self._raise_if_diverged()
+            with self.times.of("checkpoint"):
+                self.saver.keep_snapshots(snapshots, self.step)
+        if self.validator.is_due(self.step):
+            self._raise_if_diverged()
+            self._validate()
+        if self.saver.is_due(self.step, last):
+            self._raise_if_diverged()
+            self._save()
+
+    def _validate(self) -> None:
+        self._validation_pending = True
+        entered = partial(self.callback.in_validation, self)
+        with self.callback.during(self, "validation"), self.times.of("validation"):
+            results = self.validator.run(self.step, self._is_stopped, entered)
+        self._validation_pending = False
+        self.reporter.show_validation(self.step, results)
+
+    def _save(self) -> None:
+        with self.callback.during(self, "checkpoint"):
+            biases = None
+            if self.refit is not None and self.step >= self.num_steps:
+                if self._saved < self.step:
+                    self._write()  # the fit reads many frames: what ends it early costs no step of the run
+                biases = self.refit()
+            self._write(biases)
+
+    def _check_replicas(self) -> None:
+        check_replicas(self.saver.builder.models, self.world, self.step)
+
+    def _write(self, biases: Biases | None = None) -> None:
+        self._check_replicas()
+        words = ""
+        if self.bank is not None:
+            words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
+        with self.times.of("checkpoint"):
+            self.saver.save(self.step, self.state_dict, biases, words)
+        self._saved = self.step
+
+    def _leave(self) -> None:
+        """Save the current step and end the run."""
+        self._raise_if_diverged()
+        # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
+        self.saver.keep_snapshots(
+            [s for s in self.saver.snapshots_due(self.step, True) if self.step % s.every], self.step
+        )
+        if self._saved != self.step or self._validation_pending:
+            self._save()
+        self.saver.writer.finish()
+        assert self.stop.signal is not None
+        raise Interrupted(
+            f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
+            f"Continue with: dp-ema train --restart {self.saver.link} {self.input_file}"
+            + (", launched as before" if self.world.size > 1 else ""),
+            self.stop.signal,
+        )
+
+    def _raise_if_diverged(self) -> None:
+        self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
+
+    def state_dict(
+        self, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
+    ) -> dict[str, Any]:
+        """Return everything a restart needs beside weights and averages, with tensors copied to the CPU by ``copy``.
+
+        With ``own_rows`` this rank has the rows of large tensors that it writes into a sharded checkpoint.
+        """
+        state: dict[str, Any] = {
+            "optimizer": self.take_step.state_dict(self.world.is_main, copy, own_rows),
+            "streams": self.tasks.state_dict(),
+            "display": map_tensors(copy, self.reporter.state_dict()),
+            "validation_pending": self._validation_pending,
+            "interpolation": self.interpolation.state_dict(),
+        }
+        if self.validator.rows:
+            state["best"] = self.validator.state_dict()
+        return state
+
+    def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
+        self.step = self._saved = step
+        if step >= self.num_steps:
+            logger.warning(
+                "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to continue.",
+                step, self.num_steps,
+            )  # fmt: skip
+        if self.bank is not None:
+            self.bank.load_state_dict(state.get("averages"), step)
+        elif state.get("averages"):
+            logger.info(
+                "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
+                "of the checkpoint (%s) are left behind",
+                ", ".join(state["averages"]["profiles"]),
+            )
+        self.take_step.load_state_dict(state["optimizer"])
+        self.tasks.load_state_dict(state["streams"])
+        self.reporter.load_state_dict(state["display"], step)
+        self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
+        self.validator.load_state_dict(state.get("best", {}))
+        self.validator.truncate(step - 1 if self._validation_pending else step)

@@ -1,0 +1,210 @@
+"""The files that a run writes: checked and locked before the data are read; files of earlier runs are moved away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from deepmd_ema import checkpoint
+from deepmd_ema.checkpoint.folder import is_sharded
+from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered, numbered_pattern
+from deepmd_ema.config import RunConfig, config_from_dict, to_dict
+from deepmd_ema.config.messages import as_text
+from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
+from deepmd_ema.errors import CheckpointError, UserError, collect_problems
+from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
+from deepmd_ema.locks import locked
+from deepmd_ema.train.start.request import TrainRequest
+from deepmd_ema.weights import LIVE
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".dp-ema.lock"
+EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
+
+
+def check_outputs(config: RunConfig, request: TrainRequest) -> None:
+    """Make the folders that a run writes to, and check that it can write and destroys nothing.
+
+    Args:
+        config: of the run.
+        request: with the files that the run reads, and where the normalized input is written.
+
+    Raises:
+        CheckpointError: naming every place that cannot be written, or where there is something else.
+    """
+    weights, output = request.weights, request.output
+    inputs = (request.input_file, request.restart, request.init_model, request.finetune)
+    if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
+        copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
+        raise CheckpointError(
+            f"{weights}: the file to start from belongs to an earlier run, in whose place this one writes files of the "
+            f"same names. Start this one in another folder, or from a copy: {copy.format(os.path.relpath(real))}."
+        )
+    outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
+    problems = [
+        f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
+        "name."
+        for o in outputs
+        if not o.is_folder and o.path.is_dir() and not o.path.is_symlink()
+    ]
+    checked: set[Path] = set()
+    for o in outputs:
+        folder = o.path if o.is_folder else o.path.parent
+        if folder not in checked:
+            checked.add(folder)
+            with collect_problems(problems):
+                checkpoint.ensure_writable(folder, o.option)
+        with collect_problems(problems):
+            if o.has_rows:
+                refuse_to_lose(o.path, o.option, TABLE, inputs)
+    with collect_problems(problems):
+        refuse_to_lose(output, "--output", JSON, inputs)
+    if problems:
+        raise CheckpointError(problems)
+
+
+def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:
+    """Return the locks of the folder of the run, and of each of its files in other folders.
+
+    Other folders may have files of several runs, under other names. Statistics and TensorBoard's files are shared.
+    """
+    outputs, here = Outputs(config), Path.cwd()
+    single = [o.path for o in outputs if not o.is_folder]
+    single.append(outputs.checkpoint_folder / outputs.checkpoint_link(LIVE).name)
+    single += [outputs.best_folder / BEST] * outputs.has_best
+    places = {(path.parent.resolve(), path.name) for path in single}
+    away = [folder / f".{name}.lock" for folder, name in places if not folder.is_relative_to(here)]
+    return locked([here / LOCK, *sorted(away)])
+
+
+def write_config(config: RunConfig, output: str, is_new: bool) -> None:
+    """Write the config as the run uses it, once the files of an earlier run are set aside.
+
+    Args:
+        config: of the run, with everything that was left open.
+        output: where it is written.
+        is_new: whether the run starts at step 0; one that continues keeps its files.
+    """
+    text = as_text(to_dict(config)) + "\n"
+    outputs = Outputs(config)
+    # a copied folder may have files in place of the links, which would be replaced
+    files = [path for path in _links(config) if not path.is_symlink()]
+    if is_new:
+        files += _in_the_way(config)
+        path = Path(output)
+        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
+            files.append(path)
+    files = list(dict.fromkeys(path for path in files if path.is_file() or is_sharded(path)))
+    if files and not (files == [Path(output)] and _is_normalized(files[0])):
+        steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
+        folders = _set_aside(files)
+        logger.warning(
+            "there were files of an earlier run%s: moved to %s. To continue that run instead, stop this one, move "
+            "them back and use --restart.%s",
+            f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
+        )  # fmt: skip
+    with atomic_write(output, "Choose another -o.") as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _is_normalized(path: Path) -> bool:
+    """Whether a file is what a run writes there: beside it such a run, which ended before its first row, left nothing.
+
+    An input of the user, which says less, is kept.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return isinstance(found, dict) and to_dict(config_from_dict(found, str(path))) == found
+    except (ValueError, UserError):
+        return False
+
+
+def _pile(folder: Path) -> str:
+    """Return the remark where several earlier runs have been set aside."""
+    kept = [path for path in folder.glob(f"{EARLIER}-*") if path.is_dir()]
+    if len(kept) < 2:
+        return ""
+    size = sum(file.stat().st_size for path in kept for file in path.rglob("*") if not file.is_symlink())
+    where = f"{folder.absolute()}/{EARLIER}-*"
+    return f" {len(kept)} such folders are kept, {size / 1e6:,.1f} MB: {where}. Remove those that you do not need."
+
+
+def _names(config: RunConfig) -> list[str]:
+    """Return the live weights and every average."""
+    return [LIVE, *(average.name for average in config.training.averaging)]
+
+
+def _links(config: RunConfig) -> list[Path]:
+    """Return the links to the newest checkpoints of the live weights and of every average."""
+    return [Outputs(config).checkpoint_link(name) for name in _names(config)]
+
+
+def _real_model_file(given: str) -> Path:
+    """Return the file or folder that a name of a model file leads to."""
+    path = Path(given)
+    return (path if path.is_file() else checkpoint.resolve(path)).resolve()
+
+
+def _in_the_way(config: RunConfig) -> Iterator[Path]:
+    """Yield the files that a run from step 0 would replace or remove."""
+    outputs = Outputs(config)
+    yield from _links(config)
+    yield from (o.path for o in outputs if o.has_rows)
+    yield Path(POINTER)
+    for name in _names(config):
+        series = suffixed(config.training.save_ckpt, suffix_of(name)).name
+        for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
+            for paths in files_by_step(folder, numbered_pattern(series)).values():
+                yield from paths
+        for task in config.tasks:
+            pattern = best_pattern(outputs.best_prefix(name, task))
+            for paths in files_by_step(outputs.best_folder, pattern).values():
+                yield from paths
+
+
+def _set_aside(files: Iterable[Path]) -> list[Path]:
+    """Move files to ``earlier-N``, N the same everywhere, and return these folders.
+
+    It has the folders of the run below it; files from elsewhere have one beside them. Links between the files are laid
+    anew.
+    """
+    places = {path: _place_below(path) for path in files}
+    number = 1
+    while any((root / f"{EARLIER}-{number}").exists() for root, _ in places.values()):
+        number += 1
+    moved = {path: root / f"{EARLIER}-{number}" / below for path, (root, below) in places.items()}
+    real = {path.resolve(): new for path, new in moved.items() if not path.is_symlink()}
+    for path, new in moved.items():
+        with writing(new):
+            new.parent.mkdir(parents=True, exist_ok=True)
+            target = path.resolve()
+            if not path.is_symlink():
+                move(path, new)
+            elif target in real:
+                link(new, real[target])
+                path.unlink()
+            else:  # laid by the user: the link stays, and what it leads to is written anew
+                shutil.copyfile(path, new)
+    pointer = moved.get(Path(POINTER))
+    if pointer is not None:
+        named = real.get(Path(pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()).resolve())
+        if named is not None:
+            pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
+    roots = {root for root, _ in places.values()}
+    for folder in roots | {path.parent for path in moved}:
+        sync(folder)
+    return sorted(root / f"{EARLIER}-{number}" for root in roots)
+
+
+def _place_below(path: Path) -> tuple[Path, Path]:
+    """Return the folder of the run and the path of a file below it; for a file from elsewhere its own folder."""
+    folder, here = path.parent.resolve(), Path.cwd()
+    if folder.is_relative_to(here):
+        return Path(), folder.relative_to(here) / path.name
+    return path.parent, Path(path.name)

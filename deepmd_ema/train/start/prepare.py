@@ -1,0 +1,251 @@
+"""From a config to checked systems, statistics, and models with their first weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig, TaskConfig
+from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.data.check.result import CheckResult
+from deepmd_ema.data.collate import PairCache, collate
+from deepmd_ema.data.remembered import Memory
+from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
+from deepmd_ema.data.sampler import permutation, plan_batches
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.data.split import Split
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.files import writing
+from deepmd_ema.geometry import NeighborStatistics
+from deepmd_ema.model.bias import change_bias, energies_of
+from deepmd_ema.model.build import build_models
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
+from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
+from deepmd_ema.seeds import seed_for
+from deepmd_ema.train.start.new_run import Start
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedTask:
+    """Inputs of a training run for one task.
+
+    Attributes:
+        config: sections of the task with ``sel`` resolved.
+        train: training systems.
+        valid: validation systems, empty without validation data.
+        cache: neighbors found so far, of training and validation frames of all tasks.
+        model: with its first weights and its statistics, on the host.
+        split: hash of the frames that were split off for validation; empty without.
+    """
+
+    config: TaskConfig
+    train: Sequence[FrameSource]
+    valid: Sequence[FrameSource]
+    cache: PairCache
+    model: EnergyModel
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Inputs of a training run.
+
+    Attributes:
+        config: of the run, with ``sel`` resolved.
+        tasks: by name.
+        models: those of the tasks.
+        shares: probability of each task to be trained by a step.
+        seed: of every random stream of the run.
+    """
+
+    config: RunConfig
+    tasks: Mapping[str, PreparedTask]
+    models: ModelSet
+    shares: Mapping[str, float]
+    seed: int
+
+
+def stream_of(name: str, task: str) -> str:
+    """Return the name of a random stream of a task; a task without a name has that of the run."""
+    return f"{name} of {task}" if task else name
+
+
+def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: bool = False) -> PreparedRun:
+    """Open and check the data, resolve ``sel``, and make the models with their first weights.
+
+    A new run gets statistics from data; a run that starts from a file takes those of the file. rank 0 looks at the
+    data, and the others learn what it has found.
+
+    Raises:
+        DataError: with every problem of the data at once.
+    """
+    seed = config.training.seed
+    assert seed is not None, "a run without a seed draws one before this"
+    started = time.perf_counter()
+    memories = {name: Memory(Outputs(config).checked_data(name)) for name in config.tasks}
+    systems: dict[str, TaskData] = {}
+
+    def open_first() -> None:
+        with suppress(UserError):  # which all ranks see in the next lines
+            systems.update(open_run(config, memories))
+
+    # rank 0 first: of files that must be read completely it remembers what the others need
+    world.broadcast_from_rank0(open_first)
+    with world.all_ranks_ok():
+        systems = systems or open_run(config, memories)
+    # of rank 0: all ranks have the same frames in each part
+    splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, memories))
+    with world.all_ranks_ok():
+        systems = split_off(config, systems, splits)
+    config, nearest, dates = world.broadcast_from_rank0(
+        partial(_check_data, config, systems, memories, start, skip_neighbor_stat)
+    )
+    checked = time.perf_counter()
+    cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
+    seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
+    models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
+    for name, model in models.by_task.items():
+        model.min_nbor_dist = nearest[name]
+        tasks[name] = PreparedTask(
+            config.tasks[name], *systems[name], cache, model, splits[name].digest if name in splits else ""
+        )
+    run = PreparedRun(config, tasks, models, task_shares(config, systems, world.size), seed)
+    if not start.loads_after_sharding(config):
+        state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
+        if not world.is_main:
+            run.models.load_state_dict(state)
+    known = f" (this content was checked before: {', '.join(dates)})" if dates else ""
+    logger.info(
+        "data and neighbors: %.1f s%s, statistics: %.1f s", checked - started, known, time.perf_counter() - checked
+    )
+    return run
+
+
+def _choose_validation(
+    config: RunConfig, systems: Mapping[str, TaskData], seed: int, memories: Mapping[str, Memory]
+) -> dict[str, Split]:
+    splits = choose_validation(config, systems, seed, memories)
+    for name, split in splits.items():
+        for line in split.lines:
+            logger.info("%s%s", f"task {name}: " * bool(name), line)
+        for line in split.warnings:
+            logger.warning("%s%s", f"task {name}: " * bool(name), line)
+    return splits
+
+
+def _check_data(
+    config: RunConfig, systems: Mapping[str, TaskData], memories: Mapping[str, Memory], start: Start, skip: bool
+) -> tuple[RunConfig, dict[str, float | None], list[str]]:
+    """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
+    nearest, found, dates = {}, {}, []
+    problems: list[str] = []
+    for name, task in config.tasks.items():
+        report = check_unless_unchanged(task, systems[name], memories[name])
+        if isinstance(report, CheckResult):
+            dates.append(f"{name} {report.date}".lstrip())
+        for line in report.notes:
+            logger.info("%s", line)
+        for line in report.warnings:
+            logger.warning("%s", line)
+        problems += report.problems
+        descriptor = task.model.descriptor
+        if skip and descriptor.neighbors is None:
+            place = f"{task.place('model')}.descriptor"
+            problems.append(f"--skip-neighbor-stat: {place} ({descriptor.summary()}) needs it. Give numbers.")
+        if not report.problems:
+            assert report.neighbors is not None, "data without problems have neighbors"
+            nearest[name] = start.min_nbor_dist(name, report.neighbors.min_distance)
+            found[name] = report.neighbors
+    if problems:
+        raise DataError(problems)
+    return _with_neighbors(config, found), nearest, dates
+
+
+def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
+    """Return the config with ``sel`` resolved; a descriptor that tasks share has room for the neighbors in all."""
+    models = {}
+    for name, task in config.tasks.items():
+        if task.model.descriptor.neighbors is None:
+            of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
+    return config.with_models(models) if models else config
+
+
+def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
+    """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
+    if start.needs_statistics(run.config):
+        found = {name: _statistics(run.config, task, run.seed, num_ranks) for name, task in run.tasks.items()}
+        for name, statistics in shared_statistics(found, run.config.links, run.shares).items():
+            run.tasks[name].model.apply_statistics(statistics)
+            for line in statistics.lines():
+                logger.info("%s%s", f"task {name}: " * bool(name), line)
+    start.load_weights(run.models)
+    for name, task in run.tasks.items():
+        if start.fits_bias(name):
+            _fit_bias(task, run.seed, num_ranks)
+    return run.models.state_dict()
+
+
+def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
+    """Move the output bias of a task so that the mean residual per atom is zero on the frames of the statistics."""
+    model, of_task = task.model, f" of task {task.config.name}" if task.config.name else ""
+    before = model.out_bias.view(-1).numpy().copy()
+    frames = energies_of(model, task.config.model, _statistics_batches(task, seed, num_ranks))
+    if not len(frames):
+        logger.warning("no training frame%s has an energy to fit the output bias to: it stays as in the file", of_task)
+        return
+    fit = change_bias(frames, before)
+    model.out_bias.copy_(torch.from_numpy(fit.bias).view_as(model.out_bias))
+    model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
+    logger.info(
+        "output bias%s moved by a fit of label minus prediction on %s frames: %s", of_task, f"{len(frames):,}",
+        frames.describe_means(fit.bias - before),
+    )  # fmt: skip
+
+
+def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
+    """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
+    path, place = Outputs(config).stat_file(task.config.name), f"{task.config.place('training')}.stat_file"
+    if path is not None:
+        stored = read_stat_file(path, task.config.model, task.model.descriptor)
+        if stored is not None:
+            logger.info("statistics are those of %s", path)
+            return stored
+        if task.config.data.stat_file_mode == "read":
+            raise DataError(
+                f'{place} = "{path}" does not hold the statistics of this model, and stat_file_mode is "read". Use '
+                '"update", or the file of a run with the same type_map, cutoff and '
+                f"{task.config.model.descriptor.neighbors_option}."
+            )
+    found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
+    if path is not None:
+        advice = "Remove the file that is there, name another place, or leave the option out."
+        with writing(f"{place}: {path}", advice):
+            write_stat_file(path, task.config.model, task.model.descriptor, found)
+    return found
+
+
+def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
+    train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
+    rule = task.config.training_data.batch_size
+    plan = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
+    for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
+        # a system that `filter:N` leaves out has size 0 and no share in the statistics
+        order = frames[permutation(len(frames), seed_for(stream, seed, number))]
+        # as many as one process with all the frames of a step would take, so that it starts from the same model
+        chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
+        for begin in range(0, len(chosen), 8):
+            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + 8]], layout)

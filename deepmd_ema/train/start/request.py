@@ -1,0 +1,78 @@
+"""The request for a training run. Nothing here loads torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from deepmd_ema.config import InputFile, read_input
+from deepmd_ema.errors import UserError
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A request to train: the input, and how the run starts. At most one of the three start files is given.
+
+    Attributes:
+        input_file: JSON or YAML.
+        restart: checkpoint to continue exactly.
+        init_model: file whose weights, live or averaged, a new run starts from.
+        finetune: file whose weights a new run on other data, perhaps of other elements, starts from.
+        model_branch: name of a model in a file that holds several; ``RANDOM`` is a fresh fitting network for
+            fine-tuning.
+        use_pretrain_script: whether the section ``model`` is taken from the start file.
+        output: file to which the normalized config is written.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; chosen automatically if None.
+        skip_neighbor_stat: whether ``sel: auto`` is refused; the data are checked all the same.
+        allow_config_change: whether a restart with a changed config is allowed.
+    """
+
+    input_file: str
+    restart: str | None = None
+    init_model: str | None = None
+    finetune: str | None = None
+    model_branch: str | None = None
+    use_pretrain_script: bool = False
+    output: str = "out.json"
+    device: str | None = None
+    skip_neighbor_stat: bool = False
+    allow_config_change: bool = False
+
+    @cached_property
+    def input(self) -> InputFile:
+        """The input file, parsed once.
+
+        Raises:
+            ConfigError: if it cannot be read.
+        """
+        return read_input(self.input_file)
+
+    @property
+    def weights(self) -> str | None:
+        """The file whose weights a new run starts from."""
+        return self.init_model or self.finetune
+
+    def heads(self) -> dict[str, str | None]:
+        """Return by task the name of a model in the start file, from the command line or the input.
+
+        Raises:
+            UserError: if both name one, or no model can be chosen.
+        """
+        given = self.model_branch
+        if given is not None and (self.restart is not None or self.weights is None):
+            raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
+        heads = self.input.heads
+        if given is None:
+            return heads
+        if set(heads) != {""}:
+            raise UserError(
+                f"--model-branch {given}: {self.input_file} has several tasks. Name the model that each starts from, "
+                "as finetune_head in its section of model.model_dict."
+            )
+        head = heads[""]
+        if head is not None and given != head:
+            raise UserError(
+                f'--model-branch {given}: {self.input_file} has model.finetune_head = "{head}". Expected one head: '
+                "remove one of the two."
+            )
+        return {"": given}

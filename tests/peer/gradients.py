@@ -1,0 +1,280 @@
+"""Loss and gradients of one batch here and in DeePMD-kit, from the same ``.dp`` files.
+
+usage: python tests/peer/gradients.py --peer DIR [--models NAME ...] [--output PAGE] [--golden FILE]
+
+For every model in tests/golden, the loss (energy, force and virial) of a batch and its gradient by each parameter. Both
+programs read the file, take the same labels, and write their gradients under the names of the file's tree: the model is
+serialized once more with each parameter replaced by its gradient. ``--golden tests/golden/gradients.json`` keeps two
+numbers of every array of the peer, for tests without it. A name with ``+hessian`` is its model with second derivatives
+in the loss as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from comparing import common
+
+if TYPE_CHECKING:
+    import torch
+
+    from deepmd_ema.config import ModelConfig
+    from deepmd_ema.data.source import Frame
+
+GOLDEN = common.ROOT / "tests" / "golden"
+SYSTEMS = ("molecule", "grid")  # images at exactly equal distances, as in "triclinic", are in any order in the peer
+SHARED = {"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000.0, "limit_pref_f": 1.0,
+          "start_pref_v": 0.02, "limit_pref_v": 1.0}  # fmt: skip
+START_LR, LR = 1e-3, 4e-4
+SECOND = {"start_pref_h": 10.0, "limit_pref_h": 1.0}
+HESSIAN, WITH_HESSIAN = "hessian", "+hessian"  # the label; the end of the name of a case whose loss has it
+SECOND_TOO = ("dpa2", "dpa3", "se_e2_a", "se_e3_tebd")  # models with such a case; of attention layers the peer has nan
+NOISE = {"energy": 0.5, "force": 0.3, "virial": 0.4}  # eV, eV/angstrom, eV: how far the labels are from the model
+TOLERANCE = 1e-8
+LOSS, MASKED = "loss", "loss of the atoms that have energies"  # beside the names of the tree; the latter of the peer
+
+
+def main() -> None:
+    """Compute both sides, compare them and print the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all)")
+    parser.add_argument("--work", type=Path, default=common.RUNS / "gradients", help="folder of the gradients")
+    parser.add_argument("--output", type=Path, help="also write the page here")
+    parser.add_argument("--golden", type=Path, help="write numbers of the peer's gradients here")
+    parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    every = [*(path.stem for path in GOLDEN.glob("*.dp")), *(name + WITH_HESSIAN for name in SECOND_TOO)]
+    names = args.models or sorted(every)
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.as_peer:
+        for name in names:
+            _write(args.work, "peer", name, peer_gradients)
+        return
+    if args.peer is None:
+        raise SystemExit("gradients.py compares with DeePMD-kit: give --peer DIR.")
+    words = [Path(args.peer) / "bin" / "python", __file__, "--as-peer", "--work", args.work, "--models", *names]
+    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
+    rows = []
+    for name in names:
+        _write(args.work, "ours", name, our_gradients)
+        rows += [_row(args.work, name, system) for system in systems_of(name)]
+    if args.golden is not None:
+        kept = json.loads(args.golden.read_text())["models"] if args.golden.exists() else {}
+        found = {name: summary(dict(np.load(args.work / f"peer.{name}.{systems_of(name)[-1]}.npz"))) for name in names}
+        made_by = "python tests/peer/gradients.py --peer DIR --golden tests/golden/gradients.json"
+        models = dict(sorted((kept | found).items()))
+        args.golden.write_text(json.dumps({"made_by": made_by, "models": models}, indent=0) + "\n")
+    common.publish(_page(rows, names), args.output)
+    if any(worst > TOLERANCE for *_, worst in rows):
+        raise SystemExit(f"a gradient differs by more than {TOLERANCE:g}")
+
+
+def systems_of(name: str) -> tuple[str, ...]:
+    """Return the systems on which a case is compared: with Hessians, which have 36,864 numbers for 64 atoms, one."""
+    return SYSTEMS[:1] if name.endswith(WITH_HESSIAN) else SYSTEMS
+
+
+def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Return two numbers of each array: its length, and its sum weighted by cosines, which notices other orders."""
+    return {
+        path: [float(np.linalg.norm(value)), float(value.ravel() @ np.cos(np.arange(value.size)))]
+        for path, value in gradients.items()
+    }
+
+
+def parameter_leaves(model: torch.nn.Module, tree: Callable[[], dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the gradient of each array of a model's tree that holds parameters, by its path; it ruins the model.
+
+    Args:
+        model: after a backward pass.
+        tree: serializes the model as it is.
+    """
+    import torch
+
+    with torch.no_grad():
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.fill_(torch.nan)
+        found = [path for path, value in _arrays(tree()) if np.isnan(value).any()]
+        for p, gradient in zip(model.parameters(), gradients):
+            p.copy_(gradient)
+        arrays = dict(_arrays(tree()))
+    return {path: arrays[path] for path in found}
+
+
+def _arrays(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the path and a copy of every array of floats in nested dictionaries and lists."""
+    if isinstance(tree, np.ndarray):
+        if tree.dtype.kind == "f":
+            yield path.lstrip("/"), tree.copy()
+        return
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for name, child in children:
+        yield from _arrays(child, f"{path}/{name}")
+
+
+def _write(work: Path, who: str, name: str, gradients: Callable[[str, dict], dict[str, np.ndarray]]) -> None:
+    """Write the loss and the gradients of each system for one model and one program."""
+    for system in systems_of(name):
+        found = gradients(name.removesuffix(WITH_HESSIAN), batch_of(name, system))
+        np.savez(work / f"{who}.{name}.{system}.npz", **found)
+
+
+def batch_of(name: str, system: str) -> dict[str, np.ndarray | None]:
+    """Return the frames of a system with labels near what the model predicts, and parameters if it takes some."""
+    systems, predicted = np.load(GOLDEN / "systems.npz"), np.load(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.npz")
+    coord, kinds, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
+    frames, atoms = len(coord), len(kinds)
+    rng = np.random.default_rng(23)
+    labels = {key: predicted[f"{system}_{key}"] for key in NOISE}
+    labels = {key: value + NOISE[key] * rng.normal(size=value.shape) for key, value in labels.items()}
+    if name.endswith(WITH_HESSIAN):
+        second = rng.normal(size=(frames, 3 * atoms, 3 * atoms))
+        labels[HESSIAN] = second + second.transpose(0, 2, 1)
+    cells = box.reshape(-1, 3, 3) if box.size else None
+    return {"coord": coord.reshape(frames, atoms, 3), "types": kinds.astype(np.int64), "box": cells} | labels
+
+
+def _conditions(numb_fparam: int, numb_aparam: int, frames: int, atoms: int) -> dict[str, np.ndarray]:
+    found = {}
+    if numb_fparam:
+        found["fparam"] = 0.1 * np.arange(frames * numb_fparam, dtype=float).reshape(frames, numb_fparam)
+    if numb_aparam:
+        found["aparam"] = 0.01 * np.arange(frames * atoms * numb_aparam, dtype=float).reshape(frames, atoms, -1)
+    return found
+
+
+def frames_of(config: ModelConfig, data: dict[str, Any]) -> list[Frame]:
+    """Return the frames of a system with labels and parameters, as a model reads them."""
+    from deepmd_ema.data.source import Frame
+    from deepmd_ema.labels import LABELS
+
+    fitting = config.fitting_net
+    more = _conditions(fitting.numb_fparam, fitting.numb_aparam, *data["coord"].shape[:2])
+    own = [key for key in (*NOISE, HESSIAN) if key in data]
+    frames = []
+    for k, coord in enumerate(data["coord"]):
+        labels = {key: data[key][k].reshape(LABELS[key].shape_in_frame(len(coord))) for key in own}
+        box = None if data["box"] is None else data["box"][k]
+        frames.append(Frame(coord, data["types"], box, labels, **{key: value[k] for key, value in more.items()}))
+    return frames
+
+
+def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return loss and gradients as a training step computes them."""
+    from deepmd_ema.config.schema.optim import EnerLossConfig
+    from deepmd_ema.data.collate import collate
+    from deepmd_ema.dist.world import World
+    from deepmd_ema.interchange import read_dp
+    from deepmd_ema.interchange.dp.model import model_tree
+    from deepmd_ema.loss import EnergyLoss
+
+    config, model, _ = read_dp(GOLDEN / f"{name}.dp")
+    batch = collate(frames_of(config, data), model.layout)
+    model.train()
+    loss = EnergyLoss(EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})), START_LR, World())
+    total, _ = loss(model(batch, **loss.needs(batch)), batch, LR)
+    total.backward()
+    return {LOSS: np.array(total.item())} | parameter_leaves(model, lambda: model_tree(model, config))
+
+
+def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return loss and gradients of DeePMD-kit's model and loss; runs in its environment."""
+    import torch
+    from deepmd.dpmodel.utils.serialization import load_dp_model
+    from deepmd.pt.loss.ener import EnergyStdLoss
+    from deepmd.pt.model.model.model import BaseModel
+
+    tree = load_dp_model(str(GOLDEN / f"{name}.dp"))["model"]
+    # its torch backend writes a type that it does not read
+    kind = "linear_ener" if tree["type"] == "linear" else tree["type"]
+    model = BaseModel.deserialize({**tree, "type": kind}).train()
+    if HESSIAN in data:
+        model.enable_hessian()
+    frames, atoms = data["coord"].shape[:2]
+    more = _conditions(model.get_dim_fparam(), model.get_dim_aparam(), frames, atoms)
+    given = {"coord": torch.tensor(data["coord"]), "atype": torch.tensor(np.tile(data["types"], (frames, 1))),
+             "box": None if data["box"] is None else torch.tensor(data["box"].reshape(frames, 9)),
+             **{key: torch.tensor(value) for key, value in more.items()}}  # fmt: skip
+    shapes = {"energy": (frames, 1), "force": (frames, atoms, 3), "virial": (frames, 9), HESSIAN: (frames, -1)}
+    shapes = {key: shape for key, shape in shapes.items() if key in data}
+    label = {key: torch.tensor(data[key].reshape(shape)) for key, shape in shapes.items()}
+    label |= {f"find_{key}": 1.0 for key in shapes}
+    loss = EnergyStdLoss(starter_learning_rate=START_LR, **SHARED, **(SECOND if HESSIAN in data else {}))
+
+    def loss_with(mask: torch.Tensor) -> torch.Tensor:
+        _, total, _ = loss(given, lambda **inputs: {**model(**inputs), "mask": mask}, label, atoms, LR)
+        return total
+
+    own = model(**given)["mask"].double()  # of integers; without the atoms of excluded types
+    masked = {} if own.all() else {MASKED: np.array(loss_with(own).item())}
+    total = loss_with(torch.ones_like(own))
+    total.backward()
+    return {LOSS: np.array(total.item())} | masked | parameter_leaves(model, model.serialize)
+
+
+def _row(work: Path, name: str, system: str) -> tuple[str, str, str, int, float, float, str, float]:
+    """Return arrays, numbers, loss, and the largest differences of loss and gradients of one model and system."""
+    ours, peer = (dict(np.load(work / f"{who}.{name}.{system}.npz")) for who in ("ours", "peer"))
+    peer.pop(MASKED, None)
+    if ours.keys() != peer.keys():
+        raise SystemExit(f"{name}: other parameters: {sorted(ours.keys() ^ peer.keys())}")
+    for path in _second_copies(ours, peer):
+        del ours[path], peer[path]
+    loss = float(peer.pop(LOSS))
+    by_loss = abs(float(ours.pop(LOSS)) - loss) / abs(loss)
+    # an array whose gradient vanishes holds rounding of the others
+    floor = 1e-12 * max(np.abs(value).max() for value in peer.values())
+    worst = {
+        path: float(np.abs(ours[path].reshape(value.shape) - value).max() / max(np.abs(value).max(), floor))
+        for path, value in peer.items()
+    }
+    where = max(worst, key=worst.__getitem__)
+    zero = sum(not value.any() for value in peer.values())
+    arrays = f"{len(peer)} ({zero} zero)" if zero else str(len(peer))
+    return name, system, arrays, sum(v.size for v in peer.values()), loss, by_loss, where, worst[where]
+
+
+def _second_copies(ours: dict[str, np.ndarray], peer: dict[str, np.ndarray]) -> list[str]:
+    """Return arrays that the peer does not use and that are here a copy of one that it does, as in se_e3."""
+    used = {value.tobytes() for path, value in ours.items() if peer[path].any()}
+    return [path for path, value in ours.items() if not peer[path].any() and value.any() and value.tobytes() in used]
+
+
+def _page(rows: list[tuple], names: list[str]) -> str:
+    lines = [
+        [name, system, arrays, f"{numbers:,}", f"{loss:.6g}", f"{by_loss:.1e}", f"{worst:.1e}", f"`{where}`"]
+        for name, system, arrays, numbers, loss, by_loss, where, worst in rows
+    ]
+    header = ["model", "frames", "arrays", "parameters", "loss", "loss differs by", "gradients differ by", "most in"]
+    return "\n".join([
+        f"# Gradients beside DeePMD-kit 3.2.0, {common.today()}",
+        "",
+        f"`python tests/peer/gradients.py --peer DIR --models {' '.join(names)}`",
+        "",
+        "Loss of one batch (energy, force, virial) and its gradient by every parameter, both programs from the same",
+        "`.dp` file of `tests/golden`, in float64. Relative differences: of an array, the largest over its largest",
+        f"number. Bound: {TOLERANCE:g}. Every parameter of both models is compared; those of `dpa3` without effect on",
+        "the energy, and those of an excluded type, have zero gradients in both. `se_e3` of the peer has a network for",
+        "either order of two types and uses one; here the one is written twice, and compared once.",
+        "",
+        "The per-atom mask of the peer is set to one. Its own is of integers, so that it divides by the number of",
+        "atoms in float32: for 7 atoms this alone changes the loss by 3e-11 and gradients by up to 8e-8, for 64 atoms",
+        "by nothing. And it leaves atoms of `atom_exclude_types` out of the loss: in se_e2_a_excluded, of type 2, this",
+        "is 42.0128 instead of 40.2643 for the molecule ([differences](../../doc/differences.md)).",
+        "",
+        common.table(header, lines),
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Descriptors of other distributions: found by entry points, used like those of dp-ema, refused by name if broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import tiny_input
+from packages import install
+
+import deepmd_ema
+from deepmd_ema import cli
+
+HERE = Path(__file__).parent
+FAKE = {"type": "fake", "rcut": 4.0, "width": 6}
+RECORD = "from deepmd_ema.registry import Family\nfrom fake_descriptor.section import FakeConfig\n"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder on ``sys.path`` for distributions."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "site"
+
+
+def check(capsys, descriptor, code):
+    """Return what the check of an input with this descriptor prints; it ends with ``code``."""
+    Path("input.json").write_text(json.dumps(tiny_input(["train"], model__descriptor=descriptor)))
+    found = cli.main(["check", "--config-only", "input.json"])
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out + err
+
+
+@pytest.mark.timeout(600)
+def test_a_package_in_a_folder_is_documented_trained_frozen_and_tested(tmp_path, water_like, water_like_valid):
+    site = tmp_path / "site"
+    install(site, "fake-descriptor", {"fake": "fake_descriptor:FAMILY"}, version="2.1")
+    shutil.copytree(HERE / "fake_descriptor", site / "fake_descriptor")
+    config = tiny_input([water_like], [water_like_valid], num_steps=2, model__descriptor=FAKE)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    path = os.pathsep.join([str(site), str(Path(deepmd_ema.__file__).parents[1])])
+
+    def run(*words):
+        command = [sys.executable, "-m", "deepmd_ema", *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+        text = (done.stdout + done.stderr).decode()
+        assert done.returncode == 0, text
+        return text
+
+    assert "model.descriptor[fake].width" in run("doc", "model.descriptor")
+    run("train", "input.json", "--device", "cpu")
+    run("freeze", "-c", "model.ckpt-2.pt", "-o", "model.dp")
+    assert "fake, rcut 4 angstrom" in run("show", "model.dp")
+    assert "Force" in run("test", "-m", "model.dp", "-s", water_like_valid)
+
+
+# what stands in the package, and what is said of it
+BROKEN = {
+    "raises": ("raise OSError('no library')", "cannot be imported (OSError: no library). Repair or uninstall"),
+    "missing": ("", "broken:FAMILY cannot be imported (AttributeError: "),
+    "no_record": ("FAMILY = 3", "broken:FAMILY is of type int, expected deepmd_ema.registry.Family."),
+    "no_class": (f"{RECORD}FAMILY = Family('FakeConfig', '')", "has section 'FakeConfig', expected a dataclass."),
+    "other_type": (f"{RECORD}FAMILY = Family(FakeConfig, '')", "has a section of type 'fake', expected 'broken'."),
+    "alias": (
+        f"{RECORD}class Section(FakeConfig):\n    type, aliases = 'broken', ('dpa1',)\nFAMILY = Family(Section, '')",
+        "has the alias 'dpa1', which another type has.",
+    ),
+    "members": (
+        "from dataclasses import dataclass\nfrom deepmd_ema.registry import Family\n"
+        "@dataclass\nclass Section:\n    type = 'broken'\n    cutoff: float = 4.0\nFAMILY = Family(Section, '')",
+        "has a section without aliases, has_type_embedding, neighbors, ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_package_matters_only_where_its_descriptor_is_asked_for(site, capsys, monkeypatch, source, message):
+    install(site, "broken-descriptor", {"broken": "broken:FAMILY"}, broken=source)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    said = check(capsys, {"type": "broken"}, 2)
+    assert 'model.descriptor.type = "broken": the package broken-descriptor 1.0 adds this type, but ' in said
+    assert message in said
+    check(capsys, {"type": "se_e2_a"}, 0)
+    assert cli.main(["doc", "model.descriptor"]) == 0
+    out, err = capsys.readouterr()
+    assert "model.descriptor[broken]" not in out
+    assert 'descriptor "broken" is not listed: the package broken-descriptor 1.0 adds this type, but ' in err
+    assert cli.main(["doc", "training.numb_steps"]) == 0
+    assert "broken" not in capsys.readouterr().err
+
+
+def test_two_packages_that_add_one_type_are_both_named(site, capsys):
+    install(site, "one-descriptor", {"fake": "fake_descriptor:FAMILY"})
+    install(site, "other-descriptor", {"fake": "fake_descriptor:FAMILY"}, version="0.3")
+    said = check(capsys, FAKE, 2)
+    assert "the packages one-descriptor 1.0 and other-descriptor 0.3 both add this type. Uninstall one of them." in said
+
+
+def test_a_package_does_not_replace_a_descriptor_of_dp_ema(site, capsys):
+    install(site, "own-descriptor", {"se_e2_a": "fake_descriptor:FAMILY"})
+    said = check(capsys, {"type": "se_e2_a"}, 2)
+    assert "dp-ema has this type, and the package own-descriptor 1.0 adds it too. Uninstall the package." in said
+
+
+def test_a_module_that_cannot_be_imported_is_named_by_its_package(site, capsys, water_like):
+    source = f"{RECORD}FAMILY = Family(FakeConfig, 'no_such_package:Descriptor')"
+    install(site, "fake-descriptor", {"fake": "half:FAMILY"}, half=source)
+    Path("input.json").write_text(json.dumps(tiny_input([water_like], num_steps=1, model__descriptor=FAKE)))
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert 'type "fake" of the package fake-descriptor 1.0: no_such_package:Descriptor cannot be imported ' in said

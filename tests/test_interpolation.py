@@ -1,0 +1,406 @@
+"""Embedding nets as series: error, number of terms, restarts, and what makes a run leave them."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same
+from parallel_runs import train
+from test_parallel import config_of
+from test_train import load, start  # noqa: F401  (a fixture)
+from toy_models import batch_of, toy_atoms, toy_model
+
+from deepmd_ema.dist.world import World
+from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.model.compile import CompileOptions, Compiler
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interpolation import Interpolation, interpolations_of
+from deepmd_ema.model.interpolation.series import (
+    MAX_ERROR,
+    MAX_TERMS,
+    MIN_TERMS,
+    MULTIPLE,
+    estimated_errors,
+    terms_for,
+    transform,
+)
+from deepmd_ema.model.interpolation.sums import DirectSum
+from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.train.loop.interpolation import InterpolationControl
+
+pytestmark = pytest.mark.timeout(120)
+
+CELL = np.diag([7.0, 7.5, 8.0])
+ALWAYS = {"model__descriptor__interpolate": "always"}
+
+
+def net_of(activation="tanh", dtype=torch.float64, steep=1.0):
+    net = Network([1, 4, 8], activation, timestep=True, dtype=dtype, seed=1)
+    with torch.no_grad():
+        net.stack[0].weight *= steep
+    return net
+
+
+def in_series(net, terms, left, s):
+    interpolation = Interpolation("always", torch.float64)
+    interpolation.use(terms)
+    interpolation.max_error = 1e9
+    return interpolation(left, s, net)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sums_and_gradients(value, grads, net):
+    """Return sums, both gradients of a function of them, and the gradient of a function of all of that by weights."""
+    total = sum(part.square().sum() for part in (value, *grads))
+    return [value, *grads, *torch.autograd.grad(total, list(net.parameters()))]
+
+
+def differences(terms, net):
+    left, s, grad = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), drawn(5, 4, 8, seed=2)
+    found = in_series(net, terms, left, s)
+    value, slope = net.value_and_derivative(s[..., None])
+    summed = torch.einsum("akc,akm->acm", left, value)
+    of_left = torch.einsum("acm,akm->akc", grad, value)
+    of_s = torch.einsum("acm,akc,akm->ak", grad, left, slope)
+    on_pairs = sums_and_gradients(summed, (of_left, of_s), net)
+    pairs = zip(sums_and_gradients(found.value, found.vjp(grad), net), on_pairs, strict=True)
+    return [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs]
+
+
+def test_sums_their_gradients_and_those_by_the_weights_are_those_of_the_net():
+    assert max(differences(64, net_of())) < 1e-11
+
+
+def test_the_error_falls_geometrically_with_the_number_of_terms():
+    errors = np.array([differences(n, net_of(steep=2)) for n in (32, 64, 128)])
+    for quantity in (0, 2):  # the sums, and derivatives
+        assert errors[1, quantity] < 0.1 * errors[0, quantity]
+        assert errors[2, quantity] < 0.1 * errors[1, quantity]
+
+
+def test_the_gradient_by_rows_is_that_by_both_where_s_is_their_first_column():
+    left, grad = drawn(5, 40, 4), drawn(5, 4, 8, seed=2)
+    net = net_of()
+    found = in_series(net, 40, left, left[..., 0])
+    of_left, of_s = found.vjp(grad)
+    expected = torch.cat([of_left[..., :1] + of_s[..., None], of_left[..., 1:]], -1)
+    rows = found.rows_vjp(grad)
+    weight = net.stack[0].weight
+    gradients = [torch.autograd.grad(one.square().sum(), weight, retain_graph=True) for one in (rows, expected)]
+    torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_a_list_without_pairs_has_sums_of_zero_and_gradients_of_zero():
+    for shape in ((3, 0), (0, 4)):
+        net = net_of()
+        found = in_series(net, 32, drawn(*shape, 4), drawn(*shape))
+        grads = sums_and_gradients(found.value, found.vjp(torch.ones_like(found.value)), net)
+        assert found.value.shape == (shape[0], 4, 8)
+        assert all(not part.detach().abs().sum() for part in grads)
+
+
+def test_pairs_that_are_all_alike_are_no_trouble():
+    s = torch.full((2, 5), 0.7, dtype=torch.float64)
+    found = in_series(net_of(), 32, torch.ones(2, 5, 1, dtype=torch.float64), s)
+    torch.testing.assert_close(found.value[:, 0], 5 * net_of()(s[:, :1]), rtol=1e-12, atol=1e-12)
+
+
+def test_nets_in_float32_lose_no_more_than_their_rounding():
+    """Beside the same weights in float64: the coefficients are computed in float64."""
+    left, s = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1)
+    narrow = net_of(dtype=torch.float32)
+    wide = net_of()
+    wide.load_state_dict({name: value.double() for name, value in narrow.state_dict().items()})
+    exact = torch.einsum("akc,akm->acm", left, wide(s[..., None]))
+    direct = torch.einsum("akc,akm->acm", left.float(), narrow(s[..., None].float()))
+    found = in_series(narrow, 64, left.float(), s.float()).value
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() < 3 * (direct - exact).abs().max()
+
+
+def one_batch(model, natoms=40, seed=1):
+    coord, types = toy_atoms(seed, natoms)
+    return batch_of(model, (coord, types, CELL))
+
+
+def controlled(descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40, **changes):
+    """Return the interpolation of a model after a run has begun with it, its control and a batch."""
+    changes |= {"interpolate": choice, "activation_function": activation}
+    _, model = toy_model(descriptor, changes)
+    control = InterpolationControl(ModelSet({"": model}), World(), interval=1)
+    batch = one_batch(model, natoms)
+    control.begin({"": batch}, None)
+    return model.descriptor.interpolation, control, batch
+
+
+def test_auto_takes_series_where_there_are_many_pairs_and_the_nets_are_wide():
+    wide = {"neuron": [50, 100, 200], "type_one_side": True}
+    assert controlled(**wide)[0].terms >= MIN_TERMS
+    assert controlled(**wide, natoms=3)[0].terms == 0
+    assert controlled(neuron=[2, 4])[0].terms == 0
+    assert controlled(**wide, choice="never")[0].terms == 0
+    assert controlled(neuron=[2, 4], natoms=3, choice="always")[0].terms > 0
+
+
+def error_of_forces(model, batch):
+    """Return the largest difference of the forces from those with nets at each pair, over the largest force."""
+    forces = model(batch, create_graph=True)["force"].detach()
+    terms = {interpolation: interpolation.terms for interpolation in interpolations_of(model).values()}
+    for interpolation in terms:
+        interpolation.terms = 0
+    direct = model(batch)["force"]
+    for interpolation, number in terms.items():
+        interpolation.terms = number
+    return float((forces - direct).abs().max() / direct.abs().max())
+
+
+def test_a_series_that_is_too_short_for_a_batch_is_not_used_for_it():
+    """The number of terms was chosen for another batch, and for other weights."""
+    interpolation, control, batch = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    interpolation.use(MIN_TERMS)
+    for factor in (1.0, 6.0, 20.0):
+        with torch.no_grad():
+            model.descriptor.networks[0].stack[0].weight *= factor
+        assert error_of_forces(model, batch) < 3e-9
+        assert interpolation.terms == MIN_TERMS  # of the next evaluation
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+def test_no_derivative_of_a_series_is_off_by_more_than_the_bound(seed, precision):
+    """Nets of many kinds over ranges of many lengths, beside their derivatives on a fine grid."""
+    source = np.random.default_rng(seed)
+    for _ in range(12):
+        neuron = [[4, 8], [25, 50, 100], [10, 10, 20]][source.integers(3)]
+        net = Network([1, *neuron], "tanh", timestep=False, dtype=torch.float64, seed=int(source.integers(1 << 30)))
+        with torch.no_grad():
+            for layer in net.stack:
+                layer.weight *= float(10 ** source.uniform(-1, 0.7))
+            # a narrow feature that is faint as well
+            net.stack[0].weight[0, 0] *= float(10 ** source.uniform(0, 1.5))
+            net.stack[1].weight[0] *= float(10 ** source.uniform(-6, 0))
+        low = float(source.uniform(-3, 1))
+        s = torch.linspace(low, low + float(10 ** source.uniform(-1, 1.2)), 3001, dtype=torch.float64)
+        interpolation = Interpolation("always", precision)
+        interpolation.use(int(source.choice([16, 32, 48, 96])))
+        found = interpolation(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
+        expected = net.value_and_derivative(s[:, None])[1]
+        grad = torch.eye(neuron[-1], dtype=torch.float64)
+        slopes = torch.stack([found.vjp(row.expand(len(s), 1, -1))[1][:, 0] for row in grad], 1)
+        assert (slopes - expected).abs().max() <= MAX_ERROR[precision] * expected.abs().max()
+
+
+def test_a_slow_decay_behind_a_fast_one_is_not_taken_for_fast():
+    """Of a smooth net with a faint, steep feature: the last terms show how fast the terms left out decay."""
+    constants, n = transform(48), torch.arange(400, dtype=torch.float64)
+    sizes = 10 ** (-n / 3) + 1e-9 * 0.9**n
+    slopes = constants.slope @ constants.at_sites @ sizes[:48]
+    coefficients = torch.cat([sizes[:48], slopes])[:, None]
+    left_out, _ = estimated_errors(coefficients, constants, torch.ones(()))
+    largest = (constants.at_sites @ slopes).abs().max()
+    steepest = transform(400).steepest
+    assert left_out > (steepest * sizes)[48:].sum() / largest
+
+
+def test_the_number_of_terms_follows_the_decay_of_the_error():
+    assert terms_for(40, 1e-5, 1e-9) == 72
+    assert terms_for(40, 0.5, 1e-9) == 80  # not resolved: twice as many
+    assert terms_for(40, 1e-12, 1e-9) == 32
+    assert terms_for(40, 0.0, 1e-9) == 28  # an error of rounding says no more
+    assert terms_for(16, 0.0, 1e-9) == MIN_TERMS
+
+
+def test_the_terms_that_are_kept_for_later_batches_have_a_margin():
+    interpolation = Interpolation("always", torch.float64)
+    interpolation.use(40)
+    assert interpolation._enough(40, 0.9e-9) > 40
+
+
+def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
+    """Its derivative is small beside the rounding of its values, which a series amplifies."""
+    net = net_of()
+    with torch.no_grad():
+        net.stack[0].weight *= 1e-9
+    left, s, interpolation = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), Interpolation("always", torch.float64)
+    interpolation.use(40)
+    found, expected = interpolation(left, s, net), DirectSum(left, s, net, None)
+    grad = drawn(5, 4, 8, seed=2)
+    assert isinstance(found, DirectSum)
+    assert torch.equal(found.vjp(grad)[1], expected.vjp(grad)[1])
+
+
+def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():
+    """One asks for few terms, the other for many, and whichever is checked chooses for both."""
+    _, control, _ = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    coord, types = toy_atoms(1, 30)
+    batches = [batch_of(model, (scale * coord, types, scale * CELL)) for scale in (1.3, 0.6)]
+    for step in range(1, 9):
+        batch = batches[step % 2]
+        control.before_step(step)
+        assert error_of_forces(model, batch) < 3e-9
+
+
+def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
+    interpolation, control, batch = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    first = interpolation.terms
+    weight = model.descriptor.networks[0].stack[0].weight
+    seen = []
+    for factor in (6.0, 1 / 6.0):
+        with torch.no_grad():
+            weight *= factor
+        for step in range(1, 11):  # fewer by a quarter at a time
+            model(batch, create_graph=True)
+            control.before_step(step)
+        seen.append(interpolation.terms)
+    assert first == seen[1] < seen[0]
+
+
+def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
+    """Each number of terms needs a graph of its own."""
+    interpolation, control, _ = controlled(choice="always")
+    control.models.compiler = Compiler(CompileOptions(backend="eager"))
+    before = interpolation.terms
+    interpolation.needed = before + MULTIPLE
+    control.before_step(1)
+    longer = interpolation.terms
+    assert 1.5 * before <= longer < 1.5 * before + MULTIPLE
+    interpolation.needed = before
+    control.before_step(2)
+    assert interpolation.terms == longer
+    interpolation.needed = MAX_TERMS + MULTIPLE
+    control.before_step(3)
+    assert interpolation.terms == 0
+
+
+def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():
+    """One net got smoother and another steeper in the same steps."""
+    interpolation, control, batch = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight *= 0.1
+        model.descriptor.networks[1].stack[0].weight *= 8
+    before = interpolation.terms
+    assert error_of_forces(model, batch) < 3e-9
+    control.before_step(1)
+    assert interpolation.terms > before
+    assert error_of_forces(model, batch) < 3e-9
+
+
+def test_averaged_weights_and_other_evaluations_without_gradients_leave_the_series_of_the_run_as_it_is():
+    interpolation, control, batch = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight *= 6
+    before = interpolation.terms
+    model(batch, create_graph=False)
+    assert not interpolation.needed
+    control.before_step(1)
+    assert interpolation.terms == before
+
+
+def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
+    interpolation, control, _ = controlled(activation="relu", choice="always")
+    assert interpolation.terms == 0
+    assert "the network is not smooth" in caplog.text
+    assert control.describe() == "at each pair"
+    control.before_step(1000)
+    assert interpolation.terms == 0
+
+
+def test_a_net_that_gets_a_kink_is_evaluated_directly_before_a_check_says_so():
+    interpolation, control, batch = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight *= 1000
+    assert error_of_forces(model, batch) < 3e-9
+    control.before_step(1)
+    assert interpolation.terms == 0
+
+
+def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
+    interpolation, control, batch = controlled(choice="always")
+    model: EnergyModel = control.models.by_task[""]
+    for step in (1, 2):
+        model(batch, create_graph=True)
+        control.before_step(step)
+    before = interpolation.terms
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[0].weight.fill_(float("nan"))
+    assert torch.isnan(model(batch, create_graph=True)["energy"]).all()
+    control.before_step(3)
+    assert interpolation.terms == before <= MAX_TERMS
+
+
+def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
+    monkeypatch.setattr("deepmd_ema.train.loop.InterpolationControl", partial(InterpolationControl, interval=7))
+    caplog.set_level(logging.INFO)
+    direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
+    assert "embedding networks  at each pair" in caplog.text
+    whole = start("whole", 20, ALWAYS)
+    assert "terms of a Chebyshev series" in caplog.text
+    weights = [load(folder / "model.ckpt-20.pt") for folder in (direct, whole)]
+    for name, value in weights[0]["model"].items():
+        torch.testing.assert_close(weights[1]["model"][name], value, rtol=1e-6, atol=1e-8)
+    assert any(weights[1]["interpolation"]["terms"].values())
+    assert all(weights[1]["interpolation"]["needed"].values())
+
+    parts = start("parts", 20, ALWAYS)
+    for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt"):
+        (parts / name).unlink()
+    start("parts", 20, ALWAYS, restart="model.ckpt-10.pt")
+    assert_same(weights[1], load(parts / "model.ckpt-20.pt"))
+    assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
+
+
+def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
+    folder = start("run", 10, ALWAYS)
+    saved = load(folder / "model.ckpt-10.pt")["interpolation"]["terms"]
+    monkeypatch.setattr("deepmd_ema.train.loop.interpolation.FIRST_TERMS", 512)
+    monkeypatch.setattr("deepmd_ema.train.loop.interpolation._first_terms", lambda _: 512)
+    start("run", 12, ALWAYS, restart="model.ckpt.pt")
+    assert load(folder / "model.ckpt-12.pt")["interpolation"]["terms"] == saved
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, stage, water_like, water_like_valid):
+    config = config_of([water_like], water_like_valid, stage, 2, ALWAYS, num_steps=101)
+    train(tmp_path, 2, config)
+    saved = load(tmp_path / "model.ckpt-101.pt")["interpolation"]
+    assert all(n > 0 for n in saved["terms"].values())
+
+
+def test_numbers_that_are_not_finite_are_seen_in_the_sums():
+    s = 3 * drawn(2, 5, seed=1)
+    s[0, 0] = float("nan")
+    found = in_series(net_of(), 32, drawn(2, 5, 4), s)
+    assert not torch.isfinite(found.value[0]).any()
+
+
+def test_a_restart_with_another_evaluation_chooses_anew(start):  # noqa: F811
+    folder = start("run", 10)  # auto: there are few pairs
+    assert not any(load(folder / "model.ckpt-10.pt")["interpolation"]["terms"].values())
+    start("run", 12, ALWAYS, restart="model.ckpt.pt", allow_config_change=True)
+    assert all(load(folder / "model.ckpt-12.pt")["interpolation"]["terms"].values())
+
+
+def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(start, water_like_valid):  # noqa: F811
+    """The terms were chosen for the first batch and weights, and neither an average nor a validation frame is it."""
+    fast = {"learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04}, "validating__max_best_ckpt": 5}
+    folder = start("run", 20, ALWAYS | fast)
+    for weights, suffix in (("live", ""), ("ema", "_ema")):
+        for value, step in load(folder / "model.ckpt-20.pt")["best"][weights]["records"]:
+            (file,) = folder.glob(f"best{suffix}.ckpt-{step}.t-*.pt")
+            report = measure(file, [water_like_valid])
+            assert report.total.metric("E:MAE") == value

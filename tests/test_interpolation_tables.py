@@ -1,0 +1,149 @@
+"""Tables of embedding nets for models that are only evaluated: range, error, weights that change, pairs beyond."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_interpolation import CELL, net_of, one_batch
+from toy_models import toy_atoms, toy_model
+
+from deepmd_ema import Potential
+from deepmd_ema.infer.load import LoadedModel, Provenance
+from deepmd_ema.model.interpolation import Interpolation, interpolations_of, tabulate
+from deepmd_ema.model.interpolation.series import MAX_ERROR, MULTIPLE, fit, transform
+from deepmd_ema.model.interpolation.tables import MARGIN, Tables, make_table
+
+pytestmark = pytest.mark.timeout(120)
+
+# of each kind of sum: per element, one for all, per element and centre, beside a net of elements, radial
+WITH_TABLES = [
+    "se_e2_a",
+    "se_e2_r",
+    "se_atten_interpolated",
+    "se_atten_interpolated_one_side",
+    "se_atten_interpolated_strip",
+    "dpa2_interpolated",
+]
+FLOAT64 = torch.zeros(0, dtype=torch.float64)
+
+
+def table_of(net, low=-1.0, high=9.0):
+    return make_table(net, None, low, high, torch.float64, FLOAT64)
+
+
+def evaluated(name, nearest):
+    """Return what a model says of a batch directly and with tables that begin at 0.9 ``nearest``, and its tables."""
+    _, model = toy_model(name)
+    model.eval()
+    batch = one_batch(model)
+    for interpolation in interpolations_of(model).values():
+        interpolation.choice = "always"
+    direct = model(batch)
+    model.min_nbor_dist = nearest
+    assert tabulate(model)
+    model(batch)  # makes the tables
+    tables = model(batch)
+    return (
+        direct,
+        tables,
+        [series for interpolation in interpolations_of(model).values() for series in interpolation.tables.made],
+    )
+
+
+@pytest.mark.parametrize("nearest", [0.7, 3.0])
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_that_are_nearer_than_they_reach(
+    name, nearest
+):
+    direct, tables, made = evaluated(name, nearest)
+    for key, value in direct.items():
+        assert (tables[key] - value).abs().max() < 1e-11 * value.abs().max(), key
+    assert made
+    assert all(series.error <= MAX_ERROR[torch.float64] / MARGIN for series in made)
+
+
+def test_a_table_has_the_fewest_terms_and_the_error_that_is_allowed_over_its_whole_range():
+    net = net_of(steep=3)
+    made = table_of(net).series
+    s = torch.linspace(-1, 9, 20001, dtype=torch.float64)[:, None]
+    found = made.sum(torch.ones(len(s), 1, 1, dtype=torch.float64), s)
+    value, slope = net.value_and_derivative(s)
+    grad = torch.eye(value.shape[1], dtype=torch.float64)
+    of_s = torch.stack([found.vjp(row.expand(len(s), 1, -1))[1][:, 0] for row in grad], 1)
+    worst = float(((of_s - slope).abs().max() / slope.abs().max()).detach())
+    assert worst < made.error <= MAX_ERROR[torch.float64] / MARGIN
+    fewer = fit(net, None, made.centres, made.half, transform(made.terms - 2 * MULTIPLE), 1.0)[0]
+    assert fewer.error > MAX_ERROR[torch.float64] / MARGIN
+    assert (found.value[:, 0] - value).abs().max() < 1e-9 * value.abs().max()
+
+
+def test_a_net_that_is_steep_or_has_a_kink_is_evaluated_at_each_pair():
+    left, s = torch.randn(3, 4, 2, dtype=torch.float64), 3 * torch.rand(3, 4, dtype=torch.float64)
+    for net in (net_of("relu"), net_of(steep=2000)):
+        assert table_of(net, -9.0).series is None
+        net.requires_grad_(False)
+        found = Tables(-9.0, 9.0, torch.float64).sum(left, s, net, None, 0)
+        expected = torch.einsum("akc,akm->acm", left, net(s[..., None]))
+        torch.testing.assert_close(found.value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_table_is_made_once_and_again_when_a_weight_has_changed(monkeypatch):
+    _, model = toy_model("se_e2_a_interpolated")
+    batch = one_batch(model)
+    tabulate(model)
+    model(batch)
+    interpolation = model.descriptor.interpolation
+    tables = interpolation.tables.made
+    model(batch)
+    assert all(now is before for now, before in zip(interpolation.tables.made, tables, strict=True))
+    with torch.no_grad():
+        model.descriptor.networks[0].stack[1].bias += 0.5
+    found = model(batch)
+    assert sum(now is not before for now, before in zip(interpolation.tables.made, tables, strict=True)) == 1
+    interpolation.tables, interpolation.terms = None, 0
+    torch.testing.assert_close(found["force"], model(batch)["force"], rtol=1e-8, atol=1e-8)
+
+
+def test_gradients_by_parameters_go_around_tables():
+    _, model = toy_model("se_e2_a_interpolated")
+    model.eval()
+    batch = one_batch(model)
+    model.descriptor.interpolation.use(0)
+    weight = model.descriptor.networks[0].stack[0].weight
+    (expected,) = torch.autograd.grad(model(batch, create_graph=True)["force"].square().sum(), weight)
+    tabulate(model)
+    model.requires_grad_(True)
+    (found,) = torch.autograd.grad(model(batch, create_graph=True)["force"].square().sum(), weight)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_hessians_from_tables_are_those_of_the_nets():
+    _, model = toy_model("se_e2_a_interpolated")
+    model.eval()
+    batch = one_batch(model, natoms=6)
+    model.descriptor.interpolation.use(0)
+    expected = model(batch, need_hessian=True)["hessian"]
+    tabulate(model)
+    found = model(batch, need_hessian=True)["hessian"]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("nearest", [None, 2.5])
+def test_a_potential_reads_tables_where_there_are_many_pairs_with_the_numbers_of_its_nets(nearest):
+    found = {}
+    few, many = (toy_atoms(1, natoms) for natoms in (3, 40))
+    for choice in ("auto", "never"):
+        changes = {"neuron": [50, 100, 200], "type_one_side": True, "interpolate": choice}
+        config, model = toy_model(descriptor_changes=changes)
+        model.min_nbor_dist = nearest
+        potential = Potential(LoadedModel(model.eval(), config, Provenance(Path("model"), "weights")))
+        interpolation: Interpolation = potential._model.descriptor.interpolation
+        potential.evaluate(few[0], few[1])
+        assert interpolation.tables is None or not interpolation.tables.made
+        found[choice] = potential.evaluate(many[0], many[1], CELL)
+        assert (interpolation.tables is not None and len(interpolation.tables.made) == 3) == (choice == "auto")
+    assert np.abs(found["auto"].force - found["never"].force).max() < 1e-9 * np.abs(found["never"].force).max()
+    assert np.abs(found["auto"].energy - found["never"].energy).max() < 1e-11 * np.abs(found["never"].energy).max()
