@@ -16,12 +16,9 @@ from deepmd_ema.config.remarks import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.families.dpa2 import repformer
-from deepmd_ema.families.se_atten import layers as se_atten_block
-from deepmd_ema.families.se_e3_tebd import layers as se_t_tebd_block
 from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, model_tree
 from deepmd_ema.model.descriptor import type_embedded
-from deepmd_ema.model.ops.vjp import with_vjp
+from deepmd_ema.model.ops.reference import REFERENCE, with_operations, with_vjp
 
 ROUGH = {"smooth": False}
 TERMS = ("conv", "drrd", "grrg", "attn")
@@ -76,15 +73,15 @@ def test_the_written_out_gradient_is_that_of_torch_func(kind, changes, monkeypat
     changes = (SUMS_ONLY if kind == "dpa2" else {}) | changes
     _, model = toy_model(kind, changes | ({} if kind == "se_e3_tebd" else {"interpolate": "always"}))
     batch, results = batch_of(model.train(), frame(), frame(6)), []
-    for by_hand in (True, False):
+    for is_written_out in (True, False):
         calls = []
-        for module in (repformer, se_atten_block, se_t_tebd_block):
-            monkeypatch.setattr(module, "kernels_by_hand", lambda by_hand=by_hand: by_hand)
+        if not is_written_out:
+            model = with_operations(model, REFERENCE)
         monkeypatch.setattr(type_embedded, "with_vjp", lambda *args, calls=calls: calls.append(1) or with_vjp(*args))
         out = model(batch)
         loss = out["energy"].sum() + out["force"].square().sum() + out["virial"].sin().sum()
         results.append([*out.values(), *torch.autograd.grad(loss, list(model.parameters()))])
-        assert bool(calls) is not by_hand
+        assert bool(calls) is not is_written_out
     for written_out, by_torch in zip(*results, strict=True):
         torch.testing.assert_close(written_out, by_torch, rtol=1e-10, atol=1e-11)
 

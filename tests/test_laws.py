@@ -25,7 +25,7 @@ from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.ops.twin import plain_kernels
+from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 
 SAME_MATH = 1e-11  # sums in another order
 STEP, DIFFERENCES = 2e-5, 2e-7  # of central differences, angstrom; their error
@@ -374,9 +374,9 @@ def assert_gradient_is_automatic(part, batch):
         return [features, grad, *torch.autograd.grad(total, list(part.parameters()), materialize_grads=True)]
 
     def automatic():
-        with plain_kernels():
-            features, vjp = torch.func.vjp(lambda v: part(replace(batch, vector=v))[0], batch.vector)
-            return features, lambda grad: vjp(grad)[0]
+        reference = with_operations(part, REFERENCE)
+        features, vjp = torch.func.vjp(lambda v: reference(replace(batch, vector=v))[0], batch.vector)
+        return features, lambda grad: vjp(grad)[0]
 
     for ours, expected in zip(results(lambda: part(batch)), results(automatic), strict=True):
         close(ours.detach().numpy(), expected.detach().numpy())

@@ -14,10 +14,10 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.model import energy
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.kernels import moments
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.twin import plain_kernels
+from deepmd_ema.model.ops.cpu.operations import CPUOperations
+from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_operations
 
 SAME_MATH = 1e-12
 ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",
@@ -111,12 +111,10 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("neuron", [[4, 8, 16], [4, 4, 5], [6], [3, 5, 10]])
 @pytest.mark.parametrize("one_side", [False, True])
-def test_kernels_by_hand_and_plain_ones_give_the_same_gradients(neuron, one_side):
+def test_the_operations_of_a_cpu_give_the_gradients_of_the_reference(neuron, one_side):
     _, model = toy_model(descriptor_changes={"neuron": neuron, "axis_neuron": 3, "type_one_side": one_side})
     batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
-    by_hand = loss_and_gradients(model, batch)
-    with plain_kernels():
-        assert_same(by_hand, loss_and_gradients(model, batch))
+    assert_same(loss_and_gradients(model, batch), loss_and_gradients(with_operations(model, REFERENCE), batch))
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -130,16 +128,14 @@ def test_attention_leaves_out_empty_slots_and_adds_what_they_are_worth(alike, sm
     if not alike:
         mean[:, 1::2] *= 1.5
     batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
-    by_hand = loss_and_gradients(model, batch)
-    with plain_kernels():
-        assert_same(by_hand, loss_and_gradients(model, batch))
+    assert_same(loss_and_gradients(model, batch), loss_and_gradients(with_operations(model, REFERENCE), batch))
 
 
-def test_the_size_of_the_portions_does_not_matter(monkeypatch):
+def test_the_size_of_the_portions_does_not_matter():
     _, model = toy_model()
     batch = batch_of(model, (*toy_atoms(), TRICLINIC))
     quick = loss_and_gradients(model, batch)
-    monkeypatch.setattr(moments, "ROWS_IN_CACHE", 7)
+    use_operations(model, CPUOperations(numbers_in_cache=7))
     assert_same(quick, loss_and_gradients(model, batch))
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepmd_ema.model.kernels.moments import moments_kernel
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.cpu.operations import CPU
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -28,7 +28,7 @@ def test_products_inside_written_out_functions_are_counted_as_by_hand(scripts):
     net = Network((1, *widths), "tanh", timestep=False, dtype=torch.float64, seed=1)
     rows = torch.rand(atoms, slots, 4, dtype=torch.float64)
     with scripts("speed_bound").Operations() as seen:
-        moments = moments_kernel([net])(rows, net)
+        moments = CPU.moments(rows, net)
         total = moments.value.sum() + moments.vjp(torch.ones_like(moments.value)).square().sum()
         total.backward()
     pairs, last = atoms * slots, widths[-1]

@@ -23,7 +23,7 @@ def test_lists_of_tensors_are_changed_by_one_call(name):
 
 
 def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_one_outside():
-    from deepmd_ema.model.ops.twin import backward_pass
+    from deepmd_ema.model.ops.cpu.engine import backward_pass
 
     seen = []
     x = torch.ones(1, requires_grad=True)
@@ -31,7 +31,7 @@ def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_on
     y.register_hook(lambda _: seen.append(backward_pass()))
     y.backward(retain_graph=True)
     y.backward()
-    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/ops/twin.py")
+    assert len(set(seen)) == 2, gone("torch._C._current_graph_task_id", "model/ops.cpu.engine.py")
     assert backward_pass() == -1
 
 
@@ -40,7 +40,7 @@ def test_products_in_float32_are_found_by_a_probe():
 
     a, b = torch.randn(64, 300), torch.randn(300, 70)
     torch.testing.assert_close(product.product(a, b), a @ b, rtol=1e-4, atol=1e-4)
-    if product._HAS_BOTH:
+    if product.USES_ONEDNN:
         torch.testing.assert_close(product._by_onednn(a, b), a @ b, rtol=1e-4, atol=1e-4)
 
 
@@ -60,6 +60,14 @@ def test_a_module_holds_its_buffers_in_a_dictionary_and_names_those_that_files_l
     module.register_buffer("left_out", torch.zeros(1), persistent=False)
     held = set(module._buffers), module._non_persistent_buffers_set, dict(module._parameters)
     assert held == ({"kept", "left_out"}, {"left_out"}, {}), gone("torch.nn.Module._buffers", "averaging/binding.py")
+
+
+def test_a_module_is_moved_by_the_method_that_models_extend():
+    linear = torch.nn.Linear(1, 1)
+    calls = []
+    linear._apply = lambda fn, recurse=True: calls.append(recurse)
+    linear.to(torch.float64)
+    assert calls == [True], gone("torch.nn.Module._apply", "model/energy.py")
 
 
 def test_data_parallel_training_knows_one_name_of_the_option_of_buffers():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
+from deepmd_ema.model.ops.cpu.operations import operations_for
 from deepmd_ema.model.ops.gather import sum_over_reverse
-from deepmd_ema.model.ops.twin import kernels_by_hand, plain_kernels
+from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_operations
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Block, Descriptor, Fitting
@@ -74,6 +75,13 @@ class EnergyModel(nn.Module):
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
+        use_operations(self, operations_for(self.out_bias.device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert all tensors, and take the operations for their device."""
+        found = super()._apply(fn, recurse)
+        use_operations(self, operations_for(self.out_bias.device))
+        return found
 
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
@@ -89,15 +97,15 @@ class EnergyModel(nn.Module):
                 ((3 N)^2,) with the atoms as in the files; by a backward pass per coordinate of the largest frame.
         """
         graph = self.training if create_graph is None else create_graph
-        if graph and batch.vector.requires_grad and kernels_by_hand():
-            with plain_kernels():  # those by hand are differentiable by the parameters alone
-                return self.forward(batch, create_graph, need_virial, need_hessian)
+        # the gradients of other operations can be differentiated by the parameters alone
+        is_twice_by_vectors = need_hessian or (graph and batch.vector.requires_grad)
+        model = with_operations(self, REFERENCE) if is_twice_by_vectors else self
         if not need_hessian:
             with torch.set_grad_enabled(graph):
-                return _outputs(*self.energy_and_gradient(batch), batch, need_virial)
-        with torch.enable_grad(), plain_kernels():
+                return _outputs(*model.energy_and_gradient(batch), batch, need_virial)
+        with torch.enable_grad():
             moved = replace(batch, vector=batch.vector.detach().requires_grad_())
-            atom_energy, pair = self.energy_and_gradient(moved)
+            atom_energy, pair = model.energy_and_gradient(moved)
             out = _outputs(atom_energy, pair, moved, need_virial)
             out[HESSIAN] = hessian(pair, moved, graph)
         return out if graph else {name: value.detach() for name, value in out.items()}

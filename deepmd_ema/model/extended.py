@@ -18,7 +18,7 @@ from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.ops.twin import exported_kernels
+from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L slots as given,
 # T types, P frame parameters, Q atom parameters
@@ -72,7 +72,7 @@ class ExtendedModel(nn.Module):
 
     def __init__(self, model: EnergyModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = with_operations(model, REFERENCE)
         self._keeps_order = not has_equal_slots(model)
 
     def forward(
@@ -114,7 +114,7 @@ class ExtendedModel(nn.Module):
         if aparam is not None:
             conditions[APARAM] = aparam.flatten(0, 1)[order]
         batch = replace(batch, conditions=conditions)
-        with exported_kernels(), torch.no_grad():
+        with torch.no_grad():
             sorted_energy, pair = model.energy_and_gradient(batch)
         energy = batch.in_file_order(sorted_energy).view(frames, num_atoms)
         force = coord.new_zeros(frames * extended, 3)

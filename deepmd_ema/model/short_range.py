@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.ops.switch import switch_and_derivative
+from deepmd_ema.model.ops.environment import switch_and_derivative
 from deepmd_ema.model.pair_energy import PairEnergies
 
 if TYPE_CHECKING:

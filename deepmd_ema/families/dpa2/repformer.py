@@ -14,11 +14,9 @@ from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, environment, normalised
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import linear
-from deepmd_ema.model.ops.cpu.repformer import repformer_layers, repformer_layers_and_vjp
 from deepmd_ema.model.ops.cpu.repformer_layer import LayerOptions, LayerWeights
-from deepmd_ema.model.ops.environment import environment_rows
-from deepmd_ema.model.ops.switch import switch_and_derivative
-from deepmd_ema.model.ops.twin import kernels_by_hand
+from deepmd_ema.model.ops.environment import environment_rows, switch_and_derivative
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ FEWEST = 1e-4  # added to the number of neighbors before division where it is co
 # A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
 
 
-class Repformer(nn.Module):
+class Repformer(UsesOperations):
     """Layers that change features of atoms (A, C), beginning with ``act(features)``, and of pairs.
 
     A pair begins with the channels ``act(s W + b)`` and its angular row as a vector, s its radial row; or with distance
@@ -42,6 +40,9 @@ class Repformer(nn.Module):
         protection: added to distances before division, angstrom.
         dtype: precision of the parameters.
         seed: of the initial parameters.
+
+    Attributes:
+        is_fused: whether a CPU evaluates all layers as one function.
     """
 
     mean: Tensor
@@ -66,7 +67,7 @@ class Repformer(nn.Module):
             RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
             for n in range(options.nlayers)
         )
-        self._has_kernel = all(layer.has_kernel for layer in self.stack)
+        self.is_fused = all(layer.can_be_fused for layer in self.stack)
         add_normalisation(self, (num_types, self.sel, 4), dtype)
 
     @property
@@ -92,14 +93,12 @@ class Repformer(nn.Module):
         else:
             rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)
         around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
-        if self._has_kernel:
-            return repformer_layers(self, node, rows.to(self.dtype), around)
-        return self.plain(node, rows.to(self.dtype), around)
+        return self.ops.repformer_layers(self, node, rows.to(self.dtype), around)
 
     @property
     def is_written_out(self) -> bool:
         """Whether :meth:`features_and_vjp` serves."""
-        return kernels_by_hand() and self._has_kernel and not self.options.direct_dist
+        return not self.ops.is_reference and self.is_fused and not self.options.direct_dist
 
     def features_and_vjp(
         self, hood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None
@@ -107,14 +106,14 @@ class Repformer(nn.Module):
         """Return the features (A, C), and what makes of their gradient those by ``node`` (A, C) and ``hood.vector``.
 
         Arguments are those of :meth:`forward`. The gradient by vectors is (A, K, 3) float64. All are functions of the
-        parameters and of ``node``, from kernels whose gradient is written out.
+        parameters and of ``node``, from operations whose gradient is written out.
         """
         mask, vector = hood.mask if dropped is None else hood.mask & ~dropped, hood.vector
         distance = torch.linalg.vector_norm(vector, dim=-1)
         matrix = environment(self, vector, distance, dropped, batch.atom_type)
         switch, slope = switch_and_derivative(distance, self.rcut, self.rcut_smth)
         around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
-        features, by_features = repformer_layers_and_vjp(self, node, matrix.rows, around)
+        features, by_features = self.ops.repformer_layers_and_vjp(self, node, matrix.rows, around)
         along = torch.where(mask, slope / distance, 0)[..., None] * vector  # gradient of the switch
 
         def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +125,7 @@ class Repformer(nn.Module):
 
         return features, vjp
 
-    def plain(self, node: Tensor, rows: Tensor, around: Surroundings) -> Tensor:
+    def evaluate(self, node: Tensor, rows: Tensor, around: Surroundings) -> Tensor:
         """Return the features (A, C) after all layers.
 
         Args:
@@ -141,13 +140,13 @@ class Repformer(nn.Module):
         return node + self._nothing(pair, vectors)
 
     def weights(self) -> tuple[Tensor, Tensor, list[LayerWeights]]:
-        """Return the parameters of the embedding of pairs and of the layers, for the kernel."""
+        """Return the parameters of the embedding of pairs and of the layers."""
         embedding = self.pair_embedding
         assert embedding.bias is not None
         return embedding.weight, embedding.bias, [layer.weights() for layer in self.stack]
 
     def layer_options(self, around: Surroundings) -> LayerOptions:
-        """Return what the kernel asks of the layers, between these neighbors."""
+        """Return the options that the fused layers have in common, between these neighbors."""
         first = self.stack[0]
         return LayerOptions(
             num_axis=self.options.axis_neuron,

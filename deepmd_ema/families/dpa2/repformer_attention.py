@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.nn.layers import Layer, linear
-from deepmd_ema.model.ops.cpu.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.model.ops.gather import gather_neighbors
+from deepmd_ema.model.ops.reference import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.seeds import seed_for
 
 # A atoms, K neighbor slots (J and K of two neighbors), S slots up to sel, C channels of an atom, G of a pair,

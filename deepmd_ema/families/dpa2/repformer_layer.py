@@ -70,8 +70,8 @@ class RepformerLayer(nn.Module):
         return new_node, *self._change_pairs(node, messages, pair, vectors, around)
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether its options are those of the kernel for all layers."""
+    def can_be_fused(self) -> bool:
+        """Whether its options are those of the function of all layers (``ops.cpu.repformer``)."""
         options = self.options
         wanted = options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
         other = options.update_g1_has_attn or options.update_g2_has_g1g1 or options.update_g2_has_attn
@@ -79,7 +79,7 @@ class RepformerLayer(nn.Module):
         return wanted and apart and not (other or options.update_h2) and options.activation_function == "tanh"
 
     def weights(self) -> LayerWeights:
-        """Return the parameters, for the kernel."""
+        """Return the parameters, for the function of all layers."""
         own, conv, terms = self.node_mlp, self.conv, self.linear_node
         assert own is not None
         assert conv is not None

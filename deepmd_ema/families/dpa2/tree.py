@@ -28,7 +28,7 @@ from deepmd_ema.interchange.dp.networks import (
 )
 from deepmd_ema.model.nn.layers import Layer
 from deepmd_ema.model.nn.norm import eps_of
-from deepmd_ema.model.ops.cpu.attention import LOGIT_SHIFT
+from deepmd_ema.model.ops.reference import LOGIT_SHIFT
 
 OPTIONS = (
     "concat_output_tebd", "smooth", "exclude_types", "env_protection", "trainable", "add_tebd_to_repinit_out",

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.descriptor.symmetrization import symmetrized
+from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.update import Update
-from deepmd_ema.model.ops.cpu.silu import activation_function
 from deepmd_ema.model.ops.gather import gather_neighbors
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Geometry:
     has_angles: Tensor
 
 
-class RepflowLayer(nn.Module):
+class RepflowLayer(UsesOperations):
     """``n_i``, ``e_ij`` and ``a_ijk`` after messages between them (DPA-3, Zhang et al., arXiv:2506.01686).
 
     With ``w`` the switches, ``[,]`` for concatenation, sigma the activation function and f, g, ... linear maps::
@@ -76,7 +77,7 @@ class RepflowLayer(nn.Module):
         angles_matter: bool = True,
     ) -> None:
         super().__init__()
-        self.options, self.act = options, activation_function(act)
+        self.options, self.activation = options, activation(act)
         self.edges_matter, self.angles_matter = edges_matter, angles_matter
         n, e, a = options.n_dim, options.e_dim, options.a_dim
         generator = torch.Generator().manual_seed(seed_for("layers", seed))
@@ -144,6 +145,9 @@ class RepflowLayer(nn.Module):
                 angle = self.angle_update(angle, [self._angle_message(self.angle_self, angle, *seen)])
         return new_node, self.edge_update(edge, messages) if self.edges_matter else edge, angle
 
+    def _act(self, z: Tensor) -> Tensor:
+        return self.ops.activated(z, self.activation)
+
     def _neighbors(self, node: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """Return of each neighbor its node (A, K, N) and its parts of the messages to nodes and to edges."""
         n, heads = self.options.n_dim, self.options.n_multi_edge_message
@@ -162,14 +166,14 @@ class RepflowLayer(nn.Module):
         neighbor, to_node, _ = neighbors
         scale, axis = self.options.e_norm**-0.5, self.options.axis_neuron
         symmetric = torch.cat([symmetrized(x, geometry.weighted, scale, axis) for x in (edge, neighbor)], -1)
-        pair = self.act(self._pair_sum(self.node_edge, node, to_node, edge))
+        pair = self._act(self._pair_sum(self.node_edge, node, to_node, edge))
         from_edges = torch.bmm(geometry.edge_switch[:, None], pair)[:, 0] / self.options.e_norm
         heads = from_edges.chunk(self.options.n_multi_edge_message, -1)
-        return self.node_update(node, [self.act(self.node_self(node)), self.act(self.node_sym(symmetric)), *heads])
+        return self.node_update(node, [self._act(self.node_self(node)), self._act(self.node_sym(symmetric)), *heads])
 
     def _edge_message(self, node: Tensor, neighbors: tuple[Tensor, Tensor, Tensor], edge: Tensor) -> Tensor:
         """Return the messages to edges from themselves and their ends (A, K, E)."""
-        return self.act(self._pair_sum(self.edge_self, node, neighbors[2], edge))
+        return self._act(self._pair_sum(self.edge_self, node, neighbors[2], edge))
 
     def _pair_sum(self, layer: Layer, node: Tensor, from_neighbor: Tensor, edge: Tensor) -> Tensor:
         """Return ``layer([n_i, n_j, e_ij])`` (A, K, C), the part of ``n_j`` being given."""
@@ -191,7 +195,7 @@ class RepflowLayer(nn.Module):
         widths = [angle.shape[-1], node.shape[-1], edge.shape[-1], edge.shape[-1]]
         of_angle, of_node, of_k, of_j = layer.weight.split(widths)
         own = torch.addmm(layer.bias, node, of_node)[:, None]
-        return self.act(angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None])
+        return self._act(angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None])
 
     def _message_from_angles(
         self, angle: Tensor, seen: tuple[Tensor, Tensor], edge: Tensor, geometry: Geometry
@@ -205,4 +209,4 @@ class RepflowLayer(nn.Module):
         if not self.options.smooth_edge_update:
             has_angles = nn.functional.pad(geometry.has_angles, (0, absent))
             summed = torch.where(has_angles[..., None], summed, edge)
-        return self.act(self.edge_angle_out(summed))
+        return self._act(self.edge_angle_out(summed))

@@ -12,11 +12,11 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.families.dpa3.layers import Geometry, RepflowLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
+from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
-from deepmd_ema.model.ops.cpu.silu import activation_function
-from deepmd_ema.model.ops.environment import environment_rows
-from deepmd_ema.model.ops.switch import exponential_switch, switch
+from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of an angle
 
 
-class DPA3Descriptor(TypeEmbeddedDescriptor):
+class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
     """Nodes of a network of nodes, edges and angles (DPA-3, Zhang et al., arXiv:2506.01686).
 
     Nodes and edges are the graph G(1) of its line graph series, edges and angles the graph G(2). Nodes begin with the
@@ -46,7 +46,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor):
         super().__init__(config, num_types, seed, config.repflow.n_dim)
         flow = config.repflow
         self.flow, self.num_features = flow, flow.n_dim
-        self.act = activation_function(config.activation_function)
+        self.activation = activation(config.activation_function)
         generator = torch.Generator().manual_seed(seed_for("repflow", self.start))
         self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
         self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)
@@ -81,7 +81,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor):
         edge, weighted, edge_switch = self._edges(vector, mask, batch)
         angle, has_angles, angle_switch = self._angles(vector, mask, batch)
         geometry = Geometry(hood.neighbor, hood.reverse, weighted, edge_switch, angle_switch, has_angles)
-        node: Tensor = self.act(pick(table, batch.atom_type))
+        node = self.ops.activated(pick(table, batch.atom_type), self.activation)
         for layer in self.repflow_layers:
             node, edge, angle = layer(node, edge, angle, geometry)
         return node + self._nothing()
@@ -95,7 +95,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor):
         first = distance[..., None] if flow.edge_init_use_dist else rows[..., :1]
         edge: Tensor = self.edge_embedding(first.to(self.dtype))
         weighted = (rows[..., 1:] * weight[..., None]).to(self.dtype)
-        return edge if flow.edge_init_use_dist else self.act(edge), weighted, weight.to(self.dtype)
+        if not flow.edge_init_use_dist:
+            edge = self.ops.activated(edge, self.activation)
+        return edge, weighted, weight.to(self.dtype)
 
     def _angles(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first angles (A, J, J, G), which edges have some (A, J), and the switch (A, J)."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
-from deepmd_ema.model.nn.layers import freeze
-from deepmd_ema.model.ops.cpu.dense import GradientNetwork, values_and_gradients
+from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.ops.reference import Operations, UsesOperations
 from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
 
-class EnergyFitting(nn.Module):
+class FittingNetwork(Network):
+    """A network of one output, which may be sharded: it gathers its parameters when one of its methods is called."""
+
+    def evaluate(self, x: Tensor, operations: Operations) -> tuple[Tensor, Tensor]:
+        """Return the output (B,) and its gradient with respect to the inputs (B, N)."""
+        return operations.values_and_gradients(x, [self], [len(x)])
+
+
+class EnergyFitting(UsesOperations):
     """Atomic energies: one network per type that sees only the atoms of its type, or one network for all.
 
     Args:
@@ -59,7 +67,7 @@ class EnergyFitting(nn.Module):
         start = seed if config.seed is None else config.seed
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
         self.nets = nn.ModuleList(
-            GradientNetwork(
+            FittingNetwork(
                 [self.num_inputs, *config.neuron],
                 config.activation_function,
                 timestep=config.resnet_dt,
@@ -87,9 +95,9 @@ class EnergyFitting(nn.Module):
         self.register_buffer("_default_fparam", default, persistent=False)
 
     @property
-    def networks(self) -> list[GradientNetwork]:
+    def networks(self) -> list[FittingNetwork]:
         """The networks, one per type or one for all."""
-        return cast("list[GradientNetwork]", list(self.nets))
+        return cast("list[FittingNetwork]", list(self.nets))
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -126,7 +134,7 @@ class EnergyFitting(nn.Module):
 
     def blocks(self) -> list[Block]:
         """Return the networks, each of which is used as a whole, once per batch."""
-        return [(net, ("value_and_gradient",)) for net in self.nets]
+        return [(net, ("evaluate",)) for net in self.nets]
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
@@ -146,15 +154,15 @@ class EnergyFitting(nn.Module):
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
         nets = self.networks
-        if not self.skips_absent:  # each gathers its parameters when it is asked
-            found = [net.value_and_gradient(own) for net, own in zip(nets, inputs.split(shares), strict=True)]
+        if not self.skips_absent:  # each gathers its parameters when it is called
+            found = [net.evaluate(own, self.ops) for net, own in zip(nets, inputs.split(shares), strict=True)]
             energies, gradients = zip(*found, strict=True)
             return torch.cat(energies), torch.cat(gradients)
         if not torch.is_grad_enabled():
             # in training the parameters of absent types get gradients of zero, as those of all ranks must
             nets = [net for net, count in zip(nets, shares, strict=True) if count]
             shares = [count for count in shares if count]
-        return values_and_gradients(inputs, nets, shares)
+        return self.ops.values_and_gradients(inputs, nets, shares)
 
     def _from_vacuum(self, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
         if not self.from_vacuum:

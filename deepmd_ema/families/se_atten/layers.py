@@ -18,11 +18,15 @@ from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
-from deepmd_ema.model.ops.cpu.attention import LOGIT_SHIFT, attended_moments, occupied_slots
-from deepmd_ema.model.ops.cpu.attention_layer import AttentionOptions
 from deepmd_ema.model.ops.environment import environment_rows
-from deepmd_ema.model.ops.twin import kernels_by_hand
+from deepmd_ema.model.ops.reference import (
+    LOGIT_SHIFT,
+    Attended,
+    AttentionOptions,
+    axis_features,
+    axis_features_vjp,
+    occupied_slots,
+)
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -115,11 +119,13 @@ class SeAttenBlock(ElementBlock):
             if counts is not None:
                 rows = torch.where((torch.arange(width, device=rows.device) < counts[:, None])[..., None], rows, 0)
             inputs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
+
+            def embed(s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
+                return self._embed(s, table, centre, neighbor, switch)
+
             weights = [layer.weights for layer in self.attention_layers]
-            moments = attended_moments(
-                rows, lambda s, *others: self._embed(s, table, *others), inputs, counts, mask, switch, direction,
-                self.sel, weights, self.attends,
-            )  # fmt: skip
+            given = Attended(rows, embed, inputs, counts, mask, switch, direction, self.sel)
+            moments = self.ops.attended_moments(given, weights, self.attends)
         elif self._is_interpolated(batch):
             moments = self._interpolated_moments(rows, table, neighbor_type, switch, batch)
         else:
@@ -129,15 +135,15 @@ class SeAttenBlock(ElementBlock):
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
-        return kernels_by_hand() and self.pair_embedding is None and self._is_interpolated(batch)
+        return not self.ops.is_reference and self.pair_embedding is None and self._is_interpolated(batch)
 
     def features_and_vjp(
         self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the features (A, M X), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
 
-        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from kernels whose gradient
-        is written out.
+        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from operations whose
+        gradient is written out.
         """
         mask = hood.mask if dropped is None else hood.mask & ~dropped
         distance = torch.linalg.vector_norm(hood.vector, dim=-1)
@@ -193,12 +199,12 @@ class SeAttenBlock(ElementBlock):
         self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch
     ) -> Tensor:
         """Return the moments (A, 4, M) of all slots from interpolations of the network of ``s``."""
-        num_types, s = len(table), rows[..., 0]
+        num_types, s, in_place = len(table), rows[..., 0], not self.ops.is_reference
         of_type = one_hot(neighbor, num_types, rows.dtype)
         if self.pair_embedding is not None:  # G(s) (1 + gate): one function, summed by element
             gated = of_type * switch[..., None] if self.smooth else of_type
             by_type = (rows[..., None] * gated[..., None, :]).flatten(2)
-            summed = self.interpolation(torch.cat([rows, by_type], -1), s, self.embedding).value
+            summed = self.interpolation(torch.cat([rows, by_type], -1), s, self.embedding, in_place=in_place).value
             gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
             return summed[:, :4] + (summed[:, 4:].unflatten(1, (4, num_types)) * gates).sum(2)
         left = (rows[..., None] * of_type[..., None, :]).flatten(2)
@@ -206,13 +212,14 @@ class SeAttenBlock(ElementBlock):
 
     def _interpolated_sums(self, left: Tensor, s: Tensor, table: Tensor, batch: Batch) -> list[NeighborSum]:
         """Return the sums of ``left`` (A, K, 4 T) times the network of ``s`` and elements: for all atoms or by type."""
+        in_place = not self.ops.is_reference
         if self.one_side:
-            return [self.interpolation(left, s, self.embedding, table)]
+            return [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
         # a function for each element of the centre as well: atoms of one element at once
         parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
         return [
             self.interpolation(
-                of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number
+                of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number, in_place
             )
             for number, (of_centre, its_s, centre) in enumerate(parts)
         ]
@@ -222,7 +229,7 @@ class SeAttenBlock(ElementBlock):
 
         Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
         """
-        if not kernels_by_hand() or mask.device.type != "cpu":
+        if self.ops.is_reference:
             return None
         alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
         return occupied_slots(mask) if alike else None

@@ -12,9 +12,8 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, Sums, joined, of_atoms
 from deepmd_ema.model.descriptor.env_statistics import radial_range
 from deepmd_ema.model.interpolation import InterpolatedNets, Interpolation, numbers_per_pair
-from deepmd_ema.model.kernels.moments import moments_kernel
-from deepmd_ema.model.ops.axis_features import axis_features, axis_features_vjp
 from deepmd_ema.model.ops.environment import Environment
+from deepmd_ema.model.ops.reference import axis_features, axis_features_vjp
 
 if TYPE_CHECKING:
     from deepmd_ema.families.se_e2_a.section import SeE2AConfig
@@ -34,7 +33,6 @@ class SeE2ADescriptor(ByTypeDescriptor):
     def __init__(self, config: SeE2AConfig, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed)
         self.num_axis = config.axis_neuron
-        self._moments = moments_kernel(self.networks)
         self.interpolation: Interpolation = Interpolation(config.interpolate, self.dtype)
 
     @property
@@ -57,7 +55,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
             sums, embedded = self._interpolated(parts, lambda rows: rows)
             groups = [[(one.value, one.rows_vjp) for one in group] for group in sums]
         else:
-            moments_of = [[self._moments(rows, net) for rows, net in part] for part in parts]
+            moments_of = [[self.ops.moments(rows, net) for rows, net in part] for part in parts]
             groups = [[(one.value, one.vjp) for one in group] for group in moments_of]
         summed = [reduce(torch.add, [value for value, _ in group]) for group in groups]
         moments = (joined(summed) + self._trimmed_moments(batch, embedded)) / sum(self.sel)

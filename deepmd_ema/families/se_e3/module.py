@@ -11,7 +11,7 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.ops.environment import environment_rows
-from deepmd_ema.model.ops.vjp import with_vjp
+from deepmd_ema.model.ops.reference import with_vjp
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp

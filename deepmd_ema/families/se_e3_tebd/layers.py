@@ -14,9 +14,7 @@ from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot
-from deepmd_ema.model.ops.cpu.triples import has_kernel, triple_sums, triple_sums_and_vjp
 from deepmd_ema.model.ops.environment import environment_rows
-from deepmd_ema.model.ops.twin import kernels_by_hand
 
 if TYPE_CHECKING:
     from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
@@ -70,7 +68,7 @@ class SeTTebdBlock(ElementBlock):
         rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)[..., 1:].to(self.dtype)
         products = torch.bmm(rows, rows.transpose(1, 2))
         if self.pair_embedding is None:
-            summed = triple_sums(products, neighbor_type, mask, table, self.embedding)
+            summed = self.ops.triple_sums(products, neighbor_type, mask, table, self.embedding)
         else:
             elements = one_hot(neighbor_type, len(table), self.dtype)
             if self.smooth:
@@ -80,22 +78,22 @@ class SeTTebdBlock(ElementBlock):
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
-        return kernels_by_hand() and self.pair_embedding is None and has_kernel(self.embedding)
+        return not self.ops.is_reference and self.pair_embedding is None and self.embedding.is_tanh
 
     def features_and_vjp(
         self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the features (A, M), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
 
-        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from kernels whose gradient
-        is written out.
+        Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from operations whose
+        gradient is written out.
         """
         mask = hood.mask if dropped is None else hood.mask & ~dropped
         distance = torch.linalg.vector_norm(hood.vector, dim=-1)
         matrix = environment(self, hood.vector, distance, dropped, batch.atom_type)
         rows, neighbor_type = matrix.rows[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
         products = torch.bmm(rows, rows.transpose(1, 2))
-        summed, by_summed = triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)
+        summed, by_summed = self.ops.triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)
 
         def vjp(grad: Tensor) -> Tensor:
             by_products = by_summed(grad / self.sel**2)

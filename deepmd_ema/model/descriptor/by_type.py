@@ -15,6 +15,7 @@ from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interpolation import Interpolation, NeighborSum
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
 from deepmd_ema.model.ops.environment import Environment, RadialEnvironment, radial_parts
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -32,7 +33,7 @@ Sums: TypeAlias = tuple[Tensor, GradRows]
 # A atoms, K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
 
 
-class ByTypeDescriptor(EnvironmentDescriptor):
+class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
     """Networks of one input, one per neighbor type or per pair of types, on slots in one section per neighbor type.
 
     Args:
@@ -144,13 +145,17 @@ class ByTypeDescriptor(EnvironmentDescriptor):
         Returns:
             The sums, and of each section (T S, M), or None if they are not made with the sums.
         """
-        interpolation = self.interpolation
+        interpolation, in_place = self.interpolation, not self.ops.is_reference
         assert interpolation is not None
         if interpolation.tables is not None:
-            return [[interpolation(left_of(rows), rows[..., 0], net) for rows, net in part] for part in parts], None
+            groups = [
+                [interpolation(left_of(rows), rows[..., 0], net, in_place=in_place) for rows, net in part]
+                for part in parts
+            ]
+            return groups, None
         found = [
             [
-                interpolation.series(left_of(rows), rows[..., 0], net, further=s)
+                interpolation.series(left_of(rows), rows[..., 0], net, further=s, in_place=in_place)
                 for (rows, net), s in zip(part, padding, strict=True)
             ]
             for part, padding in zip(parts, self._padding(), strict=True)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.ops.environment import Environment, radial_parts
-from deepmd_ema.model.ops.switch import switch
+from deepmd_ema.model.ops.environment import Environment, radial_parts, switch
 from deepmd_ema.model.sums import mean_and_spread, sum_by_type
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, En
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
-from deepmd_ema.model.ops.vjp import with_vjp
+from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -129,7 +129,7 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         return hood.vector, self.excluded(batch, hood)
 
 
-class ElementBlock(nn.Module):
+class ElementBlock(UsesOperations):
     """Networks of neighbors and of elements, and the environment matrix that they see.
 
     Args:

@@ -35,7 +35,7 @@ class View:
 
     def vjp(self, grad_vector: Tensor) -> Tensor:
         """Return the gradient with respect to the vectors of the list (A, K, 3) from that of the view (A, V, 3)."""
-        if self.slot is None:
+        if self.slot is None or self.place is None:
             return grad_vector
         return sum_over_reverse(grad_vector, self.slot, self.place).view(grad_vector.shape[0], -1, 3)
 

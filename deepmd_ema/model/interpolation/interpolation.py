@@ -78,7 +78,13 @@ class Interpolation(nn.Module):
                 setattr(self, name, value)
 
     def forward(
-        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, which: int = 0
+        self,
+        left: Tensor,
+        s: Tensor,
+        net: Network,
+        beside: Tensor | None = None,
+        which: int = 0,
+        in_place: bool = True,
     ) -> NeighborSum:
         """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
 
@@ -88,13 +94,20 @@ class Interpolation(nn.Module):
             net: whose functions of s these are.
             beside: (F, inputs) further inputs that make F functions of the net; None: it has no other.
             which: of several ``beside`` with which the net is evaluated.
+            in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
         """
         if self.tables is not None:
-            return self.tables.sum(left, s, net, beside, which)
-        return self.series(left, s, net, beside)[0]
+            return self.tables.sum(left, s, net, beside, which, in_place)
+        return self.series(left, s, net, beside, in_place=in_place)[0]
 
     def series(
-        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None = None, further: Tensor | None = None
+        self,
+        left: Tensor,
+        s: Tensor,
+        net: Network,
+        beside: Tensor | None = None,
+        further: Tensor | None = None,
+        in_place: bool = True,
     ) -> tuple[NeighborSum, Tensor]:
         """Return the sums of :meth:`forward` from series, and the values (B, M) of the net at ``further`` (B,)."""
         # those of this batch, so that no s is outside; a list of no pairs has none
@@ -107,7 +120,7 @@ class Interpolation(nn.Module):
             self.direct_numbers += s.numel() * numbers_per_pair(net)
             self.evaluated_sites += terms if beside is None else terms * len(beside)
             self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
-        return DirectSum(left, s, net, beside) if made is None else made.sum(left, s), beyond
+        return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond
 
     def _enough(self, terms: int, error: float) -> int:
         """Return the terms for later batches, if ``terms`` have the ``error``."""

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from deepmd_ema.model.interpolation.sums import NeighborSum, inputs_at
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.twin import Kernel, applied
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, P panels, F functions
 
@@ -112,23 +111,24 @@ class Series:
     terms: int
     error: float
 
-    def sum(self, left: Tensor, s: Tensor) -> SeriesSum:
+    def sum(self, left: Tensor, s: Tensor, in_place: bool = True) -> SeriesSum:
         """Return the sums over neighbors.
 
         Args:
             left: (A, K, C F).
             s: (A, K) in the range.
+            in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
         """
-        panels = len(self.centres)
+        panels, sums = len(self.centres), _sum_in_place if in_place else _plain_sum
         if panels == 1:
-            return series_sum(left, s, self.coefficients, self.centres[0], self.half, self.terms)
+            return sums(left, s, self.coefficients, self.centres[0], self.half, self.terms)
         first, width = self.centres[0], self.centres[1] - self.centres[0]
         # a number that is not finite has no panel, and is still seen in the sums
         place = ((s.detach() - first) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
         panel = place.long()
         index = panel[..., None, None].expand(*left.shape, 1)
         wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
-        found = series_sum(wide, s, self.coefficients, first + width * place, self.half, self.terms)
+        found = sums(wide, s, self.coefficients, first + width * place, self.half, self.terms)
         return SeriesSum(left, found.basis, self.coefficients, found.value, panel)
 
 
@@ -284,7 +284,7 @@ class SeriesSum(NeighborSum):
         return of_left.flatten(1, 2).transpose(1, 2), of_s
 
 
-def series_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
+def _sum_in_place(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
     """Return the sums of series of one panel.
 
     Args:
@@ -295,12 +295,10 @@ def series_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, ha
         half: of the length of the range of the series.
         terms: N.
     """
-    return _series_sum(left, s, coefficients, centre, half, terms)
-
-
-def _sum_in_place(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
     basis = _basis(s.detach(), centre, half, terms)
-    return SeriesSum(left, basis, coefficients, _apply_sum(left, s, coefficients, basis)[0])
+    # torch reads the signature of a function at each ``apply``, which takes longer than many an operation
+    sums = _SeriesSum.apply if torch.is_grad_enabled() else _SeriesSum.forward
+    return SeriesSum(left, basis, coefficients, sums(left, s, coefficients, basis)[0])
 
 
 def _basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
@@ -362,7 +360,3 @@ class _SeriesSum(torch.autograd.Function):
             of_values = summed.T @ grad_value.flatten(0, 1)
             of_coefficients = torch.cat([of_values, torch.zeros_like(of_values)])
         return of_left, of_s, of_coefficients, None
-
-
-_apply_sum = applied(_SeriesSum)
-_series_sum = Kernel("series_sum", _sum_in_place, _plain_sum)

@@ -121,7 +121,9 @@ class Tables:
         """Return what ``make`` makes of tensors for slots without a neighbor, which is remembered."""
         return self._padding.get(tensors, make, not self.sealed)
 
-    def sum(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int) -> NeighborSum:
+    def sum(
+        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int, in_place: bool = True
+    ) -> NeighborSum:
         """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
             return DirectSum(left, s, net, beside)
@@ -135,11 +137,11 @@ class Tables:
         if self.sealed:
             width = _symbolic_width(inside)
         elif inside.all():
-            return table.series.sum(left, s)
+            return table.series.sum(left, s, in_place)
         else:
             width = int(_last_outside(inside))
         keep = inside.unsqueeze(-1).to(left.dtype)
-        far = table.series.sum(left * keep, torch.where(inside, s, table.low))
+        far = table.series.sum(left * keep, torch.where(inside, s, table.low), in_place)
         near = DirectSum(_first(left * (1 - keep), width), _first(s, width), net, beside)
         return SplitSum(left, far, near, _first(keep, width))
 

@@ -22,11 +22,13 @@ class Activation:
         name: as the config says it.
         value: y(z).
         derivative: dy/dz as a function of (z, y).
+        bend: where a silu bends into a tanh, infinity if it does not; None of other functions.
     """
 
     name: str
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor, Tensor], Tensor]
+    bend: float | None = None
 
 
 @cache
@@ -38,8 +40,9 @@ def activation(name: str) -> Activation:
     """
     read = ActivationName(name)
     if read.kind == "silut":
-        return Activation(str(name), partial(_silut, bend=read.bend), partial(_silut_derivative, bend=read.bend))
-    return Activation(str(name), *_KNOWN[read.kind])
+        value, derivative = partial(_silut, bend=read.bend), partial(_silut_derivative, bend=read.bend)
+        return Activation(str(name), value, derivative, read.bend)
+    return Activation(str(name), *_KNOWN[read.kind], math.inf if read.kind == "silu" else None)
 
 
 def _same(z: Tensor) -> Tensor:

@@ -110,6 +110,10 @@ class Network(nn.Module):
         seed: of the initial parameters.
         num_out: outputs of a linear layer at the end, or None to end with the last hidden layer.
         bias: whether the hidden layers have a ``b``.
+
+    Attributes:
+        is_tanh: whether all layers are ``tanh(x W + b)`` plus a skip connection, the first one without one.
+        is_scalar_tanh: whether these are layers of tanh, with step sizes or not, before a linear one with one output.
     """
 
     def __init__(
@@ -132,6 +136,9 @@ class Network(nn.Module):
         if num_out is not None:
             hidden.append(linear(widths[-1], num_out, dtype, generator))
         self.layers = nn.ModuleList(hidden)
+        tanhs = [one.activation.name == "tanh" and one.bias is not None for one in hidden]
+        self.is_tanh = all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
+        self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
 
     @property
     def stack(self) -> list[Layer]:

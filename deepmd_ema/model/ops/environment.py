@@ -1,18 +1,42 @@
-"""The environment matrix: smooth, normalised coordinates of the neighbors, and its gradient."""
+"""The smooth switches at the cutoff; the environment matrix of them, normalised, and its gradient."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-from deepmd_ema.model.ops.switch import exponential_switch, switch, switch_and_derivative
-from deepmd_ema.model.ops.twin import Kernel
 
 # A atoms, K neighbor slots, S slots up to sel, T types
+
+
+def switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
+    """Return w(r): 1 below ``rcut_smth``, 0 beyond ``rcut``, with two continuous derivatives between (any shape)."""
+    return _value(_reduced(distance, rcut, rcut_smth))
+
+
+def exponential_switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
+    """Return ``exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``, at most at ``rcut`` (DPA-3, arXiv:2506.01686).
+
+    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero.
+    """
+    exponent = (distance.clamp(max=rcut) - rcut_smth) * (20 / rcut_smth)
+    # from 7 on it is zero in float64; larger exponents would give 0 times infinity in the derivative
+    return (-exponent.clamp(max=10).exp()).exp()
+
+
+def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
+    """Return w(r) and dw/dr (1/angstrom)."""
+    u = _reduced(distance, rcut, rcut_smth)
+    return _value(u), (u * (1 - u)).square() * (-30 / (rcut - rcut_smth))
+
+
+def _reduced(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
+    return ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
+
+
+def _value(u: Tensor) -> Tensor:
+    return u**3 * (-6 * u * u + 15 * u - 10) + 1
 
 
 @dataclass(frozen=True)
@@ -95,8 +119,11 @@ class Environment:
 
     def vjp(self, grad_rows: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
-        parts = self._parts
-        return _rows_vjp(grad_rows.double() * self._scale, self._vector, parts.c, parts.ds_over_r, parts.dc_over_r)
+        parts, vector = self._parts, self._vector
+        grad = grad_rows.double() * self._scale
+        angular = grad[..., 1:]
+        along = parts.ds_over_r * grad[..., 0] + parts.dc_over_r * (vector * angular).sum(-1)
+        return torch.addcmul(parts.c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
 
 
 class RadialEnvironment:
@@ -126,31 +153,3 @@ class RadialEnvironment:
     def vjp(self, grad_rows: Tensor) -> Tensor:
         """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
         return grad_rows.double() * self._along
-
-
-def _plain_vjp(grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:
-    angular = grad[..., 1:]
-    along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
-    return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
-
-
-class _RowsVjp(torch.autograd.Function):
-    """``_plain_vjp``, differentiable by ``grad`` alone, with a backward pass that writes its four columns once."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, vector: Tensor, c: Tensor, ds_over_r: Tensor, dc_over_r: Tensor) -> Tensor:
-        ctx.save_for_backward(vector, c, ds_over_r, dc_over_r)
-        return _plain_vjp(grad, vector, c, ds_over_r, dc_over_r)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_vector: Tensor) -> tuple[Tensor, None, None, None, None]:
-        vector, c, ds_over_r, dc_over_r = ctx.saved_tensors
-        along = (vector * grad_vector).sum(-1)
-        out = vector.new_empty(*c.shape, 4)
-        out[..., 0] = ds_over_r * along
-        torch.addcmul(c.unsqueeze(-1) * grad_vector, (dc_over_r * along).unsqueeze(-1), vector, out=out[..., 1:])
-        return out, None, None, None, None
-
-
-_rows_vjp = Kernel("environment_vjp", _RowsVjp.apply, _plain_vjp)

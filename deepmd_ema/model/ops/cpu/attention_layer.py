@@ -19,30 +19,11 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.model.nn.attention import Weights
+from deepmd_ema.model.ops.reference import EPS, AttentionOptions
 
 # A atoms, N neighbor slots, M channels of a pair, H hidden width, C columns of the factors h
 
 LARGEST_EXPONENT = 60.0  # whose exponential is finite in float32
-EPS = 1e-12  # shorter rows are divided by this number; as torch.nn.functional.normalize
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What a layer of attention does.
-
-    Attributes:
-        gated: whether weights are multiplied by the cosines of the angles between neighbors.
-        unit: whether queries, keys and values have the length 1.
-        scaling: factor of the product of query and key.
-        shift: added to logits before they are multiplied by the switch; None where they are not, which is not smooth.
-        eps: of the layer norm.
-    """
-
-    gated: bool
-    unit: bool
-    scaling: float
-    shift: float | None
-    eps: float
 
 
 class Surroundings(NamedTuple):

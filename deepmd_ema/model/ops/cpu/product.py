@@ -13,7 +13,7 @@ LEAST_WORK = 1 << 20  # N K M, below which the call of the other library costs m
 # torch has MKL multiply float32, which uses half of the width of the vector units of processors of other makers.
 # oneDNN, which torch has beside it for inference, uses all: 400 instead of 190 GFLOP/s on two cores of an AMD Zen 5
 def _has_onednn() -> bool:
-    """Whether the operation is there and multiplies as expected: it is private to torch, and may change."""
+    """Whether the operation exists and multiplies as expected: it is private to torch, and may change."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
@@ -28,24 +28,34 @@ def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-_HAS_BOTH = _has_onednn()
+def _is_intel() -> bool:
+    """Whether the processor is of Intel, on which MKL is the faster one: fitting networks take 0.70 of the time."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "GenuineIntel" in file.read(1000)
+    except OSError:
+        return False
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``a @ b`` (N, M) of matrices (N, K) and (K, M), without a gradient of its own, in ``out`` if given."""
+USES_ONEDNN = not _is_intel() and _has_onednn()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` (N, M) of matrices (N, K) and (K, M), without a gradient of its own."""
     single = a.dtype == torch.float32 and a.device.type == "cpu"
-    if not (_HAS_BOTH and single and a.numel() * b.shape[1] >= LEAST_WORK):
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    found = _by_onednn(a, b)
-    return found if out is None else out.copy_(found)
+    if not (USES_ONEDNN and single and a.numel() * b.shape[1] >= LEAST_WORK):
+        return torch.mm(a, b)
+    return _by_onednn(a, b)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return ``out`` (N, M) after ``a @ b`` was added to it, without a gradient of its own."""
-    return out.add_(product(a, b)) if a.dtype == torch.float32 else out.addmm_(a, b)
+    return out.add_(product(a, b)) if USES_ONEDNN and a.dtype == torch.float32 else out.addmm_(a, b)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` (B, N, M) of matrices (B, N, K) and (B, K, M), without a gradient of its own."""
-    each = a.dtype == torch.float32 and a.device.type == "cpu" and a[0].numel() * b.shape[2] >= LEAST_WORK
+    each = (
+        USES_ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and a[0].numel() * b.shape[2] >= LEAST_WORK
+    )
     return torch.stack([product(x, y) for x, y in zip(a, b)]) if each else torch.bmm(a, b)

@@ -73,7 +73,7 @@ class Neighbors:
     """
 
     def __init__(self, neighbor: Tensor, reverse: Tensor) -> None:
-        if neighbor.device.type == "cpu" and reverse.numel():  # to ask for the most would be to wait for a GPU
+        if reverse.numel():
             reverse = reverse.sort(1).values
             most = int((reverse < neighbor.numel()).any(0).sum())
             reverse = reverse[:, : max(1, most)]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepmd_ema.config.schema.text_options import ActivationName
-from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.ops.twin import Kernel
+from deepmd_ema.model.nn.activation import Activation
 
 # With s = sigmoid(z), silu(z) = z s:
 #   silu'(z)  = s (1 + z (1 - s))
@@ -51,25 +48,11 @@ class _SiluVjp(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad_out, z), second * grad * grad_out
 
 
-def _silut(z: Tensor, bend: float) -> Tensor:
-    # the tanh is rarely reached; to ask costs one reading pass on a CPU, and a wait on a GPU
-    if z.device.type == "cpu" and z.numel() and bool(z.detach().amax() < bend):
-        found: Tensor = _Silu.apply(z)
-        return found
-    return _plain_silut(z, bend)
-
-
-def _plain_silut(z: Tensor, bend: float) -> Tensor:
-    return activation(f"silut:{bend}").value(z)
-
-
-silu = Kernel("silu", _Silu.apply, functional.silu)
-silut = Kernel("silut", _silut, _plain_silut)
-
-
-def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the activation function called ``name``, as a kernel if there is one."""
-    read = ActivationName(name)
-    if read.kind == "silut":
-        return partial(silut, bend=read.bend)
-    return silu if read.kind == "silu" else activation(name).value
+def activated(z: Tensor, function: Activation) -> Tensor:
+    """Return ``function(z)``."""
+    # the tanh of silut is rarely reached, and to look for it costs one reading pass
+    bend = function.bend
+    if bend is None or (bend < math.inf and not (z.numel() and bool(z.detach().amax() < bend))):
+        return function.value(z)
+    found: Tensor = _Silu.apply(z)
+    return found

@@ -8,71 +8,95 @@ The gradient by c is ``G + c dG/dc`` times that of D: an ordinary function of th
 the network is carried through its layers with the value. The elements enter the first layer as one term for each
 element of j and one for each element of k, so that no pair has its own copy of their embeddings.
 
-On a CPU only pairs of two neighbors are evaluated, not those with an empty slot. Channels come first and pairs last:
+Only pairs of two neighbors are evaluated, not those with an empty slot. Channels come first and pairs last:
 the layers are narrow, and so each operation goes along many pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.twin import Kernel
+from deepmd_ema.model.ops.cpu.engine import Evaluation, value_and_vjp
 
 # A atoms, J and K neighbor slots, P pairs of neighbors, T types, E numbers of a type embedding, N inputs and M outputs
 # of a layer
 # a "jet" (M, 2, P) holds values in [:, 0] and derivatives with respect to c in [:, 1]
 
 
-def _plain(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-    embedded, width = pick(table, types), products.shape[1]
-    first, second = embedded[:, :, None].expand(-1, -1, width, -1), embedded[:, None].expand(-1, width, -1, -1)
-    values = net(torch.cat([products[..., None], first, second], -1))
-    return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
-
-
-def _by_hand(products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-    if not has_kernel(net):
-        return _plain(products, types, mask, table, net)
-    return triple_sums_and_vjp(products, types, mask, table, net)[0]
-
-
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return D (A, M) by hand, and what makes of its gradient that by ``products``; the net has a kernel.
+    """Return D (A, M), and a function from its gradient to that by ``products``.
 
     Args:
         products: (A, K, K), the c.
         types: (A, K) of the neighbors.
         mask: (A, K) bool, where there is a neighbor.
         table: (T, E) type embeddings.
-        net: G.
+        net: G, of tanh layers.
     """
-    pairs = _Pairs(types, mask)
-    c = pairs.chosen(products.detach())
     start, *later = net.stack
     assert start.bias is not None
     of_c, *of_elements = start.weight.split([1, table.shape[1], table.shape[1]])
-    terms = [table @ weight for weight in of_elements]
-    flat = [p for layer in later for p in (layer.weight, layer.bias)]
-    jets = _Jets([layer.copies for layer in later])
-    values, slopes = _Evaluate.apply(jets, pairs, c, of_c[0], terms[0] + start.bias, terms[1], *flat)
-    found: Tensor = _Sum.apply(pairs, products, c, values, slopes)
-    return found, lambda grad: _SumVjp.apply(pairs, grad, slopes)
+    first, second = (table @ weight for weight in of_elements)
+    evaluation = _Triples(_Pairs(types, mask), [layer.copies for layer in later])
+    weights = [of_c[0], first + start.bias, second, *(p for layer in later for p in (layer.weight, layer.bias))]
+    found, vjp = value_and_vjp(evaluation, [products], weights)
+    return found, lambda grad: vjp(grad)[0]
 
 
-def has_kernel(net: Network) -> bool:
-    """Return whether the layers are of tanh without step sizes, and the first one without a skip connection."""
-    layers = net.stack
-    plain = all(layer.activation.name == "tanh" and layer.idt is None and layer.bias is not None for layer in layers)
-    return plain and not layers[0].copies
+class _Triples(Evaluation):
+    """The sums D (A, M) of products (A, K, K).
+
+    Args:
+        pairs: of neighbors.
+        copies: how often the input of each layer but the first is in its skip connection.
+    """
+
+    num_trained = 0
+
+    def __init__(self, pairs: _Pairs, copies: list[int]) -> None:
+        super().__init__()
+        self._pairs, self._jets = pairs, _Jets(copies)
+        self._c: Tensor  # (P,)
+        self._slopes: Tensor  # (M, P), G + c dG/dc
+
+    def value(self, inputs: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
+        """Return D."""
+        pairs, (of_c, first, second, *flat) = self._pairs, weights
+        self._c = c = pairs.chosen(inputs[0])
+        z = first.T.index_select(1, pairs.first).add_(second.T.index_select(1, pairs.second))
+        jet = self._jets.evaluate(c, z, of_c, flat)
+        self._slopes = torch.addcmul(jet[:, 0], jet[:, 1], c)
+        return pairs.sums(jet[:, 0] * c)
+
+    def gradient(self, grad: Tensor, weights: Sequence[Any]) -> tuple[Sequence[Tensor], Any]:
+        """Return the gradient by the products."""
+        return [self._pairs.placed((self._pairs.spread(grad) * self._slopes).sum(0))], grad
+
+    def change(self, changes: Sequence[Tensor], weights: Sequence[Any]) -> tuple[Tensor, Any]:
+        """Return the change of D as the products change."""
+        change = self._pairs.chosen(changes[0])
+        return self._pairs.sums(self._slopes * change), change
+
+    def second_gradient(
+        self, grad: Tensor, past: tuple[Any, Any] | None, weights: Sequence[Any]
+    ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+        """Return the gradients by the weights."""
+        pairs, (_, first, second, *flat) = self._pairs, weights
+        by_value = pairs.spread(grad) * self._c
+        by_derivative = torch.zeros_like(by_value)
+        if past is not None:
+            by_slope = pairs.spread(past[0]) * past[1]
+            by_value, by_derivative = by_value + by_slope, by_slope * self._c
+        by_jet = torch.stack([by_value, by_derivative], 1)
+        by_z, of_c, others = self._jets.gradients(by_jet, self._c, flat)
+        return [], [of_c, _added(by_z, pairs.first, len(first)).T, _added(by_z, pairs.second, len(second)).T, *others]
 
 
 class _Pairs:
@@ -89,38 +113,28 @@ class _Pairs:
 
     def __init__(self, types: Tensor, mask: Tensor) -> None:
         num_atoms, width = types.shape
-        self.shape, self.num_atoms = (num_atoms, width, width), num_atoms
+        self.shape = (num_atoms, width, width)
         first, second = (t.expand(self.shape).reshape(-1) for t in (types[:, :, None], types[:, None]))
-        self._place: Tensor | None = None
-        if mask.device.type == "cpu":  # to ask how many there are is to wait for a GPU
-            self._place = (mask[:, :, None] & mask[:, None]).view(-1).nonzero().squeeze(1)
-            self._atom = self._place.div(max(1, width * width), rounding_mode="floor")
-            first, second = (t.index_select(0, self._place) for t in (first, second))
-        self.first, self.second = first, second
+        self._place = (mask[:, :, None] & mask[:, None]).view(-1).nonzero().squeeze(1)
+        self._atom = self._place.div(max(1, width * width), rounding_mode="floor")
+        self.first, self.second = (t.index_select(0, self._place) for t in (first, second))
 
     def chosen(self, of_slots: Tensor) -> Tensor:
         """Return the numbers of the pairs (P,) of (A, J, K)."""
-        flat = of_slots.reshape(-1)
-        return flat if self._place is None else flat.index_select(0, self._place)
+        return of_slots.reshape(-1).index_select(0, self._place)
 
     def placed(self, of_pairs: Tensor) -> Tensor:
         """Return (A, J, K), the numbers of the pairs (P,) in their slots, zeros in the others."""
-        if self._place is not None:
-            numbers = of_pairs.new_zeros(self.shape[0] * self.shape[1] * self.shape[2])
-            of_pairs = numbers.index_copy_(0, self._place, of_pairs)
-        return of_pairs.view(self.shape)
+        numbers = of_pairs.new_zeros(self.shape[0] * self.shape[1] * self.shape[2])
+        return numbers.index_copy_(0, self._place, of_pairs).view(self.shape)
 
     def sums(self, values: Tensor) -> Tensor:
         """Return the sums over the pairs of each atom (A, M) of (M, P)."""
-        if self._place is None:
-            return values.view(len(values), self.num_atoms, self.shape[1] * self.shape[2]).sum(2).T
-        return _added(values, self._atom, self.num_atoms).T
+        return _added(values, self._atom, self.shape[0]).T
 
     def spread(self, of_atoms: Tensor) -> Tensor:
         """Return the numbers (M, P) that each pair has of its atom, of (A, M)."""
-        if self._place is not None:
-            return of_atoms.T.index_select(1, self._atom)
-        return of_atoms.T[..., None].expand(-1, -1, self.shape[1] * self.shape[2]).flatten(1)
+        return of_atoms.T.index_select(1, self._atom)
 
 
 class _Jets:
@@ -134,7 +148,7 @@ class _Jets:
         self._copies = copies
         self._jets: list[Tensor] = []
 
-    def evaluate(self, c: Tensor, z: Tensor, of_c: Tensor, flat: tuple[Tensor, ...]) -> Tensor:
+    def evaluate(self, c: Tensor, z: Tensor, of_c: Tensor, flat: Sequence[Tensor]) -> Tensor:
         """Return the jet (M, 2, P) of the output.
 
         Args:
@@ -156,7 +170,7 @@ class _Jets:
             self._jets.append(jet)
         return jet
 
-    def gradients(self, grad: Tensor, c: Tensor, flat: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def gradients(self, grad: Tensor, c: Tensor, flat: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the gradients by z (M, P), the weights of c (M,), and weight and bias of each other layer.
 
         Args:
@@ -187,80 +201,6 @@ def _by_z(grad: Tensor, jet: Tensor) -> Tensor:
     return grad_z
 
 
-class _Evaluate(torch.autograd.Function):
-    """``G`` and ``G + c dG/dc`` of all pairs (M, P), which can be differentiated by the parameters alone."""
-
-    @staticmethod
-    def forward(
-        jets: _Jets, pairs: _Pairs, c: Tensor, of_c: Tensor, first: Tensor, second: Tensor, *flat: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        z = first.T.index_select(1, pairs.first).add_(second.T.index_select(1, pairs.second))
-        jet = jets.evaluate(c, z, of_c, flat)
-        return jet[:, 0].contiguous(), torch.addcmul(jet[:, 0], jet[:, 1], c)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # for torch.func
-        ctx.jets, ctx.pairs, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_value: Tensor, grad_slope: Tensor) -> tuple[Tensor | None, ...]:
-        c, _, first, second, *flat = ctx.saved_tensors
-        grad = torch.stack([grad_value + grad_slope, grad_slope * c], 1)
-        by_z, of_c, others = ctx.jets.gradients(grad, c, flat)
-        pairs = ctx.pairs
-        of_first, of_second = _added(by_z, pairs.first, len(first)).T, _added(by_z, pairs.second, len(second)).T
-        return None, None, None, of_c, of_first, of_second, *others
-
-
-class _Sum(torch.autograd.Function):
-    """``sum c G``, differentiable by the products, whose gradient is that through c and G, and by G."""
-
-    @staticmethod
-    def forward(pairs: _Pairs, products: Tensor, c: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
-        return pairs.sums(values * c)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.pairs, _, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        c, _, slopes = ctx.saved_tensors
-        by_products = _SumVjp.apply(ctx.pairs, grad, slopes) if ctx.needs_input_grad[1] else None
-        by_values = ctx.pairs.spread(grad) * c if ctx.needs_input_grad[3] else None
-        return None, by_products, None, by_values, None
-
-
-class _SumVjp(torch.autograd.Function):
-    """The gradient by the products, differentiable by the given gradient and the parameters."""
-
-    @staticmethod
-    def forward(pairs: _Pairs, grad: Tensor, slopes: Tensor) -> Tensor:
-        return pairs.placed((pairs.spread(grad) * slopes).sum(0))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.pairs, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, ...]:
-        grad, slopes = ctx.saved_tensors
-        of_pairs = ctx.pairs.chosen(change)
-        by_grad = ctx.pairs.sums(slopes * of_pairs) if ctx.needs_input_grad[1] else None
-        by_slopes = ctx.pairs.spread(grad) * of_pairs if ctx.needs_input_grad[2] else None
-        return None, by_grad, by_slopes
-
-
 def _added(values: Tensor, index: Tensor, number: int) -> Tensor:
     """Return (M, number): the numbers (M, P) added up by ``index``, in a fixed order."""
-    if values.device.type == "cpu":  # elsewhere index_add has none
-        return values.new_zeros(len(values), number).index_add_(1, index, values)
-    return values @ one_hot(index, number, values.dtype)
-
-
-triple_sums = Kernel("triple_sums", _by_hand, _plain)
+    return values.new_zeros(len(values), number).index_add_(1, index, values)

@@ -1,18 +1,7 @@
-"""The sum over neighbors of embedding times environment, with the gradient that forces need and its own derivative.
-
-With the embedding net G(s), s = rows[..., 0], and rows (the normalised environment matrix) constant::
-
-    moments[i, c, m] = sum_k rows[i, k, c] G[m](s[i, k])
-
-Forces need the gradient of an energy with respect to ``rows``. It is linear in dE/dmoments and in the pair
-``(G, dG/ds)``, which is carried through the layers together. So the gradient is an ordinary function of the
-parameters and training differentiates it once; the derivative with respect to positions stops here.
-"""
+"""Moments of embedding nets of tanh layers, evaluated at each pair in portions that stay in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,59 +9,45 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.twin import Kernel
+from deepmd_ema.model.ops.cpu.engine import portions
+from deepmd_ema.model.ops.reference import Moments
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
 # a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]
 
-ROWS_IN_CACHE = 1200  # pairs handled at once on a CPU: 1200 x 2 x 100 numbers stay in the cache of a core
 
+def tanh_moments(rows: Tensor, net: Network, numbers_in_cache: int) -> Moments:
+    """Return the moments of a net of tanh layers.
 
-@dataclass(frozen=True)
-class Moments:
-    """The moments of one section of neighbors, and their vector-Jacobian product.
-
-    Attributes:
-        rows: (A, K, 4) normalised environment matrix in the precision of the net, a constant.
-        value: (A, 4, M), a function of the parameters of the net.
-        jet: (A, 2, K, M) of the net at ``rows[..., 0]``, a function of its parameters.
+    Args:
+        rows: (A, K, 4).
+        net: G.
+        numbers_in_cache: of a portion.
     """
+    flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
+    copies = tuple(layer.copies for layer in net.stack)
+    width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.stack)
+    parts = portions(len(rows), width, numbers_in_cache)
+    if torch.is_grad_enabled():
+        return CPUMoments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))
+    jet = _tanh_jets(rows[..., 0], parts, copies, flat, keep=False)[-1]
+    return CPUMoments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
 
-    rows: Tensor
-    value: Tensor
-    jet: Tensor
+
+class CPUMoments(Moments):
+    """Moments with a written-out derivative of their vector-Jacobian product."""
 
     def vjp(self, grad_moments: Tensor) -> Tensor:
         """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
-        return _moments_vjp(grad_moments, self.jet, self.rows)
-
-
-def moments_kernel(nets: Iterable[Network]) -> Callable[[Tensor, Network], Moments]:
-    """Return the fastest function ``(rows, net) -> Moments`` that serves all ``nets``; asked once, at construction."""
-    return _tanh_moments if all(_is_tanh_net(net) for net in nets) else plain_moments
-
-
-def plain_moments(rows: Tensor, net: Network) -> Moments:
-    """Return the moments of any net, by operations that autograd, ``torch.func`` and ``torch.compile`` know."""
-    # atoms and slots stay two dimensions: inductor cannot lower a view that splits a product of two symbolic sizes
-    jet = torch.stack(net.value_and_derivative(rows[..., :1].contiguous()), 1)
-    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
-
-
-def _plain_vjp(grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
-    both = torch.bmm(jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(*jet.shape[:3], 4)
-    through_s = (both[:, 1] * rows).sum(-1, keepdim=True)
-    return torch.cat([both[:, 0, :, :1] + through_s, both[:, 0, :, 1:]], -1)
+        found: Tensor = _MomentsVjp.apply(grad_moments, self.jet, self.rows)
+        return found
 
 
 class _MomentsVjp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(grad_moments, jet, rows)
-        both = torch.bmm(jet.flatten(1, 2), grad_moments.transpose(1, 2)).view(*jet.shape[:3], 4)
-        out = both[:, 0].clone()
-        out[..., 0] += (both[:, 1] * rows).sum(-1)
-        return out
+        return Moments(rows, grad_moments, jet).vjp(grad_moments)
 
     @staticmethod
     @once_differentiable
@@ -82,29 +57,16 @@ class _MomentsVjp(torch.autograd.Function):
         return torch.bmm(both.transpose(1, 2), jet.flatten(1, 2)), torch.bmm(both, grad_moments).view_as(jet), None
 
 
-_moments_vjp = Kernel("moments_vjp", _MomentsVjp.apply, _plain_vjp)
-
-
-def _moments_in_portions(rows: Tensor, net: Network) -> Moments:
-    flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
-    copies = tuple(layer.copies for layer in net.stack)
-    if torch.is_grad_enabled():
-        return Moments(rows, *_TanhMoments.apply(rows, copies, *flat))
-    jet = _tanh_jets(rows[..., 0], copies, flat, keep=False)[-1]
-    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
-
-
-_tanh_moments = Kernel("tanh_moments", _moments_in_portions, plain_moments)
-
-
 class _TanhMoments(torch.autograd.Function):
     """Moments and jet of a net of tanh layers without step sizes, computed in portions that stay in the cache."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: tuple[int, ...], *flat: Tensor) -> tuple[Tensor, Tensor]:
-        jets = _tanh_jets(rows[..., 0], copies, flat, keep=True)
+    def forward(
+        ctx: Any, rows: Tensor, parts: list[slice], copies: tuple[int, ...], *flat: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        jets = _tanh_jets(rows[..., 0], parts, copies, flat, keep=True)
         ctx.save_for_backward(rows, *flat, *jets)
-        ctx.copies = copies
+        ctx.parts, ctx.copies = parts, copies
         return torch.bmm(rows.transpose(1, 2), jets[-1][:, 0]), jets[-1]
 
     @staticmethod
@@ -115,7 +77,7 @@ class _TanhMoments(torch.autograd.Function):
         rows, *saved = ctx.saved_tensors
         flat, jets = saved[: 2 * num_layers], saved[2 * num_layers :]
         grads = [torch.zeros_like(p) for p in flat]
-        for part in _portions(rows):
+        for part in ctx.parts:
             grad = grad_jet[part].clone()
             grad[:, 0].baddbmm_(rows[part], grad_value[part])
             for index in range(num_layers - 1, 0, -1):
@@ -131,10 +93,10 @@ class _TanhMoments(torch.autograd.Function):
             grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
             grads[0].add_((rows[part][..., :1] * grad_z[:, 0] + grad_z[:, 1]).sum((0, 1)))
             grads[1].add_(grad_z[:, 0].sum((0, 1)))
-        return None, None, *grads
+        return None, None, None, *grads
 
 
-def _tanh_jets(s_all: Tensor, copies: tuple[int, ...], flat: Any, *, keep: bool) -> list[Tensor]:
+def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat: Any, *, keep: bool) -> list[Tensor]:
     """Return the jets (A, 2, K, M) after each layer, or only after the last one unless ``keep``."""
     num_atoms, num_slots = s_all.shape
     weights, biases = flat[0::2], flat[1::2]
@@ -142,7 +104,7 @@ def _tanh_jets(s_all: Tensor, copies: tuple[int, ...], flat: Any, *, keep: bool)
     jets = [
         s_all.new_empty(num_atoms if keep or i == last else 0, 2, num_slots, w.shape[1]) for i, w in enumerate(weights)
     ]
-    for part in _portions(s_all):
+    for part in parts:
         s = s_all[part, :, None]
         jet = jets[0][part] if keep or last == 0 else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
         torch.addcmul(biases[0], s, weights[0], out=jet[:, 0])
@@ -184,19 +146,3 @@ def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copie
 def _sum_copies(grad: Tensor, copies: int) -> Tensor:
     grad = grad.reshape(-1, copies, grad.shape[-1] // copies)
     return grad if copies == 1 else grad[:, :1] + grad[:, 1:]
-
-
-def _is_tanh_net(net: Network) -> bool:
-    first = net.stack[0]
-    return first.copies == 0 and all(layer.activation.name == "tanh" and layer.idt is None for layer in net.stack)
-
-
-def _portions(per_atom: Tensor) -> list[slice]:
-    """Return slices over the atoms: portions that stay in the cache of a CPU, all at once on a GPU."""
-    num_atoms, num_slots = per_atom.shape[:2]
-    if not num_atoms * num_slots:
-        return []
-    step = num_atoms
-    if per_atom.device.type == "cpu":
-        step = max(1, ROWS_IN_CACHE * torch.get_num_threads() // num_slots)
-    return [slice(start, start + step) for start in range(0, num_atoms, step)]

@@ -1,4 +1,4 @@
-"""Kernels one by one: by hand against plain, gathers against loops, views of a neighborhood against brute force."""
+"""Operations of a CPU against the reference, gathers against loops, views of a neighborhood against brute force."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.families.dpa2.repformer import Repformer
 from deepmd_ema.families.dpa2.repformer_attention import Surroundings
 from deepmd_ema.families.dpa2.section import RepformerConfig
+from deepmd_ema.model.interpolation import series
 from deepmd_ema.model.interpolation.series import SeriesSum
-from deepmd_ema.model.kernels import moments  # noqa: F401  (it registers)
-from deepmd_ema.model.nn import norm  # noqa: F401
+from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops import environment, unit  # noqa: F401
-from deepmd_ema.model.ops.cpu import attention, silu, triples
-from deepmd_ema.model.ops.cpu.attention import attended_moments
-from deepmd_ema.model.ops.cpu.attention_layer import AttentionOptions
-from deepmd_ema.model.ops.cpu.repformer import repformer_layers
+from deepmd_ema.model.ops.cpu.moments import CPUMoments
+from deepmd_ema.model.ops.cpu.operations import CPU, CPUOperations
+from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.ops.switch import exponential_switch, switch, switch_and_derivative
-from deepmd_ema.model.ops.twin import KERNELS, plain_kernels
+from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, occupied_slots
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)
@@ -48,34 +45,46 @@ def draw(*shape, seed=0):
 
 
 def arguments(name):
-    """Return small arguments for each registered kernel; those that it differentiates require a gradient."""
+    """Return small arguments for each operation; those that it differentiates require a gradient."""
     hood = batch_by_distance("triclinic", "open").within(3.0)
     num_atoms, num_slots = hood.neighbor.shape
-    constant = [draw(num_atoms, num_slots, seed=k).detach() for k in range(3)]
     net = Network([1, 4, 8], "tanh", timestep=False, dtype=torch.float64, seed=1)
-    wide = torch.nn.ModuleList(
-        Network([4, 4, 8, 16, 16, 5], "tanh", timestep=True, dtype=torch.float64, seed=k, num_out=1) for k in range(3)
-    )
     rows = draw(num_atoms, num_slots, 4).detach()
     s, (centre, half) = rows[..., 0], torch.tensor([0.0, 4.0], dtype=torch.float64)
     return {
-        "gather_neighbors": (draw(num_atoms, 5), hood.neighbor, hood.reverse),
-        "sum_over_reverse": (draw(num_atoms, num_slots, 5), hood.neighbor, hood.reverse),
-        "environment_vjp": (draw(num_atoms, num_slots, 4), hood.vector, *constant),
+        "moments": (rows, net),
         "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
-        "tanh_moments": (rows, net),
         "series_sum": (rows, s, draw(16, 8, seed=4), centre, half, 8),
-        "axis_features": (draw(6, 4, 8), 3),
-        "axis_features_vjp": (draw(6, 24), draw(6, 4, 8, seed=1), 3),
-        "tanh_gradients": (draw(6, 4), wide, (4, 0, 2)),
-        "silu": (draw(num_atoms, 8),),
-        "silut": (draw(num_atoms, 8), 10.0),
-        "unit_rows": (draw(num_atoms, 3, 8),),
-        "layer_norm": (draw(num_atoms, 8), draw(8, seed=1), draw(8, seed=2), 1e-5),
+        "values_and_gradients": (draw(6, 4), fitting_networks(), (4, 0, 2)),
+        "silu": (draw(num_atoms, 8), activation("silu")),
+        "silut": (draw(num_atoms, 8), activation("silut:10")),
         "triple_sums": triples_arguments(),
         "attended_moments": attention_arguments(ATTENTION),
         "repformer_layers": repformer_arguments(hood),
-    }[name]
+    }[name]  # fmt: skip
+
+
+def vjp_of(kind):
+    """Return the vector-Jacobian product of moments of a kind, a function of what it depends on."""
+    return lambda grad, jet, rows: kind(rows, grad, jet).vjp(grad)
+
+
+# the version for a CPU and the reference
+OPERATIONS = {
+    **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in (
+        "moments", "values_and_gradients", "triple_sums", "attended_moments", "repformer_layers"
+    )},
+    "moments_vjp": (vjp_of(CPUMoments), vjp_of(Moments)),
+    **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
+    "series_sum": (series._sum_in_place, series._plain_sum),
+}  # fmt: skip
+every_operation = pytest.mark.parametrize("name", sorted(OPERATIONS))
+
+
+def fitting_networks():
+    widths = [4, 4, 8, 16, 16, 5]
+    nets = (Network(widths, "tanh", timestep=True, dtype=torch.float64, seed=k, num_out=1) for k in range(3))
+    return torch.nn.ModuleList(nets)
 
 
 def triples_arguments(slots=5, act="tanh"):
@@ -96,10 +105,11 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
     direction = (draw(atoms, slots, 3, seed=2).detach() * mask[..., None]).requires_grad_()
     sizes = (width, 3 * hidden), (3 * hidden,), (hidden, width), (width,), (width,), (width,)
     layers = [Weights(*(draw(*size, seed=10 * n + k) for k, size in enumerate(sizes))) for n in range(2)]
-    counts = attention.occupied_slots(mask)
+    counts = occupied_slots(mask)
     rows = draw(atoms, slots, 4, seed=3).detach() * (torch.arange(slots) < counts[:, None])[..., None]
     pairs = draw(atoms, slots, width)
-    return rows.requires_grad_(), torch.tanh, [pairs], counts, mask, switch, direction, num_slots, layers, options
+    given = Attended(rows.requires_grad_(), torch.tanh, [pairs], counts, mask, switch, direction, num_slots)
+    return given, layers, options
 
 
 SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}
@@ -123,7 +133,7 @@ def tensors_of(found):
 
 
 def leaves_of(args):
-    args = [[*vars(a).values()] if isinstance(a, Surroundings) else a for a in args]
+    args = [[*vars(a).values()] if isinstance(a, Surroundings | Attended) else a for a in args]
     flat = [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else tree_leaves(a))]
     return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -132,41 +142,32 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
-def test_every_kernel_by_hand_has_the_values_and_gradients_of_its_plain_twin(name):
+@every_operation
+def test_every_operation_of_a_cpu_has_the_values_and_gradients_of_the_reference(name):
     args = arguments(name)
     results = []
-    for call in (KERNELS[name].by_hand, KERNELS[name].plain):
+    for call in OPERATIONS[name]:
         found = tensors_of(call(*args))
         loss = sum((part * draw(*part.shape, seed=k).detach()).sum() for k, part in enumerate(found))
         leaves = leaves_of(args)
         results.append([*found, *(torch.autograd.grad(loss, leaves) if leaves else ())])
-    for by_hand, plain in zip(*results, strict=True):
-        close(by_hand, plain)
+    for cpu, reference in zip(*results, strict=True):
+        close(cpu, reference)
     with torch.no_grad():
-        for by_hand, part in zip(tensors_of(KERNELS[name].by_hand(*args)), results[0]):
-            close(by_hand, part.detach())
+        for cpu, part in zip(tensors_of(OPERATIONS[name][0](*args)), results[0]):
+            close(cpu, part.detach())
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
-def test_no_kernel_changes_the_gradient_that_it_is_given(name):
+@every_operation
+def test_no_operation_changes_the_gradient_that_it_is_given(name):
     """Another branch of the backward pass may read the same tensor."""
-    found = tensors_of(KERNELS[name].by_hand(*(args := arguments(name))))
+    found = tensors_of(OPERATIONS[name][0](*(args := arguments(name))))
     grads = [draw(*part.shape, seed=k).detach() for k, part in enumerate(found)]
     kept = [grad.clone() for grad in grads]
     if leaves := leaves_of(args):
         torch.autograd.grad(found, leaves, grads)
     for grad, before in zip(grads, kept, strict=True):
         assert torch.equal(grad, before)
-
-
-def test_kernels_are_plain_only_within_the_context():
-    args = arguments("gather_neighbors")
-    names = [type(gather_neighbors(*args).grad_fn).__name__]
-    with plain_kernels():
-        names.append(type(gather_neighbors(*args).grad_fn).__name__)
-    names.append(type(gather_neighbors(*args).grad_fn).__name__)
-    assert names == ["_GatherBackward", "ViewBackward0", "_GatherBackward"]
 
 
 def test_gather_and_sum_do_what_loops_do():
@@ -184,22 +185,22 @@ def test_gather_and_sum_do_what_loops_do():
     close(sum_over_reverse(pair, hood.neighbor, hood.reverse), summed)
 
 
-@pytest.mark.parametrize("name", ["silu", "silut", "unit_rows"])
-def test_activations_and_unit_rows_have_the_second_derivatives_of_their_plain_twins(name):
-    (x, *more), results = arguments(name), []
+@pytest.mark.parametrize("name", ["silu", "silut"])
+def test_activations_have_the_second_derivatives_of_the_reference(name):
+    (x, function), results = arguments(name), []
     weight = draw(*x.shape, seed=7)
-    for call in (KERNELS[name].by_hand, KERNELS[name].plain):
-        _, vjp = torch.func.vjp(lambda x, call=call: call(torch.tanh(x * weight), *more), x)
+    for ops in (CPU, REFERENCE):
+        _, vjp = torch.func.vjp(lambda x, ops=ops: ops.activated(torch.tanh(x * weight), function), x)
         (grad,) = vjp(draw(*x.shape, seed=8).detach())
         results.append([grad, *torch.autograd.grad((grad * draw(*x.shape, seed=9).detach()).sum(), [x, weight])])
-    for by_hand, plain in zip(*results, strict=True):
-        close(by_hand, plain)
-    assert torch.autograd.gradgradcheck(lambda x: KERNELS[name].by_hand(x, *more), (draw(2, 3),))
+    for cpu, reference in zip(*results, strict=True):
+        close(cpu, reference)
+    assert torch.autograd.gradgradcheck(lambda x: CPU.activated(x, function), (draw(2, 3),))
 
 
 @pytest.mark.parametrize("act", ["tanh", "gelu"])
 @pytest.mark.parametrize("slots", [0, 1, 5])
-def test_forces_through_triples_have_the_parameter_gradients_of_the_plain_kernel(slots, act):
+def test_forces_through_triples_have_the_parameter_gradients_of_the_reference(slots, act):
     _, types, _, table, net = triples_arguments(slots, act)
     mask = torch.arange(slots) < 2 * torch.arange(4)[:, None]
     mask[1, 1:2] = False  # an excluded pair leaves an empty slot before others
@@ -209,20 +210,21 @@ def test_forces_through_triples_have_the_parameter_gradients_of_the_plain_kernel
         rows = torch.tanh(vector) * mask[..., None]
         return call(torch.bmm(rows, rows.transpose(1, 2)), types, mask, table, net)
 
-    for call in (triples.triple_sums.by_hand, triples.triple_sums.plain):
+    for call in OPERATIONS["triple_sums"]:
         out, vjp = torch.func.vjp(lambda vector, call=call: sums(call, vector), draw(4, slots, 3, seed=5).detach())
         (force,) = vjp(torch.tanh(out))  # as of a fitting net
         loss = (force * draw(*force.shape, seed=6).detach()).sum() + (out * draw(*out.shape, seed=7).detach()).sum()
         results.append([out, force, *torch.autograd.grad(loss, [table, *net.parameters()])])
-    for by_hand, plain in zip(*results, strict=True):
-        close(by_hand, plain)
+    for cpu, reference in zip(*results, strict=True):
+        close(cpu, reference)
 
 
-def attended_forces(call, options, **sizes):
+def attended_forces(ops, options, **sizes):
     """Return features of attention, their gradient by vectors, and what both depend on."""
-    rows, _, (pre,), counts, mask, _, _, num_slots, layers, _ = attention_arguments(options, **sizes)
+    given, layers, _ = attention_arguments(options, **sizes)
+    (pre,), mask = given.inputs, given.mask
     vector, mixer = draw(*pre.shape[:2], 3, seed=4).detach(), draw(3, pre.shape[2], seed=5)
-    there = (rows != 0).detach()
+    there = (given.rows != 0).detach()
 
     def features(vector):
         distance = vector.norm(dim=-1)
@@ -233,7 +235,10 @@ def attended_forces(call, options, **sizes):
         def embed(pre, vector):
             return pre + torch.tanh(vector @ mixer)
 
-        return call(rows, embed, [pre, vector], counts, mask, switch, direction, num_slots, layers, options)
+        moved = replace(
+            given, rows=rows, embed=embed, inputs=[pre, vector], switch=switch, direction=direction
+        )  # fmt: skip
+        return ops.attended_moments(moved, layers, options)
 
     out, vjp = torch.func.vjp(features, vector)
     return out, vjp, [mixer, *tree_leaves(layers)]
@@ -244,61 +249,57 @@ def attended_forces(call, options, **sizes):
     {}, {"shift": None}, {"gated": False}, {"unit": False}, {"scaling": 50.0}, {"shift": None, "gated": False},
     {"shift": None, "unit": False}, {"gated": False, "unit": False},
 ])  # fmt: skip
-def test_forces_through_attention_have_the_parameter_gradients_of_the_plain_kernel(changed, portion, monkeypatch):
-    monkeypatch.setattr(attention, "NUMBERS_IN_CACHE", portion)
+def test_forces_through_attention_have_the_parameter_gradients_of_the_reference(changed, portion):
     results = []
-    for call in (attended_moments.by_hand, attended_moments.plain):
-        out, vjp, leaves = attended_forces(call, replace(ATTENTION, **changed))
+    for ops in (CPUOperations(portion), REFERENCE):
+        out, vjp, leaves = attended_forces(ops, replace(ATTENTION, **changed))
         (force,) = vjp(torch.tanh(out))  # as of a fitting net
         losses = (force * draw(*force.shape, seed=6).detach()).sum(), (out * draw(*out.shape, seed=7).detach()).sum()
         gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (*losses, sum(losses))]
         results.append([out, force, *tree_leaves(gradients)])
-    for by_hand, plain in zip(*results, strict=True):
-        torch.testing.assert_close(by_hand, plain, rtol=1e-9, atol=1e-11)
+    for cpu, reference in zip(*results, strict=True):
+        torch.testing.assert_close(cpu, reference, rtol=1e-9, atol=1e-11)
 
 
-def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_plain_kernel():
+def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_reference():
     for slots, num_slots, atoms in ((4, 4, 5), (1, 3, 1), (0, 3, 2), (3, 3, 0)):
         sizes = {"slots": slots, "num_slots": num_slots, "atoms": atoms}
         if not slots or not atoms:
-            args = attention_arguments(ATTENTION)
-            rows, embed, (pairs,), counts, *others = args
-            rows, pairs, *others[:3] = (a[:atoms, :slots] for a in (rows, pairs, *others[:3]))
-            args = (rows, embed, [pairs], counts[:atoms], *others[:3], num_slots, *others[4:])
-            close(attended_moments.by_hand(*args), attended_moments.plain(*args))
+            given, *others = attention_arguments(ATTENTION)
+            cut = {name: getattr(given, name)[:atoms, :slots] for name in ("rows", "mask", "switch", "direction")}
+            inputs = [one[:atoms, :slots] for one in given.inputs]
+            given = replace(given, **cut, inputs=inputs, counts=given.counts[:atoms], num_slots=num_slots)
+            close(CPU.attended_moments(given, *others), REFERENCE.attended_moments(given, *others))
             continue
-        both = [
-            attended_forces(call, ATTENTION, **sizes)[0] for call in (attended_moments.by_hand, attended_moments.plain)
-        ]
-        close(*both)
+        close(*(attended_forces(ops, ATTENTION, **sizes)[0] for ops in (CPU, REFERENCE)))
 
 
 def test_gradients_of_attention_asked_for_several_times_add_up():
     """Two vector-Jacobian products of one evaluation in one loss, and one that was asked for and left."""
     results = []
-    for call in (attended_moments.by_hand, attended_moments.plain):
-        out, vjp, leaves = attended_forces(call, ATTENTION)
+    for ops in (CPU, REFERENCE):
+        out, vjp, leaves = attended_forces(ops, ATTENTION)
         given = draw(*out.shape, seed=8)
         first, second = vjp(given)[0].square().sum(), vjp(torch.tanh(out))[0].sin().sum()
         torch.autograd.grad(first, [given], retain_graph=True)  # does not come to the layers
         results.append(torch.autograd.grad(first + second, [given, *leaves]))
-    for by_hand, plain in zip(*results, strict=True):
-        torch.testing.assert_close(by_hand, plain, rtol=1e-9, atol=1e-11)
+    for cpu, reference in zip(*results, strict=True):
+        torch.testing.assert_close(cpu, reference, rtol=1e-9, atol=1e-11)
 
 
-def test_attention_by_hand_refuses_derivatives_that_it_does_not_have():
-    *first, layers, options = attention_arguments(ATTENTION)
-    (pairs,), direction = first[2], first[6]
-    with pytest.raises(NotImplementedError, match="by parameters: use plain_kernels"):
-        torch.autograd.grad(attended_moments.by_hand(*first, layers, options).sum(), pairs, create_graph=True)
+def test_attention_on_a_cpu_refuses_derivatives_that_it_does_not_have():
+    given, layers, options = attention_arguments(ATTENTION)
+    (pairs,) = given.inputs
+    with pytest.raises(NotImplementedError, match="by parameters: use the reference"):
+        torch.autograd.grad(CPU.attended_moments(given, layers, options).sum(), pairs, create_graph=True)
     layers = [Weights(*(one.detach() for one in layer)) for layer in layers]
-    loss = attended_moments.by_hand(*first, layers, options).square().sum()
+    loss = CPU.attended_moments(given, layers, options).square().sum()
     (grad,) = torch.autograd.grad(loss, pairs, create_graph=True)
-    with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
-        torch.autograd.grad(grad.square().sum(), direction)
+    with pytest.raises(NotImplementedError, match="by positions: use the reference"):
+        torch.autograd.grad(grad.square().sum(), given.direction)
 
 
-def repformer_forces(call, stack, node, rows, around):
+def repformer_forces(ops, stack, node, rows, around):
     """Return features of a repformer, their gradient by vectors, and what both depend on."""
     mixer, vector = draw(4, 5, seed=3), rows[..., 1:].detach()
     pre, weight = rows[..., :1].detach(), around.weight.detach()
@@ -307,7 +308,7 @@ def repformer_forces(call, stack, node, rows, around):
         moved = torch.cat([torch.tanh(pre * vector.sum(-1, keepdim=True)), vector.sin()], -1)
         rough = weight if not around.smooth else weight * vector.square().sum(-1)
         summed = node + (torch.tanh(moved @ mixer).sum(-1) * weight).sum(1, keepdim=True)
-        return call(stack, summed, moved, replace(around, weight=rough))
+        return ops.repformer_layers(stack, summed, moved, replace(around, weight=rough))
 
     out, vjp = torch.func.vjp(features, vector)
     return out, vjp, [mixer, node, *stack.parameters()]
@@ -317,11 +318,11 @@ def repformer_forces(call, stack, node, rows, around):
     {}, {"smooth": False}, {"nlayers": 1}, {"update_style": "res_avg"}, {"update_style": "res_incr"},
     {"nlayers": 2, "axis_neuron": 1},
 ])  # fmt: skip
-def test_forces_through_the_repformer_have_the_parameter_gradients_of_the_plain_kernel(changed):
+def test_forces_through_the_repformer_have_the_parameter_gradients_of_the_reference(changed):
     """Also of two vector-Jacobian products of one evaluation in one loss, and after one that was asked for and left."""
     args, results = repformer_arguments(batch_by_distance("triclinic", "open").within(3.0), **changed), []
-    for call in (repformer_layers.by_hand, repformer_layers.plain):
-        out, vjp, leaves = repformer_forces(call, *args)
+    for ops in (CPU, REFERENCE):
+        out, vjp, leaves = repformer_forces(ops, *args)
         given = draw(*out.shape, seed=8)
         (force,), (again,) = vjp(torch.tanh(out)), vjp(given)  # as of a fitting net
         losses = force.square().sum(), out.sin().sum(), again.sin().sum()
@@ -329,37 +330,36 @@ def test_forces_through_the_repformer_have_the_parameter_gradients_of_the_plain_
         gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (losses[0], sum(losses[:2]))]
         gradients.append(torch.autograd.grad(sum(losses), [given, *leaves]))
         results.append([out, force, *tree_leaves(gradients)])
-    for by_hand, plain in zip(*results, strict=True):
-        torch.testing.assert_close(by_hand, plain, rtol=1e-10, atol=1e-12)
+    for cpu, reference in zip(*results, strict=True):
+        torch.testing.assert_close(cpu, reference, rtol=1e-10, atol=1e-12)
 
 
-def test_the_repformer_of_no_atoms_or_no_neighbors_is_that_of_the_plain_kernel():
+def test_the_repformer_of_no_atoms_or_no_neighbors_is_that_of_the_reference():
     stack, node, rows, around = repformer_arguments(batch_by_distance("open", natoms=3).within(3.0))
     none = torch.full((3, 0), 3)
     alone = replace(around, neighbor=none, reverse=torch.full((3, 1), 0), weight=around.weight[:, :0], mask=none > 3)
     absent = replace(around, neighbor=none[:0], reverse=none[:0], weight=around.weight[:0, :0], mask=none[:0] > 3)
     for args in ((stack, node, rows[:, :0], alone), (stack, node[:0], rows[:0, :0], absent)):
-        close(repformer_layers.by_hand(*args), repformer_layers.plain(*args))
+        close(CPU.repformer_layers(*args), REFERENCE.repformer_layers(*args))
 
 
-def test_the_repformer_by_hand_refuses_derivatives_that_it_does_not_have():
+def test_the_repformer_on_a_cpu_refuses_derivatives_that_it_does_not_have():
     stack, node, rows, around = repformer_arguments(batch_by_distance("open", natoms=3).within(3.0))
-    with pytest.raises(NotImplementedError, match="by parameters: use plain_kernels"):
-        torch.autograd.grad(repformer_layers.by_hand(stack, node, rows, around).sum(), rows, create_graph=True)
-    loss = repformer_layers.by_hand(stack.requires_grad_(False), node, rows, around).square().sum()
+    with pytest.raises(NotImplementedError, match="by parameters: use the reference"):
+        torch.autograd.grad(CPU.repformer_layers(stack, node, rows, around).sum(), rows, create_graph=True)
+    loss = CPU.repformer_layers(stack.requires_grad_(False), node, rows, around).square().sum()
     (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
-    with pytest.raises(NotImplementedError, match="by positions: use plain_kernels"):
+    with pytest.raises(NotImplementedError, match="by positions: use the reference"):
         torch.autograd.grad(grad.square().sum(), rows)
 
 
 def test_silut_bends_where_its_input_is_large():
-    z = torch.linspace(-3, 3, 13, dtype=torch.float64)
-    close(silu.silut(z, 1.0), KERNELS["silut"].plain(z, 1.0))
-    close(silu.silut(z[z < 1], 1.0), silu.silut(z, 1.0)[z < 1])
+    z, function = torch.linspace(-3, 3, 13, dtype=torch.float64), activation("silut:1.0")
+    close(CPU.activated(z, function), REFERENCE.activated(z, function))
+    close(CPU.activated(z[z < 1], function), CPU.activated(z, function)[z < 1])
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_gather_and_sum_can_be_differentiated_twice(plain):
+def test_gather_and_sum_can_be_differentiated_twice():
     hood = batch_by_distance("open", natoms=4).within(2.5)
 
     def messages(node, weight):
@@ -367,12 +367,16 @@ def test_gather_and_sum_can_be_differentiated_twice(plain):
         return torch.tanh(sum_over_reverse(torch.tanh(pair), hood.neighbor, hood.reverse) + pair.sum(1))
 
     args = draw(4, 2), draw(*hood.neighbor.shape, 2, seed=1)
-    if plain:
-        with plain_kernels():
-            assert torch.autograd.gradgradcheck(messages, args)
-    else:
-        assert torch.autograd.gradcheck(messages, args)
-        assert torch.autograd.gradgradcheck(messages, args)
+    assert torch.autograd.gradcheck(messages, args)
+    assert torch.autograd.gradgradcheck(messages, args)
+
+
+def test_gathers_without_reverse_slots_are_those_with_them():
+    """As in an exported graph, which has no backward pass."""
+    hood = batch_by_distance("tiny", "open").within(3.2, 12)
+    node, pair = draw(len(hood.neighbor), 2).detach(), draw(*hood.neighbor.shape, 2).detach()
+    for call, values in ((gather_neighbors, node), (sum_over_reverse, pair)):
+        close(call(values, hood.neighbor, hood.reverse[:, :0]), call(values, hood.neighbor, hood.reverse))
 
 
 def test_two_layers_of_messages_go_through_torch_func():
@@ -393,13 +397,9 @@ def test_two_layers_of_messages_go_through_torch_func():
 
     vector = hood.vector.clone().requires_grad_()
     (expected,) = torch.autograd.grad(features(vector).sum(), vector, create_graph=True)
-    results = [expected, by_function(hood.vector)]
-    with plain_kernels():
-        results.append(by_function(hood.vector))
-    gradients = [torch.autograd.grad(r.square().sum(), weight)[0] for r in results]
-    for result, gradient in zip(results[1:], gradients[1:]):
-        close(result, expected)
-        close(gradient, gradients[0])
+    found = by_function(hood.vector)
+    close(found, expected)
+    close(*(torch.autograd.grad(r.square().sum(), weight)[0] for r in (found, expected)))
 
 
 @pytest.mark.parametrize("cells", [["triclinic"], ["tiny", "open"], ["open"]])

@@ -1,1 +1,0 @@
-"""Kernels: the environment matrix and sums over neighbors, with their derivatives."""

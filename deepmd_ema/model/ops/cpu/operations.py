@@ -1,0 +1,88 @@
+"""The set of operations for eager mode on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.model.nn.activation import Activation
+from deepmd_ema.model.nn.attention import Weights
+from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.cpu import attention, moments, repformer, silu, tanh_gradients, triples
+from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, Operations
+
+# A atoms, K neighbor slots, M channels of a pair, C channels of an atom
+
+
+@dataclass(frozen=True)
+class CPUOperations(Operations):
+    """Operations that work in place, in portions that fit the cache, with gradients written out.
+
+    Attributes:
+        numbers_in_cache: of a portion, for each thread.
+    """
+
+    is_reference: ClassVar[bool] = False
+    numbers_in_cache: int = 1 << 17
+
+    def activated(self, z: Tensor, function: Activation) -> Tensor:
+        """Return ``function(z)``."""
+        return silu.activated(z, function)
+
+    def moments(self, rows: Tensor, net: Network) -> Moments:
+        """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
+        if not net.is_tanh:
+            return super().moments(rows, net)
+        return moments.tanh_moments(rows, net, self.numbers_in_cache)
+
+    def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N)."""
+        if not nets[0].is_scalar_tanh:
+            return super().values_and_gradients(x, nets, shares)
+        return tanh_gradients.values_and_gradients(x, nets, shares)
+
+    def triple_sums(self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
+        """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M)."""
+        if not net.is_tanh:
+            return super().triple_sums(products, types, mask, table, net)
+        return triples.triple_sums_and_vjp(products, types, mask, table, net)[0]
+
+    def attended_moments(self, given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
+        """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
+        if not given.mask.numel():
+            return super().attended_moments(given, layers, options)
+        return attention.attended_moments(given, layers, options, self.numbers_in_cache)
+
+    def repformer_layers(self, stack: Any, node: Tensor, rows: Tensor, around: Any) -> Tensor:
+        """Return the features of atoms (A, C) after all layers of a repformer."""
+        if not stack.is_fused:
+            return super().repformer_layers(stack, node, rows, around)
+        return repformer.repformer_layers_and_vjp(stack, node, rows, around)[0]
+
+    def triple_sums_and_vjp(
+        self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the sums and a function from their gradient to that by ``products``."""
+        if not net.is_tanh:
+            return super().triple_sums_and_vjp(products, types, mask, table, net)
+        return triples.triple_sums_and_vjp(products, types, mask, table, net)
+
+    def repformer_layers_and_vjp(
+        self, stack: Any, node: Tensor, rows: Tensor, around: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        """Return the features and a function from their gradient to those by node, rows and weight."""
+        if not stack.is_fused:
+            return super().repformer_layers_and_vjp(stack, node, rows, around)
+        return repformer.repformer_layers_and_vjp(stack, node, rows, around)
+
+
+CPU = CPUOperations()
+
+
+def operations_for(device: torch.device) -> Operations:
+    """Return the operations of models on a device that are evaluated eagerly."""
+    return CPU if device.type == "cpu" else REFERENCE
