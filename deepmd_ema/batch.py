@@ -169,7 +169,7 @@ class Batch:
             reverse=place[self.reverse],
         )
 
-    def seen_through(self, slot: Tensor, **changes: Any) -> Batch:
+    def with_slots(self, slot: Tensor, **changes: Any) -> Batch:
         """Return the batch with other slots: (A, V) flat slots ``i * K + k`` of this one, ``A * K`` is none."""
         return replace(self, **changes)
 

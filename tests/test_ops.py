@@ -46,8 +46,8 @@ def draw(*shape, seed=0):
 
 def arguments(name):
     """Return small arguments for each operation; those that it differentiates require a gradient."""
-    hood = batch_by_distance("triclinic", "open").within(3.0)
-    num_atoms, num_slots = hood.neighbor.shape
+    neighborhood = batch_by_distance("triclinic", "open").within(3.0)
+    num_atoms, num_slots = neighborhood.neighbor.shape
     net = Network([1, 4, 8], "tanh", timestep=False, dtype=torch.float64, seed=1)
     rows = draw(num_atoms, num_slots, 4).detach()
     s, (centre, half) = rows[..., 0], torch.tensor([0.0, 4.0], dtype=torch.float64)
@@ -60,7 +60,7 @@ def arguments(name):
         "silut": (draw(num_atoms, 8), activation("silut:10")),
         "triple_sums": triples_arguments(),
         "attended_moments": attention_arguments(ATTENTION),
-        "repformer_layers": repformer_arguments(hood),
+        "repformer_layers": repformer_arguments(neighborhood),
     }[name]  # fmt: skip
 
 
@@ -115,14 +115,16 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
 SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}
 
 
-def repformer_arguments(hood, smooth=True, **changed):
+def repformer_arguments(neighborhood, smooth=True, **changed):
     """Return a repformer with the options of the kernel, features, rows and the neighbors with weights."""
     options = RepformerConfig(**REPFORMER | SUMS_ONLY | changed)
     stack = Repformer(options, 3, smooth=smooth, protection=0.0, dtype=torch.float64, seed=1)
-    weight = (draw(*hood.neighbor.shape, seed=2).detach().abs() * hood.mask).requires_grad_()
-    count = 3.0 if smooth else 1 + hood.mask.sum(1, keepdim=True).double()
+    weight = (draw(*neighborhood.neighbor.shape, seed=2).detach().abs() * neighborhood.mask).requires_grad_()
+    count = 3.0 if smooth else 1 + neighborhood.mask.sum(1, keepdim=True).double()
     per_moment = count if smooth else count[..., None]
-    around = Surroundings(hood.neighbor, hood.reverse, hood.mask, weight, smooth, 40, 1 / count, 1 / per_moment)
+    around = Surroundings(
+        neighborhood.neighbor, neighborhood.reverse, neighborhood.mask, weight, smooth, 40, 1 / count, 1 / per_moment
+    )
     return stack, draw(len(weight), options.g1_dim), draw(*weight.shape, 4, seed=1), around
 
 
@@ -171,18 +173,18 @@ def test_no_operation_changes_the_gradient_that_it_is_given(name):
 
 
 def test_gather_and_sum_do_what_loops_do():
-    hood = batch_by_distance("tiny", "open").within(3.2, 12)
-    num_atoms, num_slots = hood.neighbor.shape
+    neighborhood = batch_by_distance("tiny", "open").within(3.2, 12)
+    num_atoms, num_slots = neighborhood.neighbor.shape
     node, pair = draw(num_atoms, 2).detach(), draw(num_atoms, num_slots, 2).detach()
     gathered, summed = torch.zeros_like(pair), torch.zeros_like(node)
     for i in range(num_atoms):
         for k in range(num_slots):
-            if hood.mask[i, k]:
-                gathered[i, k] = node[hood.neighbor[i, k]]
-                summed[hood.neighbor[i, k]] += pair[i, k]
-    assert not hood.mask.all()
-    close(gather_neighbors(node, hood.neighbor, hood.reverse), gathered)
-    close(sum_over_reverse(pair, hood.neighbor, hood.reverse), summed)
+            if neighborhood.mask[i, k]:
+                gathered[i, k] = node[neighborhood.neighbor[i, k]]
+                summed[neighborhood.neighbor[i, k]] += pair[i, k]
+    assert not neighborhood.mask.all()
+    close(gather_neighbors(node, neighborhood.neighbor, neighborhood.reverse), gathered)
+    close(sum_over_reverse(pair, neighborhood.neighbor, neighborhood.reverse), summed)
 
 
 @pytest.mark.parametrize("name", ["silu", "silut"])
@@ -360,44 +362,49 @@ def test_silut_bends_where_its_input_is_large():
 
 
 def test_gather_and_sum_can_be_differentiated_twice():
-    hood = batch_by_distance("open", natoms=4).within(2.5)
+    neighborhood = batch_by_distance("open", natoms=4).within(2.5)
 
     def messages(node, weight):
-        pair = gather_neighbors(node, hood.neighbor, hood.reverse) * weight
-        return torch.tanh(sum_over_reverse(torch.tanh(pair), hood.neighbor, hood.reverse) + pair.sum(1))
+        pair = gather_neighbors(node, neighborhood.neighbor, neighborhood.reverse) * weight
+        return torch.tanh(sum_over_reverse(torch.tanh(pair), neighborhood.neighbor, neighborhood.reverse) + pair.sum(1))
 
-    args = draw(4, 2), draw(*hood.neighbor.shape, 2, seed=1)
+    args = draw(4, 2), draw(*neighborhood.neighbor.shape, 2, seed=1)
     assert torch.autograd.gradcheck(messages, args)
     assert torch.autograd.gradgradcheck(messages, args)
 
 
 def test_gathers_without_reverse_slots_are_those_with_them():
     """As in an exported graph, which has no backward pass."""
-    hood = batch_by_distance("tiny", "open").within(3.2, 12)
-    node, pair = draw(len(hood.neighbor), 2).detach(), draw(*hood.neighbor.shape, 2).detach()
+    neighborhood = batch_by_distance("tiny", "open").within(3.2, 12)
+    node, pair = draw(len(neighborhood.neighbor), 2).detach(), draw(*neighborhood.neighbor.shape, 2).detach()
     for call, values in ((gather_neighbors, node), (sum_over_reverse, pair)):
-        close(call(values, hood.neighbor, hood.reverse[:, :0]), call(values, hood.neighbor, hood.reverse))
+        close(
+            call(values, neighborhood.neighbor, neighborhood.reverse[:, :0]),
+            call(values, neighborhood.neighbor, neighborhood.reverse),
+        )
 
 
 def test_two_layers_of_messages_go_through_torch_func():
     """The gradient of the forces by a weight: twice through each gather, and the second time through ``torch.func``."""
-    hood = batch_by_distance("triclinic", "open").within(3.5)
+    neighborhood = batch_by_distance("triclinic", "open").within(3.5)
     weight = draw(2, 2)
 
     def features(vector):
         u = (vector.square().sum(-1, keepdim=True) / RCUT**2).clamp(max=1) - 1
         node = (u * vector).sum(1)[:, :2]
         for _ in range(2):
-            node = torch.tanh(node + (gather_neighbors(node, hood.neighbor, hood.reverse) * u).sum(1) @ weight)
+            node = torch.tanh(
+                node + (gather_neighbors(node, neighborhood.neighbor, neighborhood.reverse) * u).sum(1) @ weight
+            )
         return node
 
     def by_function(vector):
         out, vjp = torch.func.vjp(features, vector)
         return vjp(torch.ones_like(out))[0]
 
-    vector = hood.vector.clone().requires_grad_()
+    vector = neighborhood.vector.clone().requires_grad_()
     (expected,) = torch.autograd.grad(features(vector).sum(), vector, create_graph=True)
-    found = by_function(hood.vector)
+    found = by_function(neighborhood.vector)
     close(found, expected)
     close(*(torch.autograd.grad(r.square().sum(), weight)[0] for r in (found, expected)))
 
@@ -406,22 +413,22 @@ def test_two_layers_of_messages_go_through_torch_func():
 @pytest.mark.parametrize(("rcut", "most"), [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)])
 def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most):
     batch = batch_by_distance(*cells)
-    hood = batch.within(rcut, most)
+    neighborhood = batch.within(rcut, most)
     num_atoms, total = batch.neighbor.shape
     width = total if most is None else min(most, total)
-    assert hood.neighbor.shape == (num_atoms, width)
-    torch.testing.assert_close(hood.vector, batch.vector[:, :width], rtol=0, atol=0)
+    assert neighborhood.neighbor.shape == (num_atoms, width)
+    torch.testing.assert_close(neighborhood.vector, batch.vector[:, :width], rtol=0, atol=0)
     distance = torch.linalg.vector_norm(batch.vector, dim=-1)
     uses = [[] for _ in range(num_atoms)]
     for i in range(num_atoms):
         wanted = [k for k in range(total) if distance[i, k] < rcut][:most]
-        assert torch.nonzero(hood.mask[i]).ravel().tolist() == wanted == list(range(len(wanted)))
-        assert hood.neighbor[i, hood.mask[i]].tolist() == batch.neighbor[i, wanted].tolist()
+        assert torch.nonzero(neighborhood.mask[i]).ravel().tolist() == wanted == list(range(len(wanted)))
+        assert neighborhood.neighbor[i, neighborhood.mask[i]].tolist() == batch.neighbor[i, wanted].tolist()
         for k in wanted:
             uses[int(batch.neighbor[i, k])].append(i * width + k)
-    assert (hood.neighbor[~hood.mask] == num_atoms).all()
+    assert (neighborhood.neighbor[~neighborhood.mask] == num_atoms).all()
     for j, slots in enumerate(uses):
-        assert [r for r in hood.reverse[j].tolist() if r != num_atoms * width] == slots
+        assert [r for r in neighborhood.reverse[j].tolist() if r != num_atoms * width] == slots
 
 
 def test_a_view_needs_one_section_of_neighbors():

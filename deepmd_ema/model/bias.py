@@ -105,7 +105,7 @@ class BiasFit:
         bias: (T,) eV.
         std: (T,) spread over frames of the energy that it leaves unexplained, eV; ones without energies.
         rmse_per_atom: root mean square of the same, eV/atom, or None without energies.
-        undetermined: elements whose energies the compositions do not tell apart.
+        undetermined: elements whose energies the compositions do not determine separately.
     """
 
     bias: Array
@@ -152,7 +152,7 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
     """Return ``bias`` moved so that the mean residual per atom of the model is zero.
 
     Elements whose energy the config fixes (``preset_out_bias``, ``fitting_net.atom_ener``) stay as they are. Where the
-    compositions do not tell elements apart, the change with the smallest sum of squares is taken.
+    compositions do not determine elements separately, the change with the smallest sum of squares is used.
 
     Args:
         frames: at least one, with the energies that the model gives with ``bias``.

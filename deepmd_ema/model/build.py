@@ -66,7 +66,7 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
     """Let models have parts in common: one module, whose parameters are trained by all of their tasks.
 
     Of two models with a link of one name the second gets the part of the first. A part is first a whole one, if there
-    is any. What tells tasks apart stays with each: the output bias and the case embedding.
+    is any. What distinguishes tasks stays with each: the output bias and the case embedding.
 
     Args:
         models: by name of the task; changed.

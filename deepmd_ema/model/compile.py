@@ -24,7 +24,7 @@ from deepmd_ema.model.filled import Round, at_least_two, fill, to_half_octave, t
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHS = 64  # of a process; then torch goes on eagerly and warns
+MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
 _IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch
 
 
@@ -97,7 +97,7 @@ class Compiler:
         return self.in_training if model.training else self.in_validation and not model.has_tables
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        """Return what ``model`` predicts for ``batch``, with gradients by parameters in training mode."""
+        """Return the predictions of ``model`` for ``batch``, with gradients by parameters in training mode."""
         prediction = self._evaluate(model, batch, self._up)
         # a graph has series of one length, on a CPU, and gives nan where a batch needs longer ones
         if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
@@ -134,7 +134,7 @@ class Compiler:
         )  # fmt: skip
 
     def describe(self) -> str:
-        """Return how many graphs there are and what they took."""
+        """Return the number of graphs and the time that they took."""
         cached = sum(graph.cached for graph in self.graphs)
         return f"{counted(len(self.graphs), 'graph')} in {self.seconds:.1f} s, code of {cached} from the cache"
 
@@ -164,7 +164,7 @@ def _cache_hits() -> int:
 
 
 def _reason() -> str:
-    """Return why torch has compiled once more, as far as it tells."""
+    """Return the reason why torch has compiled once more, as far as it gives one."""
     try:
         from torch._dynamo.utils import get_compilation_metrics
     except ImportError:
@@ -182,7 +182,7 @@ def _settings() -> Iterator[None]:
 
     with ExitStack() as stack:
         # DDP would have the graph cut at its buckets; it needs no more than gradients
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, optimize_ddp=False))
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, optimize_ddp=False))
         # two sizes that are equal in one batch are two sizes
         stack.enter_context(torch.fx.experimental._config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         yield
@@ -190,14 +190,14 @@ def _settings() -> Iterator[None]:
 
 @contextmanager
 def explained(place: str, otherwise: str) -> Iterator[None]:
-    """Turn what torch raises when it cannot compile into a message.
+    """Turn errors of torch about compiling into a message.
 
     Args:
-        place: the option that asks for compiled code.
-        otherwise: how to go on without it.
+        place: the option for compiled code.
+        otherwise: how to continue without it.
 
     Raises:
-        UserError: saying what is missing, and how to go on without.
+        UserError: with the missing program, and how to continue without it.
     """
     try:
         yield
@@ -223,7 +223,7 @@ def _explanation(chain: list[BaseException]) -> str:
 
 
 def without_compiler(purpose: str) -> str:
-    """Return what to do where there is no C++ compiler, which something is made with."""
+    """Return the advice for machines without a C++ compiler."""
     from torch._inductor import config
 
     names = ", ".join(name for name in config.cpp.cxx if name)

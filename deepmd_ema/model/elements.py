@@ -86,7 +86,7 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
 
 
 def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[str, Tensor]) -> list[str]:
-    """Return what is wrong where each element has a network and a section of slots of its own."""
+    """Return the mistake where each element has a network and a section of slots of its own."""
     nets = {match["nets"] for match in map(_OF_NETWORK.fullmatch, have) if match is not None}
     if not any(part.startswith("descriptor.") for part in nets):
         return []
@@ -105,7 +105,7 @@ def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[
 
 
 def _layouts(model: EnergyModel) -> dict[str, NeighborLayout]:
-    """Return how each part of the descriptor wants its neighbors, by the beginning of the names of its tensors."""
+    """Return the layout of neighbors of each part of the descriptor, by the prefix of the names of its tensors."""
     whole = model.descriptor
     if isinstance(whole, Composite):
         return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in enumerate(whole.descriptors)}
@@ -156,7 +156,7 @@ def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int |
 
 
 def _skipped(weight: Tensor) -> Tensor:
-    """Return what the skip connection of a linear layer (T, E) adds to its weight: it has one where E is T or 2 T."""
+    """Return the part of the weight of a linear layer (T, E) from its skip connection, if E is T or 2 T."""
     num_types, width = weight.shape
     eye = torch.eye(num_types, dtype=weight.dtype)
     return (
@@ -185,7 +185,7 @@ def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[st
         both = [places[place] for place in (number - larger * (larger + 1) // 2, larger)]
         a, b = sorted(place for place in both if place is not None)
         return f"{nets}.{b * (b + 1) // 2 + a}.{match['tensor']}"
-    # a net of a pair stands at centre + neighbor * T
+    # a net of a pair has the index centre + neighbor * T
     neighbor, centre = (places[place] for place in divmod(number, len(places)))
     if neighbor is None or centre is None:
         return None

@@ -55,7 +55,7 @@ class ExtendedBatch(Batch):
         """(A, K) int64, type of each neighbor."""
         return self.kind
 
-    def seen_through(self, slot: Tensor, **changes: Any) -> Batch:
+    def with_slots(self, slot: Tensor, **changes: Any) -> Batch:
         """Return the batch with other slots."""
         is_none = slot == self.filled.numel()
         kind = torch.where(is_none, 0, self.kind.flatten()[torch.where(is_none, 0, slot)])
@@ -103,7 +103,7 @@ class ExtendedModel(nn.Module):
         frames, extended = atype.shape
         num_atoms = nlist.shape[1]
         model = self.model
-        # picked, not sliced: a slice asks whether it is the whole, so the graph would hold for one of the cases only
+        # picked, not sliced: a graph depends on whether a slice is the whole, and would hold for one of the cases only
         frame = torch.arange(frames, device=atype.device)
         own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
         order, counts = _by_type(atype.flatten()[own], model)

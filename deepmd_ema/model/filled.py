@@ -15,20 +15,20 @@ from deepmd_ema.labels import APARAM, LABELS
 
 # F frames, A atoms, K neighbor slots, M reverse slots of the batch; with a dash, of the filled one
 
-FEWEST = 2  # of everything: torch.compile makes graphs of their own for sizes 0 and 1
+MIN_SIZE = 2  # of everything: torch.compile makes graphs of their own for sizes 0 and 1
 
 Round = Callable[[int], int]
 
 
 def at_least_two(number: int) -> int:
     """Return ``number``, or 2: for graphs that take sizes as symbols."""
-    return max(FEWEST, number)
+    return max(MIN_SIZE, number)
 
 
 def to_half_octave(number: int) -> int:
     """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each, of which there are few."""
-    power = 1 << (max(number, FEWEST) - 1).bit_length()
-    return 3 * power // 4 if FEWEST < number <= 3 * power // 4 else power
+    power = 1 << (max(number, MIN_SIZE) - 1).bit_length()
+    return 3 * power // 4 if MIN_SIZE < number <= 3 * power // 4 else power
 
 
 def to_prime(taken: Collection[int]) -> Round:
@@ -158,7 +158,7 @@ def _joined(
 
 
 def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where the elements of groups of ``used`` sizes go in groups of ``filled`` sizes, one after the other."""
+    """Return the places of the elements of groups of ``used`` sizes in groups of ``filled`` sizes."""
     starts = accumulate(filled, initial=0)
     # made on the device: a copy from the host would wait for it
     return torch.cat([torch.arange(start, start + n, device=device) for n, start in zip(used, starts)])

@@ -1,4 +1,4 @@
-"""What a descriptor and a fitting must offer to stand in an ``EnergyModel``, be trained, averaged, sharded and saved.
+"""Protocols of the descriptor and the fitting network of an ``EnergyModel``.
 
 Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and averages hold.
 """
@@ -34,7 +34,7 @@ class Descriptor(Protocol):
 
     Attributes:
         dtype: precision of the parameters and of the features.
-        mixed_types: whether the features tell the elements apart, so that one fitting network serves all of them.
+        mixed_types: whether the features distinguish the elements, so that one fitting network serves all of them.
         passes_messages: whether the features of an atom depend on the neighbors of its neighbors.
     """
 
@@ -47,7 +47,7 @@ class Descriptor(Protocol):
         """Return D, the number of features of an atom."""
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return which neighbors a batch must hold, and in which order.
+        """Return the neighbors that a batch must hold, and their order.
 
         Args:
             excluded_pairs: pairs of types, in both orders, that do not see each other at all.
@@ -71,7 +71,7 @@ class Descriptor(Protocol):
         """Set means and spreads from the sums over all data."""
 
     def stat_settings(self) -> Mapping[str, Any]:
-        """Return what the names do not tell of the sums; a stat file of other settings is not taken."""
+        """Return the settings of the sums beyond their names; a stat file of other settings is not used."""
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own; all others are gathered at once."""
@@ -108,10 +108,10 @@ class Fitting(Protocol):
 
     @property
     def case(self) -> int:
-        """Return which task this is, as :meth:`set_case` has told it."""
+        """Return the index of the task that :meth:`set_case` has set."""
 
     def set_case(self, index: int) -> None:
-        """Tell this task from the others of the run, of which it is number ``index``."""
+        """Set the index of this task among those of the run."""
 
     def apply_statistics(self, sums: Sums, protect: float) -> None:
         """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.

@@ -50,7 +50,7 @@ class ModelSet(nn.Module):
         need_virial: bool = True,
         need_hessian: bool = False,
     ) -> dict[str, Tensor]:
-        """Return what the model of ``task`` predicts, see :class:`~deepmd_ema.model.energy.EnergyModel`."""
+        """Return the predictions of the model of ``task``, see :class:`~deepmd_ema.model.energy.EnergyModel`."""
         model: EnergyModel = self._models[self._tasks.index(task)]  # type: ignore[assignment]
         if self.compiler is not None and self.compiler.serves(model) and create_graph is None and not need_hessian:
             return self.compiler(model, batch)
@@ -123,19 +123,19 @@ class TaskModel(nn.Module):
     def forward(
         self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
     ) -> dict[str, Tensor]:
-        """Return what the model predicts."""
+        """Return the predictions of the model."""
         prediction: dict[str, Tensor] = self.models(self.task, batch, create_graph, need_virial, need_hessian)
         return prediction
 
 
 def of_task(named: Mapping[str, T], task: str) -> dict[str, T]:
-    """Return what stands under names of a task, under the names that its model has for it."""
+    """Return the entries with names of a task, under the names in its model."""
     prefix = prefix_of(task)
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
-    """Return what files hold of values by task: the value itself where the only task has no name."""
+    """Return values by task as in files: the value itself where the only task has no name."""
     return by_task[""] if set(by_task) == {""} else dict(by_task)
 
 

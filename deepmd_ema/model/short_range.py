@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Switch:
-    """Where the table takes over.
+    """Range of distances in which the table takes over.
 
     Attributes:
         alpha: decay length of the soft minimum, angstrom.

@@ -80,7 +80,7 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
 
 
 def _settings(config: ModelConfig, descriptor: Descriptor) -> str:
-    """Return what else the statistics depend on; a file of other settings is not taken."""
+    """Return the settings on which the statistics depend; a file of other settings is not used."""
     about: Mapping[str, Any] = {
         **descriptor.stat_settings(),
         "pair_exclude_types": sorted(sorted(pair) for pair in config.pair_exclude_types),

@@ -1,4 +1,4 @@
-"""What a new model learns from data before training: sums of its descriptor, conditions, energy of each element."""
+"""Statistics of data for a new model: sums of its descriptor, conditions, energy of each element."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Statistics:
         observed: elements that the data hold, sorted by name.
         protect: smallest spread of frame and atom parameters.
         rmse_per_atom: root mean square residual of the energy fit, eV/atom, or None without energies.
-        undetermined: elements whose energies the data do not tell apart.
+        undetermined: elements whose energies the data do not determine separately.
     """
 
     type_map: tuple[str, ...]
@@ -52,14 +52,17 @@ class Statistics:
     undetermined: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return what a user wants to know of the fit of the energies, one line each."""
+        """Return lines about the fit of the energies."""
         shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
         out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.bias[t]:.6g} eV" for t in shown)]
         if self.rmse_per_atom is not None:
-            out.append(f"what it leaves unexplained: {self.rmse_per_atom:.4g} eV/atom (RMSE)")
+            out.append(f"residual of the energy fit: {self.rmse_per_atom:.4g} eV/atom (RMSE)")
         if self.undetermined:
             names = ", ".join(self.undetermined)
-            out.append(f"the compositions in the data do not tell the energies of {names} apart: they share them")
+            out.append(
+                f"the energies of {names} cannot be determined separately from these compositions; "
+                "equal values are used"
+            )
         return out
 
 
@@ -126,7 +129,7 @@ def _sums_of(found: Statistics, link: Link) -> dict[str, Array]:
 
 
 def _prefix(link: Link) -> str:
-    """Return what a hybrid descriptor puts before the names of the sums of a part."""
+    """Return the prefix of the names of the sums of a part of a hybrid descriptor."""
     return f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
 
 

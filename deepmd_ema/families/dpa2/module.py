@@ -86,13 +86,15 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             return super()._features_and_vjp(table, batch)
         first, first_vjps = [], []
         for block, rcut in blocks:
-            hood = batch.within(rcut, block.sel)
-            found, vjp_of_block = block.features_and_vjp(hood, table, batch, self.excluded(batch, hood))
+            neighborhood = batch.within(rcut, block.sel)
+            found, vjp_of_block = block.features_and_vjp(neighborhood, table, batch, self.excluded(batch, neighborhood))
             first.append(found)
             first_vjps.append(vjp_of_block)
-        hood = batch.within(self.section.repformer.rcut, self.repformer.sel)
+        neighborhood = batch.within(self.section.repformer.rcut, self.repformer.sel)
         node = self._to_repformer(first, table, batch)
-        features, later_vjp = self.repformer.features_and_vjp(hood, node, batch, self.excluded(batch, hood))
+        features, later_vjp = self.repformer.features_and_vjp(
+            neighborhood, node, batch, self.excluded(batch, neighborhood)
+        )
 
         def vjp(grad_features: Tensor) -> Tensor:
             by_node, by_vector = later_vjp(grad_features)
@@ -106,13 +108,13 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
 
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         section = self.section
-        hood = batch.within(section.repinit.rcut, self.repinit.sel)
-        first = [self._in_part(self.repinit, hood, vector, table, batch)]
+        neighborhood = batch.within(section.repinit.rcut, self.repinit.sel)
+        first = [self._in_part(self.repinit, neighborhood, vector, table, batch)]
         if self.angles is not None:
-            hood = batch.within(section.repinit.three_body_rcut, self.angles.sel)
-            first.append(self._in_part(self.angles, hood, vector, table, batch))
-        hood = batch.within(section.repformer.rcut, self.repformer.sel)
-        return self._in_part(self.repformer, hood, vector, self._to_repformer(first, table, batch), batch)
+            neighborhood = batch.within(section.repinit.three_body_rcut, self.angles.sel)
+            first.append(self._in_part(self.angles, neighborhood, vector, table, batch))
+        neighborhood = batch.within(section.repformer.rcut, self.repformer.sel)
+        return self._in_part(self.repformer, neighborhood, vector, self._to_repformer(first, table, batch), batch)
 
     def _to_repformer(self, first: list[Tensor], table: Tensor, batch: Batch) -> Tensor:
         """Return the features (A, C) with which the repformer begins from the first ones."""

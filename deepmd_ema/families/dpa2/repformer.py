@@ -22,7 +22,7 @@ from deepmd_ema.seeds import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa2.section import RepformerConfig
 
-FEWEST = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
+COUNT_EPS = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
 
 # A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
 
@@ -75,24 +75,26 @@ class Repformer(UsesOperations):
         """The layers, first to last."""
         return cast("list[RepformerLayer]", list(self.layers))
 
-    def forward(self, vector: Tensor, hood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None) -> Tensor:
+    def forward(
+        self, vector: Tensor, neighborhood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None
+    ) -> Tensor:
         """Return the features (A, C) after all layers, which can be differentiated by ``vector`` and ``node``.
 
         Args:
-            vector: (A, K, 3) those of ``hood``.
-            hood: neighbors inside the cutoff.
+            vector: (A, K, 3) those of ``neighborhood``.
+            neighborhood: neighbors inside the cutoff.
             node: (A, C) features.
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
         if self.options.direct_dist:
             rows = torch.where(mask[..., None], torch.cat([distance[..., None], vector], -1), 0) / self.rcut
         else:
             rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)
-        around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
+        around = self._surroundings(neighborhood, mask, torch.where(mask, switch, 0).to(self.dtype))
         return self.ops.repformer_layers(self, node, rows.to(self.dtype), around)
 
     @property
@@ -101,18 +103,18 @@ class Repformer(UsesOperations):
         return not self.ops.is_reference and self.is_fused and not self.options.direct_dist
 
     def features_and_vjp(
-        self, hood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None
+        self, neighborhood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        """Return the features (A, C), and what makes of their gradient those by ``node`` (A, C) and ``hood.vector``.
+        """Return the features (A, C), and the function from their gradient to those by ``node`` and the vectors.
 
         Arguments are those of :meth:`forward`. The gradient by vectors is (A, K, 3) float64. All are functions of the
         parameters and of ``node``, from operations whose gradient is written out.
         """
-        mask, vector = hood.mask if dropped is None else hood.mask & ~dropped, hood.vector
+        mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
         distance = torch.linalg.vector_norm(vector, dim=-1)
         matrix = environment(self, vector, distance, dropped, batch.atom_type)
         switch, slope = switch_and_derivative(distance, self.rcut, self.rcut_smth)
-        around = self._surroundings(hood, mask, torch.where(mask, switch, 0).to(self.dtype))
+        around = self._surroundings(neighborhood, mask, torch.where(mask, switch, 0).to(self.dtype))
         features, by_features = self.ops.repformer_layers_and_vjp(self, node, matrix.rows, around)
         along = torch.where(mask, slope / distance, 0)[..., None] * vector  # gradient of the switch
 
@@ -166,7 +168,7 @@ class Repformer(UsesOperations):
             nothing = nothing + 0 * vectors.sum()
         return nothing
 
-    def _surroundings(self, hood: Neighborhood, mask: Tensor, switch: Tensor) -> Surroundings:
+    def _surroundings(self, neighborhood: Neighborhood, mask: Tensor, switch: Tensor) -> Surroundings:
         """Return the neighbors with the factors of sums over them."""
         weight = switch if self.smooth else mask.to(switch)
         root = self.options.use_sqrt_nnei
@@ -174,6 +176,8 @@ class Repformer(UsesOperations):
         per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
         if not self.smooth:
             count = weight.sum(1, keepdim=True)
-            per_neighbor = 1 / (FEWEST + count)
-            per_moment = (1 / (FEWEST + (count.sqrt() if root else count)))[..., None]
-        return Surroundings(hood.neighbor, hood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment)
+            per_neighbor = 1 / (COUNT_EPS + count)
+            per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[..., None]
+        return Surroundings(
+            neighborhood.neighbor, neighborhood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
+        )

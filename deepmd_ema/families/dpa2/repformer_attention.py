@@ -22,7 +22,7 @@ class Surroundings:
 
     Attributes:
         neighbor: (A, K) int64, flat atom index of each neighbor; ``A`` is none.
-        reverse: (A, M) int64, the flat slots in which an atom stands as a neighbor.
+        reverse: (A, M) int64, the flat slots in which an atom is a neighbor.
         mask: (A, K) bool, where there is a neighbor.
         weight: (A, K) of a neighbor in sums: the switch if smooth, else 1; 0 where there is none.
         smooth: whether the weight is the switch.
@@ -64,7 +64,7 @@ class AtomAttention(nn.Module):
         self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
 
     def forward(self, node: Tensor, around: Surroundings) -> Tensor:
-        """Return what attention adds to ``node`` (A, C)."""
+        """Return the update of ``node`` (A, C) by attention."""
         query = self.query(node).unflatten(-1, (self.hidden, self.num_heads))
         # heads stand last, as in DeePMD-kit's files; a linear map of an atom is gathered, not computed for each pair
         pairs = around.gather(self.key_value(node)).unflatten(-1, (self.hidden + self.width, self.num_heads))
@@ -136,7 +136,7 @@ class PairAttention(nn.Module):
         return attention * (both * products * 3**-0.5)
 
     def change_of_channels(self, weights: Tensor, pair: Tensor) -> Tensor:
-        """Return what attention adds to the channels (A, K, G)."""
+        """Return the update of the channels (A, K, G) by attention."""
         assert self.value is not None
         assert self.head_map is not None
         value = self.value(pair).unflatten(-1, (self.width, self.num_heads))
@@ -144,7 +144,7 @@ class PairAttention(nn.Module):
         return changed
 
     def change_of_vectors(self, weights: Tensor, vectors: Tensor) -> Tensor:
-        """Return what attention adds to the vectors (A, K, 3)."""
+        """Return the update of the vectors (A, K, 3) by attention."""
         assert self.vector_map is not None
         changed: Tensor = self.vector_map(torch.einsum("ahjk,akx->ajxh", weights, vectors))
         return changed.squeeze(-1)

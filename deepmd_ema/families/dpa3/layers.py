@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the layers know of the positions; the same for all of them.
+    """Geometry of the neighborhood; the same for all layers.
 
     Attributes:
         neighbor: (A, K) as in a `deepmd_ema.batch.Neighborhood`.
@@ -183,7 +183,7 @@ class RepflowLayer(UsesOperations):
         return own[:, None] + from_neighbor + edge @ layer.weight[2 * n :]
 
     def _seen_by_angles(self, node: Tensor, edge: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """Return what angles see of nodes (A, n_angle_dim) and of edges (A, J, e_angle_dim)."""
+        """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J, e_angle_dim)."""
         edge = edge[:, : geometry.angle_switch.shape[1]]
         if self.compress_node is not None and self.compress_edge is not None:
             return self.compress_node(node), self.compress_edge(edge)
@@ -200,7 +200,7 @@ class RepflowLayer(UsesOperations):
     def _message_from_angles(
         self, angle: Tensor, seen: tuple[Tensor, Tensor], edge: Tensor, geometry: Geometry
     ) -> Tensor:
-        """Return the messages to edges from their angles (A, K, E); ``edge`` stands in where one has none."""
+        """Return the messages to edges from their angles (A, K, E); ``edge`` is used for one without angles."""
         switch = geometry.angle_switch
         message = self._angle_message(self.edge_angle, angle, *seen)
         summed = torch.matmul(switch[:, None, None], message)[:, :, 0] * switch[..., None]

@@ -75,12 +75,14 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
 
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
-        hood = batch.within()
-        dropped = self.excluded(batch, hood)
-        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        neighborhood = batch.within()
+        dropped = self.excluded(batch, neighborhood)
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
         edge, weighted, edge_switch = self._edges(vector, mask, batch)
         angle, has_angles, angle_switch = self._angles(vector, mask, batch)
-        geometry = Geometry(hood.neighbor, hood.reverse, weighted, edge_switch, angle_switch, has_angles)
+        geometry = Geometry(
+            neighborhood.neighbor, neighborhood.reverse, weighted, edge_switch, angle_switch, has_angles
+        )
         node = self.ops.activated(pick(table, batch.atom_type), self.activation)
         for layer in self.repflow_layers:
             node, edge, angle = layer(node, edge, angle, geometry)

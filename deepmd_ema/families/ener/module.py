@@ -42,7 +42,7 @@ class EnergyFitting(UsesOperations):
         num_types: T.
         excluded_types: types whose atoms have no energy of their own.
         seed: of the initial parameters when the section has none.
-        mixed_types: whether one network serves all types, because the features tell them apart.
+        mixed_types: whether one network serves all types, because the features distinguish them.
     """
 
     def __init__(

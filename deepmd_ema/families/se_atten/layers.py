@@ -91,31 +91,31 @@ class SeAttenBlock(ElementBlock):
         return InterpolatedNets(self.interpolation, width, *radial_range(self, min_distance))
 
     def forward(
-        self, vector: Tensor, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+        self, vector: Tensor, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> Tensor:
         """Return the features (A, M X), which can be differentiated by ``vector``.
 
         Args:
-            vector: (A, K, 3) those of ``hood``.
-            hood: neighbors inside the cutoff.
+            vector: (A, K, 3) those of ``neighborhood``.
+            neighborhood: neighbors inside the cutoff.
             table: (T, E) type embeddings.
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        mask = hood.mask if dropped is None else hood.mask & ~dropped
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
         neighbor_type = _neighbor_type(mask, batch)
         width = vector.shape[1]
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
-        rows = normalised(torch.where(hood.mask[..., None], raw, 0), self, batch.atom_type)
+        rows = normalised(torch.where(neighborhood.mask[..., None], raw, 0), self, batch.atom_type)
         if dropped is not None:
-            rows = rows * (~(dropped & hood.mask))[..., None]
+            rows = rows * (~(dropped & neighborhood.mask))[..., None]
         rows, switch = rows.to(self.dtype), torch.where(mask, switch, 0).to(self.dtype)
         counts = None
         if self.layers:
             near = mask & (distance < self.rcut)  # the list may reach farther
             direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
-            counts = self._counts(hood.mask)
+            counts = self._counts(neighborhood.mask)
             if counts is not None:
                 rows = torch.where((torch.arange(width, device=rows.device) < counts[:, None])[..., None], rows, 0)
             inputs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
@@ -138,16 +138,16 @@ class SeAttenBlock(ElementBlock):
         return not self.ops.is_reference and self.pair_embedding is None and self._is_interpolated(batch)
 
     def features_and_vjp(
-        self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+        self, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the features (A, M X), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
+        """Return the features (A, M X), and the function from their gradient to that by the vectors (A, K, 3) float64.
 
         Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from operations whose
         gradient is written out.
         """
-        mask = hood.mask if dropped is None else hood.mask & ~dropped
-        distance = torch.linalg.vector_norm(hood.vector, dim=-1)
-        matrix = environment(self, hood.vector, distance, dropped, batch.atom_type)
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        distance = torch.linalg.vector_norm(neighborhood.vector, dim=-1)
+        matrix = environment(self, neighborhood.vector, distance, dropped, batch.atom_type)
         rows, of_type = matrix.rows, one_hot(_neighbor_type(mask, batch), len(table), self.dtype).unsqueeze(2)
         sums = self._interpolated_sums((rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], table, batch)
         moments = joined([one.value for one in sums])
@@ -225,7 +225,7 @@ class SeAttenBlock(ElementBlock):
         ]
 
     def _counts(self, mask: Tensor) -> Tensor | None:
-        """Return how many slots (A,) of each atom come up to its last neighbor, if those beyond are all alike.
+        """Return the number of slots (A,) of each atom up to its last neighbor, if those beyond are all alike.
 
         Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
         """
@@ -235,7 +235,7 @@ class SeAttenBlock(ElementBlock):
         return occupied_slots(mask) if alike else None
 
     def _absent_moments(self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
-        """Return what the slots beyond those of the batch, or beyond the first of each atom, add to the moments.
+        """Return the part of the moments from slots beyond those of the batch, or beyond the first of each atom.
 
         They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the centre,
         and the type embedding of the first atom of the frame, as DeePMD-kit has it: constants per type and frame.

@@ -63,7 +63,7 @@ class SeE2ADescriptor(ByTypeDescriptor):
         return features, SeE2AVjp(env, groups, moments, self.num_axis, sum(self.sel))
 
     def _trimmed_moments(self, batch: Batch, embedded: list[Tensor] | None) -> Tensor:
-        """Return what the empty slots beyond those of the batch add to the moments (A, 4, M)."""
+        """Return the part of the moments (A, 4, M) from empty slots beyond those of the batch."""
         parts = [
             torch.bmm((rows * beyond).transpose(1, 2), values)
             for rows, values, beyond in self._trimmed(batch, embedded)

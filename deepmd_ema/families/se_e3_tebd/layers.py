@@ -50,19 +50,19 @@ class SeTTebdBlock(ElementBlock):
         return self.num_channels
 
     def forward(
-        self, vector: Tensor, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+        self, vector: Tensor, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> Tensor:
         """Return the features (A, M), which can be differentiated by ``vector``.
 
         Args:
-            vector: (A, K, 3) those of ``hood``.
-            hood: neighbors inside the cutoff.
+            vector: (A, K, 3) those of ``neighborhood``.
+            neighborhood: neighbors inside the cutoff.
             table: (T, E) type embeddings.
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
-        mask = hood.mask if dropped is None else hood.mask & ~dropped
-        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        neighbor_type = batch.neighbor_type[:, : neighborhood.neighbor.shape[1]]
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, switch = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
         rows = normalised(torch.where(mask[..., None], raw, 0), self, batch.atom_type)[..., 1:].to(self.dtype)
@@ -81,16 +81,16 @@ class SeTTebdBlock(ElementBlock):
         return not self.ops.is_reference and self.pair_embedding is None and self.embedding.is_tanh
 
     def features_and_vjp(
-        self, hood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
+        self, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the features (A, M), and what makes of their gradient that by ``hood.vector`` (A, K, 3) float64.
+        """Return the features (A, M), and the function from their gradient to that by the vectors (A, K, 3) float64.
 
         Arguments are those of :meth:`forward`. Both are functions of the parameters alone, from operations whose
         gradient is written out.
         """
-        mask = hood.mask if dropped is None else hood.mask & ~dropped
-        distance = torch.linalg.vector_norm(hood.vector, dim=-1)
-        matrix = environment(self, hood.vector, distance, dropped, batch.atom_type)
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        distance = torch.linalg.vector_norm(neighborhood.vector, dim=-1)
+        matrix = environment(self, neighborhood.vector, distance, dropped, batch.atom_type)
         rows, neighbor_type = matrix.rows[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
         products = torch.bmm(rows, rows.transpose(1, 2))
         summed, by_summed = self.ops.triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)

@@ -1,4 +1,4 @@
-"""What descriptors with one embedding network per element share: networks, statistics, slots that hold no neighbor."""
+"""Base of descriptors with one embedding network per element: networks, statistics, slots without neighbors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         return cast("list[Network]", list(self.embeddings))
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return how this descriptor wants its neighbors."""
+        """Return the layout of neighbors of this descriptor."""
         return NeighborLayout(self.rcut, self.sel, self.num_types, by_type=True, excluded_pairs=excluded_pairs)
 
     def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +100,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
 
     def _rows_by_net(self, rows: Tensor, batch: Batch) -> list[list[tuple[Tensor, Network]]]:
         """Return for all atoms, or for those of each type, the rows (A', K', C) and the net of each neighbor type."""
-        # split, not sliced: a slice compares its ends with the size, which a compiled graph would be asked about
+        # split, not sliced: a slice compares its ends with the size, on which a compiled graph would depend
         centres = [rows] if self.one_side else rows.split(batch.type_counts)
         nets = self._nets_of_centres()
         return [
@@ -123,7 +123,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
     def _normalisation(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return mean and spread of each slot (A, K, C) in float64."""
         assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
-        # picked, not sliced: a graph asks whether a slice is shorter than its table
+        # picked, not sliced: a graph would depend on whether a slice is shorter than its table
         starts = accumulate(self.sel, initial=0)
         columns = torch.cat([torch.arange(n, device=self.mean.device) + start for start, n in zip(starts, batch.slots)])
         mean, spread = (table[:, columns].double()[batch.atom_type] for table in (self.mean, self.stddev))
@@ -164,7 +164,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         return [[summed for summed, _ in part] for part in found], embedded
 
     def _trimmed(self, batch: Batch, embedded: list[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield what the empty slots of each section beyond those of the batch hold, by type of centre.
+        """Yield the content of the empty slots of each section beyond those of the batch, by type of centre.
 
         They are normalised like all slots, so each holds the row ``-mean / stddev`` of its type of centre: a constant
         per type, whose embedding is evaluated once.
@@ -184,7 +184,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         made = self._embedded_padding() if embedded is None else embedded
         for end, sel, used, values in zip(accumulate(self.sel), self.sel, batch.slots, made):
             padding = rows[:, end - sel : end]
-            # by a weight of 0, not by a shorter slice: whether it is empty would be asked of every compiled graph
+            # by a weight of 0, not by a shorter slice: a compiled graph would depend on whether it is empty
             beyond = (torch.arange(sel, device=rows.device) >= used).to(self.dtype)
             yield padding, values.view(self.num_types, sel, self.num_channels), beyond[:, None]
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
 _SETTINGS = ("rcut", "rcut_smth", "protection", "dtype")
-SMALLEST_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
+MIN_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
 SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
 
 
 class EnvironmentStatistics:
-    """How the sums of the environment matrix of a module are measured and what follows from them.
+    """Measurement of the sums of the environment matrix of a module, and its mean and spread.
 
     Args:
         module: with the buffers of ``add_normalisation``.
@@ -109,11 +109,11 @@ class EnvironmentStatistics:
         """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of a type."""
         stacked = np.stack([sums[name] for name in self.sum_names])
         radial, angular = (stacked, None) if self._radial_only else np.split(stacked, 2)
-        radial_mean, radial_spread = mean_and_spread(radial, SMALLEST_SPREAD)
+        radial_mean, radial_spread = mean_and_spread(radial, MIN_SPREAD)
         unseen = radial[:, 0] == 0
         spread = radial_spread[:, None]
         if angular is not None:
-            spread = np.stack([radial_spread, *3 * [mean_and_spread(angular, SMALLEST_SPREAD)[1]]], 1)
+            spread = np.stack([radial_spread, *3 * [mean_and_spread(angular, MIN_SPREAD)[1]]], 1)
         mean = np.zeros_like(spread)
         if not self._zero_mean:
             mean[:, 0] = np.where(unseen, 0.0, radial_mean)
@@ -123,7 +123,7 @@ class EnvironmentStatistics:
 
 
 class EnvironmentDescriptor(nn.Module):
-    """What descriptors share that normalise environment matrices.
+    """Base of descriptors that normalise environment matrices.
 
     Attributes:
         environments: what is measured, of each normalised matrix.
@@ -149,7 +149,7 @@ class EnvironmentDescriptor(nn.Module):
             one.apply(sums)
 
     def stat_settings(self) -> dict[str, Any]:
-        """Return what the names of the sums do not tell of them."""
+        """Return the settings of the sums beyond their names."""
         settings = [one.settings for one in self.environments]
         return settings[0] if len(settings) == 1 else {str(n): one for n, one in enumerate(settings)}
 
@@ -218,7 +218,7 @@ def environment(
 
 def _normalisation(module: nn.Module, width: int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and spread (A, K, C) in float64 of the first K slots of each atom."""
-    # selected, not sliced: whether a slice is contiguous depends on its length, and would be asked of compiled graphs
+    # selected, not sliced: whether a slice is contiguous depends on its length, on which a compiled graph would depend
     slots = torch.arange(width, device=atom_type.device)
     mean, stddev = (module.get_buffer(name).index_select(1, slots).double()[atom_type] for name in ("mean", "stddev"))
     return mean, stddev

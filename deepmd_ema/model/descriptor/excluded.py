@@ -26,9 +26,9 @@ class ExcludedPairs(nn.Module):
         table = torch.tensor([[(i, j) in excluded for j in range(num_types)] for i in range(num_types)])
         self.register_buffer("_table", table, persistent=False)
 
-    def forward(self, batch: Batch, hood: Neighborhood) -> Tensor | None:
-        """Return (A, K) bool, pairs of ``hood`` that do not see each other, however far, or None where all do."""
+    def forward(self, batch: Batch, neighborhood: Neighborhood) -> Tensor | None:
+        """Return (A, K) bool, pairs that are excluded at any distance, or None where there are none."""
         if not self.any:
             return None
-        neighbor_type = batch.neighbor_type[:, : hood.neighbor.shape[1]]
-        return self._table[batch.atom_type[:, None], neighbor_type] & hood.mask
+        neighbor_type = batch.neighbor_type[:, : neighborhood.neighbor.shape[1]]
+        return self._table[batch.atom_type[:, None], neighbor_type] & neighborhood.mask

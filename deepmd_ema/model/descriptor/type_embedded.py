@@ -1,4 +1,4 @@
-"""What descriptors that serve all elements share: type embedding, statistics, excluded pairs."""
+"""Base of descriptors with networks for all elements: type embedding, statistics, excluded pairs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         return self.num_features + self._width * self.section.concat_output_tebd
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return how this descriptor wants its neighbors."""
+        """Return the layout of neighbors of this descriptor."""
         section = self.section
         inner = section.inner_neighbors() if isinstance(section, HasInnerNeighbors) else ()
         return NeighborLayout(
@@ -102,16 +102,18 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         """
         raise NotImplementedError
 
-    def _in_part(self, part: nn.Module, hood: Neighborhood, vector: Tensor, features: Tensor, batch: Batch) -> Tensor:
-        """Return what a part makes of ``features``, with the vectors of its own neighbors."""
-        inside = vector[:, : hood.neighbor.shape[1]]
-        out: Tensor = part(inside, hood, features, batch, self.excluded(batch, hood))
+    def _in_part(
+        self, part: nn.Module, neighborhood: Neighborhood, vector: Tensor, features: Tensor, batch: Batch
+    ) -> Tensor:
+        """Return the output of a part for ``features``, with the vectors of its own neighbors."""
+        inside = vector[:, : neighborhood.neighbor.shape[1]]
+        out: Tensor = part(inside, neighborhood, features, batch, self.excluded(batch, neighborhood))
         return out
 
     def _environment(
         self, module: nn.Module, rcut: float, rcut_smth: float, most: int, zero_mean: bool
     ) -> EnvironmentStatistics:
-        """Return what is measured of the environment matrix of ``module``, of the ``most`` nearest neighbors."""
+        """Return the statistics of the environment matrix of ``module``, of the ``most`` nearest neighbors."""
         return EnvironmentStatistics(
             module,
             rcut,
@@ -125,8 +127,8 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
 
     def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
         """Return the vectors of a matrix, and which pairs do not see each other, or None."""
-        hood = batch.within(environment.rcut, environment.most)
-        return hood.vector, self.excluded(batch, hood)
+        neighborhood = batch.within(environment.rcut, environment.most)
+        return neighborhood.vector, self.excluded(batch, neighborhood)
 
 
 class ElementBlock(UsesOperations):
@@ -190,8 +192,8 @@ class OneBlockDescriptor(TypeEmbeddedDescriptor):
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         if not self.block.is_written_out(batch):
             return super()._features_and_vjp(table, batch)
-        hood = batch.within()
-        features, vjp = self.block.features_and_vjp(hood, table, batch, self.excluded(batch, hood))
+        neighborhood = batch.within()
+        features, vjp = self.block.features_and_vjp(neighborhood, table, batch, self.excluded(batch, neighborhood))
         return features, cast("Vjp", vjp)
 
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:

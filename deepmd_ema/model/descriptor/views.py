@@ -55,8 +55,8 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: 
     wanted = batch.type_slots if part.by_type and not layout.by_type else batch.slots
     slots = tuple(min(used, sel) for used, sel in zip(wanted, part.sel, strict=True))
     if inside and not part.by_type:
-        asked = (part.rcut, sum(part.sel))
-        slots = tuple(min([slots[0], *(used for *one, used in batch.inner if tuple(one) == asked)]) for _ in slots)
+        requested = (part.rcut, sum(part.sel))
+        slots = tuple(min([slots[0], *(used for *one, used in batch.inner if tuple(one) == requested)]) for _ in slots)
     if part.by_type == layout.by_type:
         if slots == batch.slots and not inside:
             return View(batch)
@@ -103,7 +103,7 @@ def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], reach: float) -> V
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
     far = torch.nn.functional.pad(vector.new_full((1,), 2 * reach), (0, 2))  # a tensor of a list would be waited for
-    seen = batch.seen_through(
+    seen = batch.with_slots(
         slot,
         slots=slots,
         type_slots=(),

@@ -1,4 +1,4 @@
-"""How the embedding nets of a descriptor are evaluated: by series, from tables, or at each pair."""
+"""Evaluation of the embedding nets of a descriptor: by series, from tables, or at each pair."""
 
 from __future__ import annotations
 
@@ -154,5 +154,5 @@ class HasInterpolation(Protocol):
 
 
 def numbers_per_pair(net: Network) -> int:
-    """Return how many numbers the layers of an embedding net have for a pair."""
+    """Return the number of values in the layers of an embedding net for a pair."""
     return sum(layer.weight.shape[1] for layer in net.stack)

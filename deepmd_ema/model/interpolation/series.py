@@ -143,7 +143,7 @@ def fit(
 ) -> tuple[Series | None, Tensor, int, float]:
     """Interpolate a net with as many terms as its error allows.
 
-    A series whose error is too large is made again with as many terms as the decay of its coefficients asks for, at
+    A series whose error is too large is made again with as many terms as the decay of its coefficients requires, at
     most ``MAX_TERMS``. A graph that is compiled has one number of terms, and nan if these are too few: its caller
     evaluates such a batch again.
 
@@ -187,7 +187,7 @@ def fit(
 
 
 def terms_for(terms: int, error: float, accepted: float) -> int:
-    """Return how many terms have an error that is accepted, if ``terms`` have ``error``; it falls geometrically."""
+    """Return the number of terms with an accepted error, if ``terms`` have ``error``, which falls geometrically."""
     growth = 2.0 if error >= UNRESOLVED else min(2.0, math.log(accepted) / math.log(max(error, RESOLVED)))
     return max(MIN_TERMS, MULTIPLE * math.ceil(growth * terms / MULTIPLE))
 
@@ -333,7 +333,7 @@ def _plain_basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
 
 
 class _SeriesSum(torch.autograd.Function):
-    """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor asks for."""
+    """The sum, with the gradient by ``left`` and s that ``torch.func.vjp`` of a whole descriptor needs."""
 
     @staticmethod
     def forward(left: Tensor, s: Tensor, coefficients: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class Remembered(Generic[T]):
         self._source: Tensor | None = None
 
     def get(self, tensors: list[Tensor], make: Callable[[], T], check: bool = True) -> T:
-        """Return what ``make`` returns, of now or of the last call with the same numbers.
+        """Return the result of ``make``, of now or of the last call with the same numbers.
 
         Args:
             tensors: that ``make`` reads.
@@ -63,7 +63,7 @@ class Remembered(Generic[T]):
         return cast("T", self.value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of; tensors that were made inside torch.func are wrapped, and cannot be copied."""
+        """Return the state of a copy; tensors that were made inside torch.func are wrapped, and cannot be copied."""
         return {name: _cloned(value) for name, value in vars(self).items()}
 
 
@@ -118,7 +118,7 @@ class Tables:
         return self.sealed or neighbor.numel() >= self.min_pairs
 
     def padding(self, tensors: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what ``make`` makes of tensors for slots without a neighbor, which is remembered."""
+        """Return the result of ``make`` for slots without a neighbor, which is remembered."""
         return self._padding.get(tensors, make, not self.sealed)
 
     def sum(
@@ -228,8 +228,8 @@ def _symbolic_width(inside: Tensor) -> int:
     return width
 
 
-# picked and copied, not sliced: a graph asks whether a slice is shorter than its tensor. There are enough slots with
-# `_MIN_DIRECT` more
+# picked and copied, not sliced: a graph depends on whether a slice is shorter than its tensor. There are enough slots
+# with `_MIN_DIRECT` more
 
 
 def _first(per_slot: Tensor, width: int) -> Tensor:

@@ -43,7 +43,7 @@ class GatedAttention(nn.Module):
         self.out_proj = linear(hidden, width, dtype, seed_for("out_proj", seed))
 
     def of_no_neighbor(self, pairs: Tensor) -> Tensor:
-        """Return what attention adds to the channels (..., M) of an empty slot, which attends to nothing."""
+        """Return the update of the channels (..., M) of an empty slot, which attends to nothing."""
         nothing = pairs.new_zeros(*pairs.shape[:-1], len(self.out_proj.weight))
         return self.out_proj(nothing)
 

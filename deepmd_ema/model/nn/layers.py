@@ -1,4 +1,4 @@
-"""Networks of dense layers that return, beside their value, what is needed to differentiate it by hand."""
+"""Networks of dense layers that return, beside their value, its derivative or gradient."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ DEFAULT_EPS = 1e-5
 
 
 def eps_of(ln_eps: float | None) -> float:
-    """Return the number that an option ``ln_eps`` stands for."""
+    """Return the value of an option ``ln_eps``."""
     return DEFAULT_EPS if ln_eps is None else ln_eps
 
 

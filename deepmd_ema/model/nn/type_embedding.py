@@ -24,7 +24,7 @@ class TypeEmbedding(nn.Module):
         trainable: whether it is trained.
         dtype: precision of the parameters.
         seed: of the initial parameters.
-        electrons: whether electronic configurations tell the elements apart.
+        electrons: whether elements are distinguished by electronic configurations.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How updates are added to features, layer by layer."""
+"""Addition of updates to features, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Maps between atoms and pairs whose sums have a fixed order: no device adds atomically, so a restart is bitwise.
 
-``neighbor`` names the atom in every slot, ``reverse`` the slots in which an atom stands as a neighbor. With both, the
+``neighbor`` names the atom in every slot, ``reverse`` the slots in which an atom is a neighbor. With both, the
 two maps are each other's adjoint, so that either one, its gradient and the gradient of that only read::
 
     gather_neighbors(node)[i, k] = node[neighbor[i, k]], 0 where there is none

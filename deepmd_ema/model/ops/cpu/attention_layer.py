@@ -23,11 +23,11 @@ from deepmd_ema.model.ops.reference import EPS, AttentionOptions
 
 # A atoms, N neighbor slots, M channels of a pair, H hidden width, C columns of the factors h
 
-LARGEST_EXPONENT = 60.0  # whose exponential is finite in float32
+MAX_EXPONENT = 60.0  # whose exponential is finite in float32
 
 
 class Surroundings(NamedTuple):
-    """What a layer knows of the neighbors beside their channels.
+    """Inputs of a layer beside the channels of the neighbors.
 
     Attributes:
         switch: (A, N), w; ones if the layer is not smooth.
@@ -49,7 +49,7 @@ class Values:
     around: Surroundings
     pairs: Tensor  # (A N, M), X
     scale: Tensor  # (3, A, N, 1), f
-    share: Tensor  # (3, A, N, 1), 1 / f, 0 beyond the cutoff, where nothing asks for it
+    share: Tensor  # (3, A, N, 1), 1 / f, 0 beyond the cutoff, where it is not used
     inverse: Tensor  # (3, A, N, 1), 1 / |Z|, or 1
     rows: Tensor  # (3, A, N, H), S
     attention: Tensor  # (A, N, N), P
@@ -144,7 +144,7 @@ def _attention(
     logits = (switch * options.shift).unsqueeze(2) * switch.unsqueeze(1)
     logits.baddbmm_(query, key.transpose(1, 2))
     others: Tensor | float = float(around.absent)
-    if not options.unit or abs(options.scaling) + options.shift > LARGEST_EXPONENT:
+    if not options.unit or abs(options.scaling) + options.shift > MAX_EXPONENT:
         largest = logits.amax(-1, keepdim=True).clamp_(min=0)
         logits.sub_(largest)
         others = largest.neg_().exp_().mul_(others)

@@ -1,7 +1,7 @@
 """Functions whose gradient, and the gradient of that gradient, are written out; portions that stay in the cache.
 
 A function D of inputs x and weights W is evaluated by an object that keeps the values which its derivatives need.
-Forces are made of the gradient ``J^T g``, of which a loss asks the gradient by g, by W and by some of the x. With the
+Forces are made of the gradient ``J^T g``, of which a loss needs the gradient by g, by W and by some of the x. With the
 cotangent t of ``J^T g`` these are ``J t``, the change of D as x changes by t, and the gradient of ``g . J t``. That is
 computed in one pass with the gradient by D itself: :class:`_Gradient` leaves t in the evaluation, and returns zeros as
 the gradient by D, so that autograd calls :class:`_Value` in any case.
@@ -54,7 +54,7 @@ class Evaluation:
         raise NotImplementedError
 
     def pop_past(self) -> list[tuple[Any, Any]]:
-        """Return what is known of the gradients that were differentiated in this backward pass, and forget all."""
+        """Return and forget the records of the gradients that were differentiated in this backward pass."""
         now, past, self._past = backward_pass(), self._past, []
         return [(cotangents, changes) for made, cotangents, changes in past if made == now]
 
@@ -99,7 +99,7 @@ class _Value(torch.autograd.Function):
                 raise NotImplementedError("second derivatives by positions: use the reference operations")
             of_inputs = list(evaluation.gradient(grad, weights)[0])
         of_inputs[:trained], of_weights = evaluation.second_gradient(grad, past[0] if past else None, weights)
-        for more in past[1:]:  # the gradient was asked for several times
+        for more in past[1:]:  # the gradient was computed several times
             again = evaluation.second_gradient(torch.zeros_like(grad), more, weights)
             of_inputs[:trained] = [a + b for a, b in zip(of_inputs, again[0])]
             of_weights = [None if a is None or b is None else a + b for a, b in zip(of_weights, again[1])]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 # N rows, K columns of the first, M columns of the second
 
-LEAST_WORK = 1 << 20  # N K M, below which the call of the other library costs more than it saves
+MIN_WORK = 1 << 20  # N K M, below which the call of the other library costs more than it saves
 
 
 # torch has MKL multiply float32, which uses half of the width of the vector units of processors of other makers.
@@ -43,7 +43,7 @@ USES_ONEDNN = not _is_intel() and _has_onednn()
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` (N, M) of matrices (N, K) and (K, M), without a gradient of its own."""
     single = a.dtype == torch.float32 and a.device.type == "cpu"
-    if not (USES_ONEDNN and single and a.numel() * b.shape[1] >= LEAST_WORK):
+    if not (USES_ONEDNN and single and a.numel() * b.shape[1] >= MIN_WORK):
         return torch.mm(a, b)
     return _by_onednn(a, b)
 
@@ -55,7 +55,5 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` (B, N, M) of matrices (B, N, K) and (B, K, M), without a gradient of its own."""
-    each = (
-        USES_ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and a[0].numel() * b.shape[2] >= LEAST_WORK
-    )
+    each = USES_ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and a[0].numel() * b.shape[2] >= MIN_WORK
     return torch.stack([product(x, y) for x, y in zip(a, b)]) if each else torch.bmm(a, b)

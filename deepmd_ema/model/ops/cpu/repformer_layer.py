@@ -8,7 +8,7 @@ its neighbor. With ``Q = [w g, w h]``, p and q the factors of sums over neighbor
     n' = a (n + r_1 tanh(n W_1 + b_1) + r_2 p sum_g O_g C_g + r_3 tanh(e W_3 + b_3))
     g' = b (g + r_4 tanh(g W_4 + b_4))
 
-The weight of a neighbor stands beside its few channels, not beside its many features, and so a neighbor's features are
+The weight of a neighbor is applied to its few channels, not beside its many features, and so a neighbor's features are
 only read. A cotangent has the prefix ``by_``, a change (tangent) the prefix ``d_``.
 """
 
@@ -47,7 +47,7 @@ class LayerWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What all layers have in common.
+    """Options of all layers.
 
     Attributes:
         num_axis: X.
@@ -69,7 +69,7 @@ class Neighbors:
 
     Args:
         neighbor: (A, K) int64, atom in each slot; ``A`` is none.
-        reverse: (A, M) int64, the slots in which an atom stands; ``A * K`` is none.
+        reverse: (A, M) int64, the slots that hold an atom; ``A * K`` is none.
     """
 
     def __init__(self, neighbor: Tensor, reverse: Tensor) -> None:
@@ -85,7 +85,7 @@ class Neighbors:
         return padded.index_select(0, self._neighbor).view(*self._shape, node.shape[1])
 
     def sum_of_product(self, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the sums (A, C) over all slots in which an atom stands of products (A, K, N) times (A, N, C)."""
+        """Return the sums (A, C) over all slots that hold an atom of products (A, K, N) times (A, N, C)."""
         width = factors[0][1].shape[2]
         num_slots = self._neighbor.shape[0]
         padded = factors[0][0].new_empty(num_slots + 1, width)
@@ -98,7 +98,7 @@ class Neighbors:
 
 
 class Pairs(NamedTuple):
-    """What does not change from layer to layer."""
+    """Inputs that are the same for all layers."""
 
     weight: Tensor  # (A, K, 1), w
     sides: Tensor  # (A, K, 3), w h
