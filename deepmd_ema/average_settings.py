@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from deepmd_ema.checks import Check, fraction, is_number, not_negative, not_negative_int, positive_int
-from deepmd_ema.weights import LIVE, POSTHOC
+from deepmd_ema.weight_names import LIVE, POSTHOC
 
 # width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696, section 3.1)
 MAX_SIGMA_REL = 1 / math.sqrt(12)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.errors import UserError, counted, did_you_mean
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import FPARAM
-from deepmd_ema.memory import keep_freed_memory
 
 try:
     # the class below is a subclass of ASE's: there is no later moment to import it

@@ -14,8 +14,8 @@ from typing import TypeAlias
 import numpy as np
 from vesin import NeighborList
 
-from deepmd_ema.arrays import Array, rank_in_group, stable_argsort
 from deepmd_ema.errors import DataError
+from deepmd_ema.sorting import Array, rank_in_group, stable_argsort
 
 FrameGeometry: TypeAlias = tuple[Array, Array | None, Array]  # coord (N, 3), box (3, 3) or None, types (N,)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.schema.texts import Metric
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.labels import FORCE, HESSIAN, LABELS, METRICS, QUANTITIES
 
 # F frames, A atoms, Q quantities

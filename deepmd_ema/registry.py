@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -136,6 +137,10 @@ class Registry(Mapping[str, Family]):
         """Return the fault of the section of another distribution, or an empty string."""
         if not (isinstance(section, type) and dataclasses.is_dataclass(section)):
             return f"section {section!r}, expected a dataclass"
+        try:
+            typing.get_type_hints(section)  # config reads them to check options
+        except Exception as error:
+            return f"a section with an annotation that cannot be read ({type(error).__name__}: {error})"
         if getattr(section, "type", None) != name:
             return f"a section of type {getattr(section, 'type', None)!r}, expected {name!r}"
         expected = {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()

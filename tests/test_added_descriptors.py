@@ -72,6 +72,12 @@ BROKEN = {
         f"{RECORD}class Section(FakeConfig):\n    type, aliases = 'broken', ('dpa1',)\nFAMILY = Family(Section, '')",
         "has the alias 'dpa1', which another type has.",
     ),
+    "annotation": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from deepmd_ema.registry import Family\n"
+        "@dataclass\nclass Section:\n    width: Number = 3\nFAMILY = Family(Section, '')",
+        "has a section with an annotation that cannot be read (NameError: name 'Number' is not defined).",
+    ),
     "members": (
         "from dataclasses import dataclass\nfrom deepmd_ema.registry import Family\n"
         "@dataclass\nclass Section:\n    type = 'broken'\n    cutoff: float = 4.0\nFAMILY = Family(Section, '')",

@@ -11,7 +11,7 @@ import pytest
 from config_inputs import spoiled
 
 from deepmd_ema.config import config_from_dict, to_dict
-from deepmd_ema.config.schema.texts import ActivationName, BatchSizeRule, Metric, SystemProbability
+from deepmd_ema.config.schema.text_options import ActivationName, BatchSizeRule, Metric, SystemProbability
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import ConfigError
 

@@ -11,7 +11,7 @@ from helpers import tiny_input
 from toy_models import FLOW, TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict
-from deepmd_ema.config.notices import ignored_options
+from deepmd_ema.config.remarks import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError

@@ -16,7 +16,7 @@ from deepmd_ema.seeds import seed_for
 
 BLOCKS = """
 import resource, sys, torch
-from deepmd_ema.memory import keep_freed_memory
+from deepmd_ema.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def faults(millions):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deepmd_ema import geometry
-from deepmd_ema.config.schema.shared import auto_sel
+from deepmd_ema.config.schema.common import auto_sel
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import KeptPairs, find_pairs, neighbor_statistics
 

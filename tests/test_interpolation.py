@@ -12,9 +12,11 @@ from helpers import assert_same
 from parallel_runs import train
 from test_parallel import config_of
 from test_train import load, start  # noqa: F401  (a fixture)
-from toy_models import batch_of, toy_atoms, toy_model
+from toy_models import batch_of, model_section, toy_atoms, toy_model
 
+from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.dist.world import World
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.compile import CompileOptions, Compiler
 from deepmd_ema.model.energy import EnergyModel
@@ -404,3 +406,35 @@ def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_m
             (file,) = folder.glob(f"best{suffix}.ckpt-{step}.t-*.pt")
             report = measure(file, [water_like_valid])
             assert report.total.metric("E:MAE") == value
+
+
+@pytest.mark.parametrize(("old", "new"), [("spline", "always"), ("direct", "never"), ("auto", "auto")])
+def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old, new):
+    def section(**changes):
+        found = model_section()
+        return found | {"descriptor": found["descriptor"] | changes}
+
+    config = model_config_from_dict(section(interpolate=new))
+    assert model_config_from_dict(section(embedding_eval=old)) == config
+    assert config.descriptor.interpolate == new
+    _, control, batch = controlled(choice=new)
+    control.begin({"": batch}, {"wanted": {"descriptor.spline": old}, "terms": {"descriptor.spline": 52}})
+    assert control.state_dict() == {
+        "choice": {"descriptor": new},
+        "terms": {"descriptor": 0 if new == "never" else 52},
+        "needed": {"descriptor": 0},
+    }
+
+
+@pytest.mark.parametrize(("given", "choice"), [(True, "always"), (False, "never")])
+def test_true_and_false_are_values_of_the_option(given, choice):
+    found = model_section()
+    found["descriptor"] |= {"interpolate": given}
+    assert model_config_from_dict(found).descriptor.interpolate == choice
+
+
+def test_another_value_of_the_option_is_refused_with_those_that_it_has():
+    found = model_section()
+    found["descriptor"] |= {"interpolate": "sometimes"}
+    with pytest.raises(ConfigError, match=r"interpolate = \"sometimes\": unknown. Known: auto, always, never"):
+        model_config_from_dict(found)

@@ -34,7 +34,12 @@ CELLS = {"triclinic": TRICLINIC, "open": None, "tiny": np.diag([3.4, 3.5, 3.6])}
 
 every_descriptor = pytest.mark.parametrize("descriptor", sorted(DESCRIPTORS))
 every_model = pytest.mark.parametrize("descriptor", [*sorted(DESCRIPTORS), *VARIANTS])
-every_cell = pytest.mark.parametrize("cell", sorted(CELLS))
+
+
+def every_model_in(*cells):
+    """Every descriptor in all ``cells``, and every variant, which computes the same pairs in another way, in one."""
+    cases = [*product(sorted(DESCRIPTORS), cells), *((name, "triclinic") for name in VARIANTS)]
+    return pytest.mark.parametrize(("descriptor", "cell"), cases)
 
 
 def frame(cell="triclinic", seed=0, natoms=9):
@@ -62,36 +67,33 @@ def test_every_registered_descriptor_has_a_small_section_for_these_tests():
 
 
 @every_model
-@every_cell
-def test_energy_and_forces_do_not_change_under_translation(descriptor, cell):
+def test_energy_and_forces_do_not_change_under_translation(descriptor):
     _, model = toy_model(descriptor)
-    coord, types, box = frame(cell)
-    here = evaluate(model, (coord, types, box))
-    there = evaluate(model, (coord + np.array([0.7, -31.2, 5.9]), types, box))
+    frames = [frame(cell) for cell in CELLS]
+    here = evaluate(model, *frames)
+    there = evaluate(model, *((coord + np.array([0.7, -31.2, 5.9]), types, box) for coord, types, box in frames))
     for name in ("energy", "atom_energy", "force", "virial"):
         close(there[name], here[name], 1e-9)  # 31 angstrom away, coordinates have fewer digits
 
 
 @every_model
-@every_cell
-def test_forces_and_virials_turn_with_the_frame(descriptor, cell):
+def test_forces_and_virials_turn_with_the_frame(descriptor):
     _, model = toy_model(descriptor)
-    coord, types, box = frame(cell)
-    here = evaluate(model, (coord, types, box))
+    frames = [frame(cell) for cell in CELLS]
+    here = evaluate(model, *frames)
     for turn in (rotation(), -rotation(2)):  # the second one is a mirror image as well
-        there = evaluate(model, (coord @ turn, types, None if box is None else box @ turn))
+        there = evaluate(model, *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames))
         close(there["energy"], here["energy"])
         close(there["force"], here["force"] @ turn)
-        close(there["virial"].reshape(3, 3), turn.T @ here["virial"].reshape(3, 3) @ turn)
+        close(there["virial"].reshape(-1, 3, 3), turn.T @ here["virial"].reshape(-1, 3, 3) @ turn)
 
 
 @every_model
-@pytest.mark.parametrize("cell", ["triclinic", "tiny"])
-def test_every_atom_may_stand_in_any_periodic_image(descriptor, cell):
+def test_every_atom_may_be_in_any_periodic_image(descriptor):
     _, model = toy_model(descriptor)
-    coord, types, box = frame(cell)
-    here = evaluate(model, (coord, types, box))
-    there = evaluate(model, (coord + np.random.default_rng(4).integers(-3, 4, coord.shape) @ box, types, box))
+    frames, rng = [frame(cell) for cell in ("triclinic", "tiny")], np.random.default_rng(4)
+    here = evaluate(model, *frames)
+    there = evaluate(model, *((c + rng.integers(-3, 4, c.shape) @ box, types, box) for c, types, box in frames))
     for name in ("energy", "atom_energy", "force", "virial"):
         close(there[name], here[name], 1e-10)  # up to 30 angstrom away, coordinates have fewer digits
 
@@ -120,8 +122,7 @@ def test_two_copies_of_a_cell_have_twice_the_energy(descriptor):
     close(two["force"], np.tile(one["force"], (2, 1)))
 
 
-@every_model
-@pytest.mark.parametrize("cell", ["triclinic", "open"])
+@every_model_in("triclinic", "open")
 def test_the_hessian_is_minus_the_derivative_of_the_forces_and_symmetric(descriptor, cell):
     """Beside a frame of another size, whose coordinates move in the same passes."""
     _, model = toy_model(descriptor)
@@ -157,8 +158,7 @@ def test_outputs_can_be_differentiated_by_the_vectors_of_a_batch(descriptor):
         close((found * moved).sum().item(), by_difference.item(), DIFFERENCES)
 
 
-@every_model
-@every_cell
+@every_model_in(*CELLS)
 def test_forces_are_the_derivative_of_the_energy(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell, natoms=6)
@@ -169,8 +169,7 @@ def test_forces_are_the_derivative_of_the_energy(descriptor, cell):
     close(found, numerical, DIFFERENCES)
 
 
-@every_model
-@pytest.mark.parametrize("cell", ["triclinic", "tiny"])
+@every_model_in("triclinic", "tiny")
 def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain(descriptor, cell):
     _, model = toy_model(descriptor)
     coord, types, box = frame(cell)
@@ -337,33 +336,34 @@ every_option = pytest.mark.parametrize(
 
 
 @every_option
-@pytest.mark.parametrize("frames", sorted(LONELY))
-def test_frames_may_lack_elements_or_neighbors(descriptor, option, frames):
+def test_frames_may_lack_elements_or_neighbors(descriptor, option):
     """A batch in which no atom had a neighbor of some element ended with "cannot reshape tensor of 0 elements"."""
     _, model = toy_model(descriptor, OPTIONS[option])
-    quiet = evaluate(model, *LONELY[frames])
-    model.train()
-    batch = batch_of(model, *LONELY[frames])
-    out = model(batch)
-    sum((value**2).sum() for value in out.values()).backward()
-    for name, value in out.items():
-        assert np.isfinite(quiet[name]).all()
-        in_files = batch.in_file_order(value) if LABELS[name].per_atom else value
-        close(in_files.detach().numpy(), quiet[name])
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
-    # beside a frame with everything, the lonely ones have the same energies
-    beside = evaluate(model.eval(), *LONELY[frames], frame("triclinic"))
-    close(beside["energy"][: len(quiet["energy"])], quiet["energy"])
+    for frames in LONELY.values():
+        quiet = evaluate(model.eval(), *frames)
+        model.train().zero_grad()
+        batch = batch_of(model, *frames)
+        out = model(batch)
+        sum((value**2).sum() for value in out.values()).backward()
+        for name, value in out.items():
+            assert np.isfinite(quiet[name]).all()
+            in_files = batch.in_file_order(value) if LABELS[name].per_atom else value
+            close(in_files.detach().numpy(), quiet[name])
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+        # beside a frame with everything, the lonely ones have the same energies
+        beside = evaluate(model.eval(), *frames, frame("triclinic"))
+        close(beside["energy"][: len(quiet["energy"])], quiet["energy"])
 
 
 @every_option
-@pytest.mark.parametrize("frames", [*sorted(LONELY), "full"])
-def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option, frames):
+def test_the_written_out_gradient_is_that_of_automatic_differentiation(descriptor, option):
     """Features, their vector-Jacobian product, and the parameter gradients of both, against ``torch.func.vjp``."""
     _, model = toy_model(descriptor, OPTIONS[option])
-    batch = batch_of(model, *LONELY.get(frames, [frame("triclinic"), frame("open", 1, 4)]))
-    part = model.descriptor.requires_grad_()
+    for frames in (*LONELY.values(), [frame("triclinic"), frame("open", 1, 4)]):
+        assert_gradient_is_automatic(model.descriptor.requires_grad_(), batch_of(model, *frames))
 
+
+def assert_gradient_is_automatic(part, batch):
     def results(call):
         generator = torch.Generator().manual_seed(1)
         features, vjp = call()

@@ -22,7 +22,7 @@ from toy_models import (
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict
-from deepmd_ema.config.schema.shared import auto_sel
+from deepmd_ema.config.schema.common import auto_sel
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.export import freeze
 from deepmd_ema.geometry import neighbor_statistics

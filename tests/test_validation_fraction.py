@@ -16,8 +16,8 @@ from test_data_lmdb import toy_records, write_lmdb
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.formats.extxyz import ExtxyzFile
-from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, DataError, Interrupted
 from deepmd_ema.train.loop.trainer import Callback

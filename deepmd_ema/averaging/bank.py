@@ -20,7 +20,7 @@ from deepmd_ema.dist.dtensor import full_tensor, is_sharded
 from deepmd_ema.dist.own_rows import OwnRows
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import HostCopies, check_weights, prefix_of
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 

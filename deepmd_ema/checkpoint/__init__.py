@@ -28,7 +28,7 @@ from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_fu
 from deepmd_ema.files import atomic_write, spare_of, writing
 from deepmd_ema.tensors import whole
 from deepmd_ema.version import __version__
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.labels import METRICS
 from deepmd_ema.tensors import StoredTensor
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Rule: TypeAlias = Callable[[Any, str], Iterator[str]]
 """Yields the mistakes in a value; the second argument is its place."""

@@ -18,12 +18,12 @@ from deepmd_ema.cli import (
     freeze,
     model_devi,
     neighbor_stat,
-    peer,
     plot,
     posthoc,
     show,
     test,
     train,
+    unsupported,
 )
 from deepmd_ema.cli.options import file_to_write
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
@@ -220,8 +220,8 @@ class _Parser(argparse.ArgumentParser):
         if found is None:
             raise UserError(f"{message}. `{self.prog} --help` shows what it takes.")
         name = found.group(1)
-        if name in peer.COMMANDS:
-            raise UserError(f"{name} is a command of DeePMD-kit: {peer.COMMANDS[name]}.")
+        if name in unsupported.COMMANDS:
+            raise UserError(f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}.")
         raise UserError(f"the command {name!r} is unknown. {did_you_mean(name, list(COMMANDS))}")
 
 
@@ -238,7 +238,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`.")
     if not rest:
         return args
-    of_peer = peer.OPTIONS[""] | peer.OPTIONS.get(args.command, {})
+    of_peer = unsupported.OPTIONS[""] | unsupported.OPTIONS.get(args.command, {})
     refused = {name: advice for names, advice in of_peer.items() for name in names.split()}
     options = sorted(s for action in args.parser._actions for s in action.option_strings if s.startswith("--"))
     problems = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import (
     EVALUATED,
@@ -15,7 +16,6 @@ from deepmd_ema.cli.options import (
     num_frames,
     path,
 )
-from deepmd_ema.memory import keep_freed_memory
 
 SUMMARY = "errors of a model on labelled frames"
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
 from deepmd_ema.dist.launch import raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated
-from deepmd_ema.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from deepmd_ema.train.start.request import TrainRequest

@@ -13,7 +13,7 @@ from deepmd_ema.config.load import (
     saved_config,
     saved_models,
 )
-from deepmd_ema.config.notices import config_summary, config_warnings, ignored_options, rows_of_tasks
+from deepmd_ema.config.remarks import config_summary, config_warnings, ignored_options, rows_of_tasks
 from deepmd_ema.config.rules import as_launched, launch_problems
 from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.run import RunConfig, TaskConfig, choose_head, to_dict

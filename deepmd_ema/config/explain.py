@@ -10,8 +10,8 @@ from typing import Any
 from deepmd_ema.config.argcheck import MAX_INTEGER, argument, has_stray_bool, is_bounded, leaves
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
-from deepmd_ema.config.peer import is_unavailable_text, unavailable_key, unavailable_type
 from deepmd_ema.config.schema.run import SingleTaskRun
+from deepmd_ema.config.unsupported import is_unavailable_text, unavailable_key, unavailable_type
 
 
 def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig

@@ -13,10 +13,10 @@ from deepmd_ema.config.fields import InvalidOptionError
 from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
+from deepmd_ema.config.schema.common import dtype_name
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
-from deepmd_ema.config.schema.shared import dtype_name
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig

@@ -13,11 +13,11 @@ from typing import Any
 
 from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, dotted, show
-from deepmd_ema.config.peer import is_no_op, unavailable_key
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
 from deepmd_ema.config.tasks import expand_tasks, has_tasks
+from deepmd_ema.config.unsupported import is_no_op, unavailable_key
 
 # keys of `training` that later became keys of another section, some by another name
 _TO_LEARNING_RATE = ("warmup_steps", "warmup_ratio", "warmup_start_factor")

@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
 from deepmd_ema.data.formats.foreign import describe_file, stored_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of, parse_choice
@@ -25,6 +24,7 @@ from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
+from deepmd_ema.sorting import Array
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name

@@ -15,8 +15,8 @@ import numpy as np
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check.result import CheckResult
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.formats.discover import open_systems
-from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.sampler import Sampler, plan_batches
 from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames

@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
-from deepmd_ema.config.schema.texts import BatchSizeRule, SystemProbability
+from deepmd_ema.config.schema.text_options import BatchSizeRule, SystemProbability
 from deepmd_ema.errors import ConfigError, DataError, counted
+from deepmd_ema.sorting import Array
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
 Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
-from deepmd_ema.data.remembered import Memory
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
+from deepmd_ema.sorting import Array
 
 if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig

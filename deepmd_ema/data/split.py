@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.labels import FORCE
 from deepmd_ema.seeds import seed_for
+from deepmd_ema.sorting import Array
 
 _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
 _NEAR = 0.05  # of the distance of two frames drawn at random: nearer ones are near copies, wherever they are

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import Chunk, Frame, FrameSource, Place
+from deepmd_ema.sorting import Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.dist.launch import ADDRESS, Launch
 from deepmd_ema.dist.rendezvous import ends_at_once, is_peer_lost, join_ranks
 from deepmd_ema.errors import RankLostError, UserError
-from deepmd_ema.memory import keep_freed_memory
+from deepmd_ema.allocator import keep_freed_memory
 
 T = TypeVar("T")
 

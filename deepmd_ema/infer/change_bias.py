@@ -25,7 +25,7 @@ from deepmd_ema.model.bias import BiasFit, FrameEnergies, change_bias, energies_
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Array: TypeAlias = np.ndarray
 

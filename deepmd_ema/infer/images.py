@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepmd_ema.arrays import rank_in_group
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import Pairs
+from deepmd_ema.sorting import rank_in_group
 
 # N atoms, E atoms and images, P pairs, L slots
 

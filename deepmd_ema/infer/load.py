@@ -16,12 +16,12 @@ from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.surroundings import without_modes
+from deepmd_ema.infer.guards import without_modes
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.tensors import check_weights
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 """Which models of a file are meant, of all their names with aliases."""

@@ -21,10 +21,10 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
+from deepmd_ema.infer.guards import refrain_from_lost_threads, without_modes
+from deepmd_ema.infer.kept_slots import MovingFrame, Placed
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.infer.moving import MovingFrame, Placed
 from deepmd_ema.infer.short_pairs import describe_short_pair
-from deepmd_ema.infer.surroundings import refrain_from_lost_threads, without_modes
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel

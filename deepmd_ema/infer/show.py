@@ -19,7 +19,7 @@ from deepmd_ema.infer.load import FROZEN_SUFFIXES, describe_average, load_models
 from deepmd_ema.labels import METRICS
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import facts, render
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 KINDS = {
     "training": "training checkpoint",

@@ -25,7 +25,7 @@ from deepmd_ema.interchange.dp.model import faults_as_messages, model_from_tree,
 from deepmd_ema.interchange.dp.networks import tree_by_type
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Places: TypeAlias = tuple[tuple[str, str], ...]
 

@@ -16,7 +16,7 @@ from deepmd_ema.posthoc.combination import Combination, Combinations
 from deepmd_ema.posthoc.profiles import SHAPES, Decay, percent
 from deepmd_ema.posthoc.snapshots import SnapshotRun
 from deepmd_ema.report.table import Column, Table, render
-from deepmd_ema.weights import POSTHOC
+from deepmd_ema.weight_names import POSTHOC
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
 TRACKED, SHAPE = "tracked", "shape"  # kinds of rows, beside those of live weights and of lengths made of snapshots

@@ -42,7 +42,7 @@ from deepmd_ema.posthoc.profiles import Decay
 from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
 from deepmd_ema.posthoc.shapes import DecayRequest, default_requests, parse_shapes, place_decays
 from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
-from deepmd_ema.weights import LIVE, POSTHOC
+from deepmd_ema.weight_names import LIVE, POSTHOC
 
 NUM_SIGMA_RELS = 9  # of a range, where no number is given
 MAX_SIGMA_RELS = 999  # of one range: each is validated

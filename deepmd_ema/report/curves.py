@@ -17,7 +17,7 @@ from deepmd_ema.config import load_config
 from deepmd_ema.config.outputs import Outputs, weights_of_rows
 from deepmd_ema.errors import UserError
 from deepmd_ema.report.tables import BEST_LINE
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 LCURVE, VALIDATION = "lcurve", "validation"
 MAX_STEP = 10**18

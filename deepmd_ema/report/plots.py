@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, NoRowsError, curve_files, read_curve
-from deepmd_ema.weights import LIVE
+from deepmd_ema.sorting import Array
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 

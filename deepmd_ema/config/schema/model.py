@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import Place, path_of, show
-from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
 from deepmd_ema.registry import Family, Registry
@@ -103,7 +103,7 @@ class ModelConfig:
     @property
     def precisions(self) -> set[str]:
         """Names of the numbers in which its parts are computed."""
-        return {shared.dtype_name(name) for name in _values_of("precision", plain(self))}
+        return {common.dtype_name(name) for name in _values_of("precision", plain(self))}
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
         """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
@@ -124,11 +124,11 @@ class ModelConfig:
             if wrong:
                 expected = "a number, or null for a bias that is fitted"
                 yield "preset_out_bias", f": energy has {show(wrong[0])}: expected {expected}."
-            yield from (("preset_out_bias", text) for text in shared.not_one_per_element(values, names))
+            yield from (("preset_out_bias", text) for text in common.not_one_per_element(values, names))
         paired = [t for pair in self.pair_exclude_types for t in pair]
-        yield from (("pair_exclude_types", text) for text in shared.unknown_types(paired, names))
+        yield from (("pair_exclude_types", text) for text in common.unknown_types(paired, names))
         excluded = self.atom_exclude_types
-        yield from (("atom_exclude_types", text) for text in shared.unknown_types(excluded, names))
+        yield from (("atom_exclude_types", text) for text in common.unknown_types(excluded, names))
         if set(excluded) >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 
@@ -174,7 +174,7 @@ class StandardConfig(ModelConfig):
         [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
     )
     pair_exclude_types: list[list[int]] = option(
-        [], check=shared.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
+        [], check=common.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
     )
     atom_exclude_types: list[int] = option(
         [], check=_types, doc="Types whose atoms contribute no energy of their own, e.g. [0]."

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
-from deepmd_ema.config.schema.texts import BatchSizeRule, Metric, SystemProbability, is_readable
+from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
 
 def _is_batch_size(value: Any) -> bool:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import Frame
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.sorting import Array
 
 # largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))

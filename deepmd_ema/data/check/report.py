@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
-from deepmd_ema.data.check.heuristics import (
+from deepmd_ema.data.check.plausibility import (
     duplicate_warnings,
     energy_outliers,
     isolated_atom_notes,
@@ -29,6 +28,7 @@ from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import APARAM, ENERGY, FPARAM, LABELS, VIRIAL
+from deepmd_ema.sorting import Array
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, is_per_atom, is_per_pair
 from deepmd_ema.geometry import frame_faults
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
+from deepmd_ema.sorting import Array
 
 # file and kind of fault to the frames that have it, reported in one message about the first
 Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.extxyz import blocks
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame
 from deepmd_ema.errors import DataError, show_text
+from deepmd_ema.sorting import Array
 
 HARTREE = 27.211386245988  # eV; CODATA 2018
 _BOHR = 0.529177210903  # angstrom

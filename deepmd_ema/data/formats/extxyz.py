@@ -13,13 +13,13 @@ from typing import BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, make_frame, numbers, parse_choice
 from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.sorting import Array
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # of one file

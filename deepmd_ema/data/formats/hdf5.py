@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import Rows
 from deepmd_ema.data.formats.system import StoredArray
 from deepmd_ema.errors import DataError, first_few
+from deepmd_ema.sorting import Array
 
 _MAX_REASON_CHARACTERS = 200  # letters of HDF5's own words
 _SUFFIXES = (".h5", ".hdf5", ".hdf")

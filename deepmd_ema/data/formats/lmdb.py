@@ -14,13 +14,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom, of_atoms
 from deepmd_ema.errors import DataError, WriteError, collect_problems, counted, first_few, show_text
 from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
+from deepmd_ema.sorting import Array
 
 _ATYPE, _META = "atype", "__metadata__"
 _PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.errors import DataError
+from deepmd_ema.sorting import Array
 
 _MAX_ROWS = 2**48  # of any array that a computer can hold
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open

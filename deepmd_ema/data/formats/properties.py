@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import Frame, ReadSpec, is_per_atom
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, LABELS, VIRIAL
+from deepmd_ema.sorting import Array
 
 STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
 # usual names in small letters, without what says where the numbers are from

@@ -13,7 +13,6 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.source import (
     BOX,
     COORD,
@@ -28,6 +27,7 @@ from deepmd_ema.data.source import (
 )
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
+from deepmd_ema.sorting import Array
 
 TYPES = "real_atom_types"
 _MAX_TYPE_DIGITS = 9  # of a type

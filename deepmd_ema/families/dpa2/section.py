@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import not_negative, option, options, positive_int, redefined
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import TypeEmbeddedOptions
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
+from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.families.se_atten.section import SeAttenConfig
 from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
@@ -26,12 +26,12 @@ class RepinitConfig:
     """First features of an atom: se_atten without attention, and angles between neighbors if wanted."""
 
     rcut: float = option(
-        unit="angstrom", check=shared.cutoff, doc="Cutoff radius, the largest of this descriptor: above all others."
+        unit="angstrom", check=common.cutoff, doc="Cutoff radius, the largest of this descriptor: above all others."
     )
     rcut_smth: float = option(
         unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
     )
-    nsel: int | str = shared.one_sel_option("Most neighbors of an atom, the nearest first.")
+    nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
     neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
     axis_neuron: int = option(
         16,
@@ -45,19 +45,19 @@ class RepinitConfig:
         doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
         "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
     )
-    activation_function: ActivationName = shared.activation_option("Activation function of the embedding networks.")
+    activation_function: ActivationName = common.activation_option("Activation function of the embedding networks.")
     resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
     type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
-    interpolate: str = shared.interpolate_option("As of se_e2_a, for the networks of the distances of neighbors.")
+    interpolate: str = common.interpolate_option("As of se_e2_a, for the networks of the distances of neighbors.")
     use_three_body: bool = option(
         False, doc="Whether features of the angles between neighbors stand beside those of the neighbors."
     )
     three_body_neuron: list[int] = option(
-        [2, 4, 8], check=shared.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
+        [2, 4, 8], check=common.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
     )
-    three_body_sel: int | str = shared.one_sel_option("Most neighbors of an atom that form angles.", 40)
+    three_body_sel: int | str = common.one_sel_option("Most neighbors of an atom that form angles.", 40)
     three_body_rcut: float = option(
-        4.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius of the angles, at most `rcut`."
+        4.0, unit="angstrom", check=common.cutoff, doc="Cutoff radius of the angles, at most `rcut`."
     )
     three_body_rcut_smth: float = option(
         0.5,
@@ -68,11 +68,11 @@ class RepinitConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
-        yield from shared.axis_fits(self.axis_neuron, self.neuron)
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.axis_fits(self.axis_neuron, self.neuron)
         if not self.use_three_body:
             return
-        yield from shared.smooth_before(self.three_body_rcut_smth, self.three_body_rcut, "three_body_")
+        yield from common.smooth_before(self.three_body_rcut_smth, self.three_body_rcut, "three_body_")
         if self.three_body_rcut > self.rcut:
             yield "three_body_rcut", f" = {self.three_body_rcut:g}: expected at most rcut = {self.rcut:g} (angstrom)."
 
@@ -82,14 +82,14 @@ class RepformerConfig:
     """Layers in which atoms and pairs of neighbors exchange their features."""
 
     rcut: float = option(
-        unit="angstrom", check=shared.cutoff, doc="Cutoff radius of the messages, below `repinit.rcut`."
+        unit="angstrom", check=common.cutoff, doc="Cutoff radius of the messages, below `repinit.rcut`."
     )
     rcut_smth: float = option(
         unit="angstrom",
         check=not_negative,
         doc="Distance from which messages are switched off smoothly towards `rcut`.",
     )
-    nsel: int | str = shared.one_sel_option("Most neighbors of an atom, the nearest first.")
+    nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
     nlayers: int = option(3, check=positive_int, doc="Number of layers.")
     g1_dim: int = option(128, check=positive_int, doc="Features of an atom.")
     g2_dim: int = option(16, check=positive_int, doc="Features of a pair.")
@@ -132,7 +132,7 @@ class RepformerConfig:
     attn2_has_gate: bool = option(
         False, doc="Whether logits of the attention of pairs are multiplied by the scalar products of their vectors."
     )
-    activation_function: ActivationName = shared.activation_option("Activation function of the layers.")
+    activation_function: ActivationName = common.activation_option("Activation function of the layers.")
     update_style: str = option(
         "res_avg",
         choices=("res_avg", "res_incr", "res_residual"),
@@ -187,7 +187,7 @@ class RepformerConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
         for has, name, width in (
             (self.update_g1_has_grrg, "g2_dim", self.g2_dim),
             (self.update_g1_has_drrd, "g1_dim", self.g1_dim),
@@ -237,9 +237,9 @@ class DPA2Config(TypeEmbeddedOptions):
     def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
         """Return the section with numbers of neighbors that are ``auto`` as numbers."""
         first, later = self.repinit, self.repformer
-        nsel = shared.auto_sel_within(later.nsel, later.rcut, found)
-        angles = shared.auto_sel_within(first.three_body_sel, first.three_body_rcut, found)
-        most = shared.auto_sel_within(first.nsel, first.rcut, found)
+        nsel = common.auto_sel_within(later.nsel, later.rcut, found)
+        angles = common.auto_sel_within(first.three_body_sel, first.three_body_rcut, found)
+        most = common.auto_sel_within(first.nsel, first.rcut, found)
         # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same number
         if first.use_three_body:
             if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
@@ -247,7 +247,7 @@ class DPA2Config(TypeEmbeddedOptions):
             if isinstance(first.three_body_sel, str) and later.rcut <= first.three_body_rcut:
                 angles = max(nsel, angles)
         if isinstance(first.nsel, str):
-            most = max(most, nsel + shared.SEL_MULTIPLE, angles if first.use_three_body else 0)
+            most = max(most, nsel + common.SEL_MULTIPLE, angles if first.use_three_body else 0)
         return replace(
             self, repinit=replace(first, nsel=most, three_body_sel=angles), repformer=replace(later, nsel=nsel)
         )
@@ -256,8 +256,8 @@ class DPA2Config(TypeEmbeddedOptions):
         """Return the section with numbers of neighbors that are ``auto`` as in ``saved``."""
         if not isinstance(saved, DPA2Config):
             return self
-        repinit = shared.with_sel_of(self.repinit, saved.repinit, "nsel", "three_body_sel")
-        return replace(self, repinit=repinit, repformer=shared.with_sel_of(self.repformer, saved.repformer, "nsel"))
+        repinit = common.with_sel_of(self.repinit, saved.repinit, "nsel", "three_body_sel")
+        return replace(self, repinit=repinit, repformer=common.with_sel_of(self.repformer, saved.repformer, "nsel"))
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield the numbers of neighbors of the parts that look less far."""
@@ -287,9 +287,9 @@ class DPA2Config(TypeEmbeddedOptions):
         angles = f", angles within {first.three_body_rcut:g}" if first.use_three_body else ""
         return (
             f"dpa2 (DPA-2), rcut {first.rcut:g} angstrom (smooth from {first.rcut_smth:g}), nsel {first.nsel}, "
-            f"neuron {shared.dashes(first.neuron)}{angles}, {later.nlayers} layers within {later.rcut:g} (smooth from "
+            f"neuron {common.dashes(first.neuron)}{angles}, {later.nlayers} layers within {later.rcut:g} (smooth from "
             f"{later.rcut_smth:g}), nsel {later.nsel}, {later.g1_dim} features of an atom, {later.g2_dim} of a pair, "
-            f"{shared.dtype_name(self.precision)}"
+            f"{common.dtype_name(self.precision)}"
         )
 
     @property

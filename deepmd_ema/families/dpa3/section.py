@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import TypeEmbeddedOptions
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
+from deepmd_ema.config.schema.text_options import ActivationName
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-_width = Check(lambda v: 0 < v <= shared.MAX_SIZE, f"a whole number from 1 to {shared.MAX_SIZE:,}")
+_width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +27,20 @@ class RepflowConfig:
     e_dim: int = option(64, check=_width, doc="Numbers of an edge, the features of a pair of atoms.")
     a_dim: int = option(64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom.")
     nlayers: int = option(6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice.")
-    e_rcut: float = option(unit="angstrom", check=shared.cutoff, doc="Cutoff radius of edges.")
+    e_rcut: float = option(unit="angstrom", check=common.cutoff, doc="Cutoff radius of edges.")
     e_rcut_smth: float = option(
         unit="angstrom", check=not_negative, doc="Distance from which edges are switched off smoothly towards `e_rcut`."
     )
-    e_sel: int | str = shared.one_sel_option("Most edges of an atom, the nearest first.")
+    e_sel: int | str = common.one_sel_option("Most edges of an atom, the nearest first.")
     a_rcut: float = option(
-        unit="angstrom", check=shared.cutoff, doc="Cutoff radius of the neighbors that have angles; at most `e_rcut`."
+        unit="angstrom", check=common.cutoff, doc="Cutoff radius of the neighbors that have angles; at most `e_rcut`."
     )
     a_rcut_smth: float = option(
         unit="angstrom",
         check=not_negative,
         doc="Distance from which angles are switched off smoothly towards `a_rcut`.",
     )
-    a_sel: int | str = shared.one_sel_option("Most neighbors of an atom that have angles, the nearest first.")
+    a_sel: int | str = common.one_sel_option("Most neighbors of an atom that have angles, the nearest first.")
     a_compress_rate: int = option(
         0,
         check=not_negative_int,
@@ -135,8 +135,8 @@ class RepflowConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from shared.smooth_before(self.e_rcut_smth, self.e_rcut, "e_")
-        yield from shared.smooth_before(self.a_rcut_smth, self.a_rcut, "a_")
+        yield from common.smooth_before(self.e_rcut_smth, self.e_rcut, "e_")
+        yield from common.smooth_before(self.a_rcut_smth, self.a_rcut, "a_")
         if self.a_rcut > self.e_rcut:
             yield "a_rcut", f" = {self.a_rcut:g}: expected at most e_rcut = {self.e_rcut:g} (angstrom)."
         if isinstance(self.a_sel, int) and isinstance(self.e_sel, int) and self.a_sel > self.e_sel:
@@ -202,7 +202,7 @@ class DPA3Config(TypeEmbeddedOptions):
         check=Check(lambda v: False, f"null: charge and spin as an input are {NOT_AVAILABLE}"),
         doc="Charge and spin of frames that do not give them. Only null here.",
     )
-    activation_function: ActivationName = shared.activation_option("Activation function of all layers.", "silu")
+    activation_function: ActivationName = common.activation_option("Activation function of all layers.", "silu")
     use_loc_mapping: bool = option(
         True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."
     )
@@ -216,7 +216,7 @@ class DPA3Config(TypeEmbeddedOptions):
     def neighbors(self) -> tuple[int, ...] | None:
         """Return ``e_sel`` as one number for all elements, or None while one of the numbers is ``auto``."""
         flow = self.repflow
-        return None if isinstance(flow.a_sel, str) else shared.total_sel(flow.e_sel)
+        return None if isinstance(flow.a_sel, str) else common.total_sel(flow.e_sel)
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield ``a_sel``."""
@@ -227,15 +227,15 @@ class DPA3Config(TypeEmbeddedOptions):
     def with_neighbors(self, found: NeighborStatistics) -> DPA3Config:
         """Return the section with ``auto`` as numbers."""
         flow = self.repflow
-        e_sel = shared.auto_sel_within(flow.e_sel, flow.e_rcut, found)
-        a_sel = shared.auto_sel_within(flow.a_sel, flow.a_rcut, found)
+        e_sel = common.auto_sel_within(flow.e_sel, flow.e_rcut, found)
+        a_sel = common.auto_sel_within(flow.a_sel, flow.a_rcut, found)
         return replace(self, repflow=replace(flow, e_sel=e_sel, a_sel=a_sel))
 
     def with_neighbors_of(self, saved: DescriptorConfig) -> DPA3Config:
         """Return the section with ``auto`` as in ``saved``."""
         if not isinstance(saved, DPA3Config):
             return self
-        return replace(self, repflow=shared.with_sel_of(self.repflow, saved.repflow, "e_sel", "a_sel"))
+        return replace(self, repflow=common.with_sel_of(self.repflow, saved.repflow, "e_sel", "a_sel"))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
@@ -254,7 +254,7 @@ class DPA3Config(TypeEmbeddedOptions):
         return (
             f"dpa3 (DPA-3), {flow.nlayers} layers, nodes of {flow.n_dim}, edges of {flow.e_dim} within "
             f"{flow.e_rcut:g} angstrom (sel {flow.e_sel}), {angles if flow.update_angle else 'no angles'}, "
-            f"{shared.dtype_name(self.precision)}"
+            f"{common.dtype_name(self.precision)}"
         )
 
     @property

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.text_options import ActivationName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,28 +19,28 @@ class EnerFittingConfig:
     type: ClassVar[str] = "ener"
 
     numb_fparam: int = option(
-        0, check=shared.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
+        0, check=common.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
     )
-    numb_aparam: int = option(0, check=shared.num_parameters, doc="Number of parameters per atom (`aparam.npy`).")
+    numb_aparam: int = option(0, check=common.num_parameters, doc="Number of parameters per atom (`aparam.npy`).")
     default_fparam: list[float] | None = option(
         None, doc="Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
     )
     dim_case_embd: int = option(
         0,
-        check=shared.num_parameters,
+        check=common.num_parameters,
         doc="Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
         "with one task.",
     )
     neuron: list[int] = option(
         [120, 120, 120],
         alias=("n_neuron",),
-        check=shared.layer_widths,
+        check=common.layer_widths,
         doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
     )
-    activation_function: ActivationName = shared.activation_option(
+    activation_function: ActivationName = common.activation_option(
         "Activation function of the hidden layers; the same names as in the descriptor."
     )
-    precision: str = shared.precision_option()
+    precision: str = common.precision_option()
     resnet_dt: bool = option(True, doc="Whether skip connections have a trained step size.")
     trainable: bool | list[bool] = option(
         True, doc="Whether the parameters are trained; a list (one per layer) trains them only if all are true."
@@ -51,7 +51,7 @@ class EnerFittingConfig:
         doc="Singular values below this fraction of the largest count as zero in the least-squares fit of the energy "
         "bias of each element; null is machine precision times the size of the problem.",
     )
-    seed: int | None = shared.seed_option()
+    seed: int | None = common.seed_option()
     atom_ener: list[float | None] = option(
         [], unit="eV", doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`."
     )
@@ -67,7 +67,7 @@ class EnerFittingConfig:
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together."""
         if self.atom_ener:
-            yield from (("atom_ener", text) for text in shared.not_one_per_element(self.atom_ener, type_map))
+            yield from (("atom_ener", text) for text in common.not_one_per_element(self.atom_ener, type_map))
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
             found = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
             yield "default_fparam", f"{found}, expected numb_fparam = {self.numb_fparam}."
@@ -78,4 +78,4 @@ class EnerFittingConfig:
     def summary(self) -> str:
         """Return the main options as text."""
         conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
-        return ", ".join([f"ener, neuron {shared.dashes(self.neuron)}", *conditions, shared.dtype_name(self.precision)])
+        return ", ".join([f"ener, neuron {common.dashes(self.neuron)}", *conditions, common.dtype_name(self.precision)])

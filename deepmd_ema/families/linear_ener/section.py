@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import show
-from deepmd_ema.config.schema import shared
+from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.descriptor_bases import TotalNeighborList
 from deepmd_ema.config.schema.model import FittingNetConfig, ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
-from deepmd_ema.config.schema.sections import TotalNeighborList
 from deepmd_ema.families.hybrid.section import HybridConfig
 
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
@@ -90,10 +90,10 @@ class PairTableConfig(TotalNeighborList):
     )
     rcut: float = option(
         unit="angstrom",
-        check=shared.cutoff,
+        check=common.cutoff,
         doc="Distance from which the energies are 0. They are cut off there, so the table should end in zeros.",
     )
-    sel: int | list[int] | str = shared.sel_option()
+    sel: int | list[int] | str = common.sel_option()
 
     @property
     def seen(self) -> PairTableConfig:
@@ -125,7 +125,7 @@ class PairTableConfig(TotalNeighborList):
     def summary(self) -> str:
         """Return the main options as text."""
         first, last = self.tab_file[0][0], self.tab_file[-1][0]
-        return f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel {shared.sel_text(self.sel)}"
+        return f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel {common.sel_text(self.sel)}"
 
 
 Part = NetworkPartConfig | PairTableConfig

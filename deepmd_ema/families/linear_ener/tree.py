@@ -11,7 +11,7 @@ from deepmd_ema.families.linear_ener.layers import PairTableDescriptor
 from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
 from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig, Part
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.parts import part_bias, part_tree, refuse_own_exclusions, table_entries, table_rows
+from deepmd_ema.interchange.dp.nested import part_bias, part_tree, refuse_own_exclusions, table_entries, table_rows
 from deepmd_ema.interchange.dp.standard import fill_networks, network_sections, network_trees
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 
@@ -58,7 +58,7 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
         None, check=positive, doc="Scale of queries; null is 1 / sqrt(attn * scaling_factor)."
     )
 
-    interpolate: str = shared.interpolate_option(
+    interpolate: str = common.interpolate_option(
         "As of se_e2_a; without effect beside attention layers, which see each pair."
     )
 
@@ -67,8 +67,8 @@ class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
-        yield from shared.axis_fits(self.axis_neuron, self.neuron)
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.axis_fits(self.axis_neuron, self.neuron)
         yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, positive_int
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import DescriptorOptions, PerElementSection
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, PerElementSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class SeE2AConfig(DescriptorOptions, PerElementSection):
     set_davg_zero: bool = option(
         False, doc="Whether the mean of the environment matrix is set to zero instead of taken from the data."
     )
-    interpolate: str = shared.interpolate_option()
+    interpolate: str = common.interpolate_option()
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
         yield from super().problems(type_map)
-        yield from shared.axis_fits(self.axis_neuron, self.neuron)
+        yield from common.axis_fits(self.axis_neuron, self.neuron)
 
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""

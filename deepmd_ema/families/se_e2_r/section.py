@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
-from deepmd_ema.config.schema.sections import DescriptorOptions, PerElementSection
+from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, PerElementSection
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.sections import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from self.element_problems(type_map)
 
     def idle_options(self) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.interchange.dp.files import Tree
-from deepmd_ema.interchange.dp.parts import (
+from deepmd_ema.interchange.dp.nested import (
     NETWORKS,
     part_bias,
     part_tree,

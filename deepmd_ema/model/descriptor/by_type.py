@@ -20,7 +20,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.sections import PerElementSection
+    from deepmd_ema.config.schema.descriptor_bases import PerElementSection
 
 E = TypeVar("E", Environment, RadialEnvironment)
 

@@ -18,7 +18,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.sections import OneListSection
+    from deepmd_ema.config.schema.descriptor_bases import OneListSection
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, S slots up to sel, T types, D features, E numbers of a type embedding

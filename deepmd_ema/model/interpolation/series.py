@@ -124,13 +124,12 @@ class Series:
             return sums(left, s, self.coefficients, self.centres[0], self.half, self.terms)
         first, width = self.centres[0], self.centres[1] - self.centres[0]
         # a number that is not finite has no panel, and is still seen in the sums
-        panel = ((s.detach() - first) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
-        mine = panel.unsqueeze(1) == torch.arange(panels, device=s.device).unsqueeze(1)  # (A, P, K)
-        wide = left.transpose(1, 2).unsqueeze(2) * mine.unsqueeze(1).to(left.dtype)
-        found = sums(
-            wide.flatten(1, 2).transpose(1, 2), s, self.coefficients, first + width * panel, self.half, self.terms
-        )
-        return SeriesSum(left, found.basis, self.coefficients, found.value, panel.long())
+        place = ((s.detach() - first) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
+        panel = place.long()
+        index = panel[..., None, None].expand(*left.shape, 1)
+        wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
+        found = sums(wide, s, self.coefficients, first + width * place, self.half, self.terms)
+        return SeriesSum(left, found.basis, self.coefficients, found.value, panel)
 
 
 def fit(
@@ -325,11 +324,12 @@ def _plain_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, ha
 def _plain_basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
     """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all."""
     x = (s - centre) / half
-    found = torch.stack([torch.ones_like(x), x])
-    while len(found) < terms:
-        last = len(found) - 1
-        found = torch.cat([found, 2 * found[last] * found[1:] - found[:last].flip(0)])
-    return found[:terms] * torch.from_numpy(signs(terms)).to(x).view(-1, 1, 1)
+    # the polynomials are last in memory: inductor refuses a bmm with strides that are products of unknown sizes
+    found = torch.stack([torch.ones_like(x), x], -1)
+    while found.shape[-1] < terms:
+        last = found[..., -1:]
+        found = torch.cat([found, 2 * last * found[..., 1:] - found[..., :-1].flip(-1)], -1)
+    return (found[..., :terms] * torch.from_numpy(signs(terms)).to(x)).permute(2, 0, 1)
 
 
 class _SeriesSum(torch.autograd.Function):

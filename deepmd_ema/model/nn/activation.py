@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema.text_options import ActivationName
 
 
 @dataclass(frozen=True)

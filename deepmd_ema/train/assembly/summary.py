@@ -40,7 +40,7 @@ def start_table(
         bank: averages, or None.
         num_steps: of the whole run.
         world: the processes of the run.
-        embedding: how the embedding nets are evaluated.
+        embedding: how the embedding networks are evaluated.
     """
     config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
     per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
@@ -59,7 +59,7 @@ def start_table(
         pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
-    pairs.append(("embedding nets", embedding))
+    pairs.append(("embedding networks", embedding))
     # a kept copy has its trained parameters in float32, everything else as it is
     parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
     state = prepared.models.state_dict()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.schema.shared import interpolate_choice
+from deepmd_ema.config.schema.common import interpolate_choice
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.interpolation import Interpolation, interpolations_of
 from deepmd_ema.model.interpolation.interpolation import ALWAYS, AUTO, NEVER

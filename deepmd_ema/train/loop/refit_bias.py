@@ -17,7 +17,7 @@ from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 Biases = Mapping[str, Mapping[str, "Tensor"]]
 """By name of the weights, output biases by their names in the models."""

@@ -23,7 +23,7 @@ from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.tables import LcurveFile
 from deepmd_ema.train.loop.step import Outcome
 from deepmd_ema.train.loop.task import Task, TaskMixture
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 
 @dataclass

@@ -28,7 +28,7 @@ from deepmd_ema.train.loop.averages import snapshot_every
 from deepmd_ema.train.loop.refit_bias import OUT_BIAS, Biases
 from deepmd_ema.train.loop.sharding import saved_state
 from deepmd_ema.train.start.prepare import PreparedRun
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 

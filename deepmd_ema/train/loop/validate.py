@@ -16,7 +16,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.checkpoint.series import BestFiles
 from deepmd_ema.checkpoint.store import Store
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.config.schema.texts import Metric
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.data.loader import num_batches, sequential_batches
 from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
@@ -25,7 +25,7 @@ from deepmd_ema.model.model_set import ModelSet, nested, unnested
 from deepmd_ema.report.tables import ValidationLog
 from deepmd_ema.train.loop.saver import Saver
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault

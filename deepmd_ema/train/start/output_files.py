@@ -20,7 +20,7 @@ from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.train.start.request import TrainRequest
-from deepmd_ema.weights import LIVE
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         logger.warning(
             "there were files of an earlier run%s: moved to %s. To continue that run instead, stop this one, move "
             "them back and use --restart.%s",
-            f", up to step {max(steps)}," if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
+            f", up to step {max(steps)}" if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
         )  # fmt: skip
     with atomic_write(output, "Choose another -o.") as part:
         part.write_text(text, encoding="utf-8")

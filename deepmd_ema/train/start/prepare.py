@@ -16,8 +16,8 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check.result import CheckResult
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
-from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
 from deepmd_ema.data.sampler import permutation, plan_batches
 from deepmd_ema.data.source import FrameSource

@@ -13,12 +13,12 @@ from toy_models import SECTIONS
 
 from deepmd_ema.cli import main
 from deepmd_ema.config import load_config
-from deepmd_ema.data import remembered
+from deepmd_ema.data import check_cache
 from deepmd_ema.data.check.report import DataReport
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.formats.npy import Rows
 from deepmd_ema.data.formats.system import DeepmdSystem
-from deepmd_ema.data.remembered import Memory
 from deepmd_ema.data.run import check_unless_unchanged, open_run
 from deepmd_ema.data.source import ReadSpec
 
@@ -182,13 +182,13 @@ def test_a_change_of_the_program_within_a_version_is_checked_again(place, monkey
     package = place / "package"
     package.mkdir()
     (package / "check.py").write_text("BOUND = 1")
-    monkeypatch.setattr(remembered, "_PACKAGE", package)
+    monkeypatch.setattr(check_cache, "_PACKAGE", package)
     for text in ("BOUND = 1", "BOUND = 2"):
         (package / "check.py").write_text(text)
-        remembered._source_digest.cache_clear()
+        check_cache._source_digest.cache_clear()
         assert was_read(check())
         assert not was_read(check())
-    remembered._source_digest.cache_clear()
+    check_cache._source_digest.cache_clear()
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{}", '{"neighbors": {}}', '{"neighbors": []}', "[" * 100_000])
@@ -201,7 +201,7 @@ def test_a_damaged_memory_is_no_memory(place, content):
 
 
 def test_only_the_newest_findings_are_kept(place, monkeypatch):
-    monkeypatch.setattr(remembered, "_MAX_FINDINGS", 2)
+    monkeypatch.setattr(check_cache, "_MAX_FINDINGS", 2)
     for rcut in (3.0, 3.25, 3.5):
         change_input(model__descriptor__rcut=rcut)
         check()

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from deepmd_ema.arrays import Array
 from deepmd_ema.data.check.scan import Range, SystemScan
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import FORCE, VIRIAL
+from deepmd_ema.sorting import Array
 
 OUTLIER_SIGMAS = 12.0  # robust standard deviations from the median residual; a normal distribution never gets there
 OUTLIER_ENERGY = 0.02  # eV/atom; a smaller residual is no outlier, however narrow the distribution

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.messages import show
-from deepmd_ema.config.schema.texts import ActivationName, is_readable
+from deepmd_ema.config.schema.text_options import ActivationName, is_readable
 from deepmd_ema.elements import SYMBOLS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative, option, positive_int
-from deepmd_ema.config.schema import shared
-from deepmd_ema.config.schema.texts import ActivationName
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.text_options import ActivationName
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -19,14 +19,14 @@ Section = TypeVar("Section", bound="NeighborList")
 
 def _is_list_sel(value: Any) -> bool:
     if isinstance(value, str):
-        return shared.is_auto_sel(value)
-    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= shared.MAX_SIZE
+        return common.is_auto_sel(value)
+    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= common.MAX_SIZE
 
 
 _list_sel = Check(
     _is_list_sel,
-    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {shared.MAX_SIZE:,} together, "
-    f'or "auto" or "auto:1.2", the number from 1 to {shared.MAX_SEL_RATIO}',
+    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together, "
+    f'or "auto" or "auto:1.2", the number from 1 to {common.MAX_SEL_RATIO}',
 )
 
 
@@ -34,12 +34,12 @@ _list_sel = Check(
 class DescriptorOptions:
     """Options that every descriptor has."""
 
-    precision: str = shared.precision_option()
+    precision: str = common.precision_option()
     trainable: bool = option(True, doc="Whether the parameters are trained.")
-    seed: int | None = shared.seed_option()
+    seed: int | None = common.seed_option()
     exclude_types: list[list[int]] = option(
         [],
-        check=shared.type_pairs,
+        check=common.type_pairs,
         doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
     )
     env_protection: float = option(
@@ -65,8 +65,8 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
     def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict the elements."""
-        yield from shared.excluded_types_exist(self.exclude_types, type_map)
-        yield from shared.elements_known(self.use_econf_tebd, type_map)
+        yield from common.excluded_types_exist(self.exclude_types, type_map)
+        yield from common.elements_known(self.use_econf_tebd, type_map)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class NeighborList:
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
         """Return the section with ``sel: auto`` as in ``saved``."""
-        return shared.with_sel_of(self, saved, "sel") if isinstance(saved, type(self)) else self
+        return common.with_sel_of(self, saved, "sel") if isinstance(saved, type(self)) else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class TotalNeighborList(NeighborList):
     @property
     def neighbors(self) -> tuple[int, ...] | None:
         """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        return shared.total_sel(self.sel)
+        return common.total_sel(self.sel)
 
     def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
         """Return the section with ``sel: auto`` as a number."""
-        return replace(self, sel=shared.auto_total_sel(self.sel, found))
+        return replace(self, sel=common.auto_total_sel(self.sel, found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +113,17 @@ class ListSection(NeighborList):
     type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
 
-    rcut: float = option(6.0, unit="angstrom", check=shared.cutoff, doc="Cutoff radius.")
+    rcut: float = option(6.0, unit="angstrom", check=common.cutoff, doc="Cutoff radius.")
     rcut_smth: float = option(
         0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
     )
     neuron: list[int] = option(
         [10, 20, 40],
-        check=shared.layer_widths,
+        check=common.layer_widths,
         doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
         "wide, has a skip connection.",
     )
-    activation_function: ActivationName = shared.activation_option(
+    activation_function: ActivationName = common.activation_option(
         "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
         "bends into a tanh above; T of `silut` is 3."
     )
@@ -133,10 +133,10 @@ class ListSection(NeighborList):
         """Return the main options as text."""
         words = (
             f"{self.type}, rcut {self.rcut:g} angstrom (smooth from {self.rcut_smth:g})",
-            f"sel {shared.sel_text(self.sel)}",
-            f"neuron {shared.dashes(self.neuron)}",
+            f"sel {common.sel_text(self.sel)}",
+            f"neuron {common.dashes(self.neuron)}",
             *self.words(),
-            shared.dtype_name(self.precision),
+            common.dtype_name(self.precision),
         )
         return ", ".join(words)
 
@@ -178,14 +178,14 @@ class PerElementSection(ListSection):
         """Return the section with ``sel: auto`` as numbers."""
         if not isinstance(self.sel, str):
             return self
-        return replace(self, sel=shared.auto_sel(found.max_neighbors, shared.ratio_of(self.sel)))
+        return replace(self, sel=common.auto_sel(found.max_neighbors, common.ratio_of(self.sel)))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from shared.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
-            yield from (("sel", text) for text in shared.not_one_per_element(self.sel, type_map))
-        yield from shared.excluded_types_exist(self.exclude_types, type_map)
+            yield from (("sel", text) for text in common.not_one_per_element(self.sel, type_map))
+        yield from common.excluded_types_exist(self.exclude_types, type_map)
 
     @property
     def numbers_per_pair(self) -> int:
@@ -213,5 +213,5 @@ class OneListSection(TotalNeighborList, ListSection):
         def smooth(self) -> bool:
             """Return whether the gate of ``strip`` vanishes smoothly at the cutoff."""
 
-    sel: int | list[int] | str = shared.sel_option()
+    sel: int | list[int] | str = common.sel_option()
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
