@@ -218,8 +218,7 @@ def with_seed(config: dict, seed: int) -> dict:
 
 def with_numeric_sel(config: dict) -> dict:
     """Return a copy with ``sel: auto`` replaced by its numbers, so that both programs train the same model."""
-    from deepmd_ema.config.schema.shared import auto_sel
-
+    from deepmd_ema.config.schema.common import auto_sel
     from deepmd_ema.geometry import neighbor_statistics
 
     descriptor = config["model"]["descriptor"]
