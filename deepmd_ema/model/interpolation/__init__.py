@@ -1,4 +1,4 @@
-"""Interpolated embedding nets: sums over neighbors whose cost does not grow with the size of a net (decision 0055)."""
+"""Interpolated embedding nets: sums over neighbors whose cost does not grow with the size of a net (decision 0016)."""
 
 from deepmd_ema.model.interpolation.interpolation import (
     HasInterpolation,
