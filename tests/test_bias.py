@@ -360,7 +360,7 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
     assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
     assert chosen == bias_module.chosen_frames(prepared().tasks[""], run.seed, 10)
     assert chosen != bias_module.chosen_frames(run.tasks[""], 11, 10)
-    monkeypatch.setattr(bias_module, "MOST_FRAMES", 10)
+    monkeypatch.setattr(bias_module, "MAX_FRAMES", 10)
     with caplog.at_level(logging.INFO):
         refit(run, None)
     assert "with the weights live on 10 frames: mean residual" in caplog.text

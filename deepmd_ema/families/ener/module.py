@@ -30,7 +30,7 @@ class FittingNetwork(Network):
 
     def evaluate(self, x: Tensor, operations: Operations) -> tuple[Tensor, Tensor]:
         """Return the output (B,) and its gradient with respect to the inputs (B, N)."""
-        return operations.values_and_gradients(x, [self], [len(x)])
+        return operations.values_and_gradients(x, [self], [x.shape[0]])
 
 
 class EnergyFitting(UsesOperations):

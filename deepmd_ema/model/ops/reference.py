@@ -122,6 +122,8 @@ class Operations:
             nets: all of the same options.
             shares: rows of each network.
         """
+        if len(nets) == 1:  # the number of rows may be a symbol of a graph, whose value a split would need
+            return nets[0].value_and_gradient(x)
         found = [net.value_and_gradient(own) for net, own in zip(nets, x.split(list(shares)), strict=True)]
         values, grads = zip(*found, strict=True)
         return torch.cat(values), torch.cat(grads)
