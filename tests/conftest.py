@@ -92,18 +92,47 @@ def mixed_like(tmp_path_factory):
 
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
-SLOW_MODULES = set(
-    """
-    test_added_descriptors test_bad_input_files test_bad_inputs test_bias test_change_bias
-    test_checkpoint_schema test_cli test_cli_run test_compile test_compile_ranks test_config_manual
-    test_data_check test_fake_descriptor test_filled test_finetune test_finetune_tasks test_interpolation
-    test_kill test_optim_muon test_optim_sharded test_parallel test_parallel_faults test_parallel_launch
-    test_parallel_optimizers test_parallel_restart test_parallel_tasks test_parallel_traps test_posthoc test_pt2
-    test_sharded_checkpoint test_short_range test_train test_train_averages test_train_optimizers
-    test_train_sharing test_train_tasks test_train_tasks_optimizers test_train_validation
-    test_validation_fraction
-    """.split()
-)
+SLOW_MODULES = {
+    "test_added_descriptors",
+    "test_bad_input_files",
+    "test_bad_inputs",
+    "test_bias",
+    "test_change_bias",
+    "test_checkpoint_schema",
+    "test_cli",
+    "test_cli_run",
+    "test_compile",
+    "test_compile_ranks",
+    "test_config_manual",
+    "test_data_check",
+    "test_fake_descriptor",
+    "test_filled",
+    "test_finetune",
+    "test_finetune_tasks",
+    "test_interpolation",
+    "test_kill",
+    "test_optim_muon",
+    "test_optim_sharded",
+    "test_parallel",
+    "test_parallel_faults",
+    "test_parallel_launch",
+    "test_parallel_optimizers",
+    "test_parallel_restart",
+    "test_parallel_tasks",
+    "test_parallel_traps",
+    "test_posthoc",
+    "test_pt2",
+    "test_sharded_checkpoint",
+    "test_short_range",
+    "test_train",
+    "test_train_averages",
+    "test_train_optimizers",
+    "test_train_sharing",
+    "test_train_tasks",
+    "test_train_tasks_optimizers",
+    "test_train_validation",
+    "test_validation_fraction",
+}
 SLOW_LAWS = (
     "test_the_written_out_gradient_is_that_of_automatic_differentiation",
     "test_parameter_gradients_of_a_loss_of_all_outputs_are_right",
