@@ -94,6 +94,8 @@ def mixed_like(tmp_path_factory):
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
 SLOW_MODULES = {
     "test_added_descriptors",
+    "test_averages_of_an_input",
+    "test_averaging_ranks",
     "test_bad_input_files",
     "test_bad_inputs",
     "test_bias",
@@ -105,7 +107,10 @@ SLOW_MODULES = {
     "test_compile_ranks",
     "test_config_manual",
     "test_data_check",
+    "test_data_loader",
+    "test_dtensor",
     "test_fake_descriptor",
+    "test_files",
     "test_filled",
     "test_finetune",
     "test_finetune_tasks",
@@ -122,6 +127,7 @@ SLOW_MODULES = {
     "test_parallel_traps",
     "test_posthoc",
     "test_pt2",
+    "test_report_plots",
     "test_sharded_checkpoint",
     "test_short_range",
     "test_train",
@@ -132,11 +138,14 @@ SLOW_MODULES = {
     "test_train_tasks_optimizers",
     "test_train_validation",
     "test_validation_fraction",
+    "test_writer",
 }
 SLOW_LAWS = (
     "test_the_written_out_gradient_is_that_of_automatic_differentiation",
     "test_parameter_gradients_of_a_loss_of_all_outputs_are_right",
     "test_frames_may_lack_elements_or_neighbors",
+    "test_parameter_gradients_of_the_hessian_are_right",
+    "test_no_number_of_a_model_is_read_and_no_tensor_is_made_elsewhere",
 )
 
 
