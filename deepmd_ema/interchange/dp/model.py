@@ -14,13 +14,7 @@ from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import array, chosen, fill
-from deepmd_ema.interchange.dp.standard import (
-    ModelTree,
-    model_trees,
-    tree_of_model,
-    unavailable_features,
-    unknown_networks,
-)
+from deepmd_ema.interchange.dp.standard import ModelTree, model_trees, tree_of_model, unavailable_networks
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.version import __version__
@@ -225,17 +219,16 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
     known = [name for reader in model_trees() for name in reader.kinds]
     if kind not in known:
         raise CheckpointError(f"{path}: a model of type {kind!r}; available here: {', '.join(known)}.")
-    parts = [tree] if kind == "standard" else tree["models"]
-    kinds = [part.get("type", "standard") for part in parts]
-    for found in kinds if kind != "standard" else ():
-        if found not in ("standard", "pairtab"):
-            raise CheckpointError(f"{path}: a part of type {found!r}; available here: standard, pairtab.")
     problems: list[str] = []
-    used: dict[str, bool] = {}
-    for part, found in zip(parts, kinds):
+    used: dict[str, None] = {}
+    for part in [tree] if kind == "standard" else tree["models"]:
+        found = part.get("type", "standard")
         if found == "standard":
-            problems += unknown_networks(path, part)
-            used |= unavailable_features(part)
+            unknown, features = unavailable_networks(path, part)
+            problems += unknown
+            used |= dict.fromkeys(features)
+        elif found != "pairtab":
+            raise CheckpointError(f"{path}: a part of type {found!r}; available here: standard, pairtab.")
     problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in used]
     if problems:
         raise CheckpointError(problems)

@@ -1,4 +1,4 @@
-"""Trees of models that stand in another one: networks and tables of pair energies; used by ``zbl`` and ``linear``."""
+"""Trees of models that stand in another one: networks and tables of pair energies; in types ``zbl`` and ``linear``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 
 if TYPE_CHECKING:
     from deepmd_ema.model.pair_table import PairTable
-
-NETWORKS = ("descriptor", "fitting")  # entries of a tree of type ``standard``
 
 
 def part_tree(whole: Mapping[str, Any], kind: str, entries: Tree) -> Tree:

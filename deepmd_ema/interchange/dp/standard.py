@@ -1,4 +1,4 @@
-"""The tree of a model of one descriptor and one fitting network (``standard``), and what trees of models share."""
+"""Trees of models of one descriptor and one fitting network (``standard``; ``zbl`` with a table of pair energies)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
 from deepmd_ema.interchange.dp.files import Tree
+from deepmd_ema.interchange.dp.nested import part_bias, part_tree, refuse_own_exclusions, table_entries, table_rows
 from deepmd_ema.interchange.dp.networks import chosen, tree_by_type, tree_of, types_with_tree
-from deepmd_ema.interchange.dp.zbl import table_options, with_table, without_table
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting
-from deepmd_ema.registry import Registry
 
-_PARTS = (("descriptor", DESCRIPTORS), ("fitting", FITTINGS))
+# entry of the tree of a standard model -> its types, and its name in the section ``model``
+_PARTS = {"descriptor": (DESCRIPTORS, "descriptor"), "fitting": (FITTINGS, "fitting_net")}
+_SWITCH = ("sw_rmin", "sw_rmax", "smin_alpha")
 
 
 class ModelTree(Protocol):
@@ -55,23 +58,47 @@ class ModelTree(Protocol):
 
 
 class StandardTree:
-    """Tree of a standard model; one with a table of pair energies is of type ``zbl`` there."""
+    """Tree of a standard model; one with a table of pair energies is of type ``zbl`` there, with two parts."""
 
     kinds = ("standard", "zbl")
 
     def write(self, whole: Tree, model: EnergyModel, config: StandardConfig) -> Tree:
         """Return the tree of a model."""
-        tree = {**whole, "type": "standard", **network_trees(model.descriptor, model.fitting, config)}
-        return tree if model.short_range is None else with_table(tree, model)
+        networks = network_trees(model.descriptor, model.fitting, config)
+        if model.short_range is None:
+            return {**whole, "type": "standard", **networks}
+        networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
+        table, switch = model.short_range.table, model.short_range.switch
+        pairs = part_tree(whole, "pairtab", table_entries(table, sum(model.layout.sel)))
+        return {
+            **whole,
+            "type": "zbl",
+            "models": [part_tree(whole, "standard", networks), pairs],
+            "weights": "mean",
+            "sw_rmin": switch.inner,
+            "sw_rmax": switch.outer,
+            "smin_alpha": switch.alpha,
+        }
 
     def normalized(self, tree: Tree) -> Tree:
-        """Return the tree as that of the network alone, with the options of its table."""
-        return {**without_table(tree), **table_options(tree)}
+        """Return the tree as that of the network alone, with the options of its table.
+
+        Raises:
+            ValueError: if its parts have biases of their own, or a table is continued beyond its last energies.
+        """
+        if tree.get("type") != "zbl":
+            return tree
+        network, table = tree["models"]
+        for part in (network, table):
+            refuse_own_exclusions(part)
+            if np.any(part_bias(part)):
+                raise ValueError("a part of the model has an out_bias of its own, which is not available here")
+        options = {"use_srtab": table_rows(table), **{name: float(tree[name]) for name in _SWITCH}}
+        return {**tree, "type": "standard", **{name: network[name] for name in _PARTS}, **options}
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the sections of the parts and the options of the table."""
-        table = chosen(tree, ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"))
-        return {**network_sections(tree, script), **table}
+        return {**network_sections(tree, script), **chosen(tree, ("use_srtab", *_SWITCH))}
 
     def fill(self, model: EnergyModel, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into descriptor and fitting network."""
@@ -103,11 +130,14 @@ def network_trees(descriptor: Descriptor, fitting: Fitting, config: StandardConf
 
 
 def network_sections(tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
-    """Return the sections of a descriptor and its fitting network."""
-    return {
-        "descriptor": {**_seed(script.get("descriptor")), **_section(DESCRIPTORS, tree["descriptor"])},
-        "fitting_net": {**_seed(script.get("fitting_net")), **_section(FITTINGS, tree["fitting"])},
-    }
+    """Return the sections of a descriptor and its fitting network, with the seeds of those in ``script``."""
+    sections: Tree = {}
+    for part, (kinds, name) in _PARTS.items():
+        reader, section = tree_of(kinds, tree[part]), script.get(name)
+        assert reader is not None, f"unchecked {part}"
+        seed = section.get("seed") if isinstance(section, Mapping) else None
+        sections[name] = {**({"seed": seed} if isinstance(seed, int) else {}), **reader.section(tree[part])}
+    return sections
 
 
 def fill_networks(config: StandardConfig, descriptor: Descriptor, fitting: Fitting, tree: Mapping[str, Any]) -> None:
@@ -120,32 +150,16 @@ def fill_networks(config: StandardConfig, descriptor: Descriptor, fitting: Fitti
     tree_by_type(FITTINGS, config.fitting_net.type).fill(fitting, tree["fitting"])
 
 
-def unknown_networks(path: Path, tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield messages about parts that are of no type with a tree."""
-    for part, known in _PARTS:
+def unavailable_networks(path: Path, tree: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return messages about parts that are of no type with a tree, and features of the others that are not here."""
+    unknown: list[str] = []
+    features: list[str] = []
+    for part, (kinds, _) in _PARTS.items():
         found = tree.get(part) or {}
-        if tree_of(known, found) is None:
-            names = ", ".join(types_with_tree(known))
-            yield f"{path}: {part} {found.get('type')!r} is not available here. Known: {names}."
-
-
-def unavailable_features(tree: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the features that a tree uses and that are not available here."""
-    used: dict[str, bool] = {}
-    for part, known in _PARTS:
-        found = tree.get(part) or {}
-        reader = tree_of(known, found)
-        if reader is not None:
-            used |= {name: True for name, is_used in reader.unavailable(found).items() if is_used}
-    return used
-
-
-def _section(known: Registry, found: Mapping[str, Any]) -> Tree:
-    """Return the options that a tree gives."""
-    reader = tree_of(known, found)
-    return {} if reader is None else reader.section(found)
-
-
-def _seed(section: Any) -> Tree:
-    seed = section.get("seed") if isinstance(section, Mapping) else None
-    return {"seed": seed} if isinstance(seed, int) else {}
+        reader = tree_of(kinds, found)
+        if reader is None:
+            names = ", ".join(types_with_tree(kinds))
+            unknown.append(f"{path}: {part} {found.get('type')!r} is not available here. Known: {names}.")
+        else:
+            features += [name for name, is_used in reader.unavailable(found).items() if is_used]
+    return unknown, features
