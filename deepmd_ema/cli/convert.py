@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_weights, num_frames, path
+from deepmd_ema.cli.options import add_weights, num_frames, number_below, path
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     add_weights(models)
     data = parser.add_argument_group("data")
-    data.add_argument("--validation", metavar="SHARE", type=_share,
+    data.add_argument("--validation", metavar="SHARE", type=number_below(1, "a share of the frames, such as 0.1"),
                       help="keep this share of the frames of each kind apart, near copies together")  # fmt: skip
     data.add_argument("--seed", metavar="N", type=num_frames, help="of the random choice of these frames (1)")
     data.add_argument(
@@ -73,13 +73,3 @@ def _refuse(args: argparse.Namespace, options: dict[str, str], kind: str) -> Non
     given = [option for name, option in options.items() if getattr(args, name) not in (None, False)]
     if given:
         raise UserError(f"convert {given[0]}: is an option for {kind}. Remove it.")
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a share of the frames, such as 0.1")
-    return share

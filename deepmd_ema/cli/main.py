@@ -8,23 +8,11 @@ import re
 import signal
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from deepmd_ema.cli import (
-    change_bias,
-    check,
-    convert,
-    doc,
-    freeze,
-    model_devi,
-    neighbor_stat,
-    plot,
-    posthoc,
-    show,
-    test,
-    train,
-    unsupported,
-)
+from deepmd_ema.cli import unsupported
 from deepmd_ema.cli.options import file_to_write
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
@@ -67,32 +55,14 @@ INSTALL = {
 }
 
 
-class Command(Protocol):
-    """Module of a sub-command; it imports its dependencies when it runs, so that ``--help`` is quick."""
-
-    SUMMARY: str
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the command."""
-
-    def run(self, args: argparse.Namespace) -> None:
-        """Run the command."""
-
-
-COMMANDS: dict[str, Command] = {
-    "train": train,
-    "check": check,
-    "freeze": freeze,
-    "test": test,
-    "model-devi": model_devi,
-    "neighbor-stat": neighbor_stat,
-    "posthoc": posthoc,
-    "change-bias": change_bias,
-    "convert": convert,
-    "show": show,
-    "plot": plot,
-    "doc": doc,
-}
+# each is a module with SUMMARY, add_options and run, which imports its dependencies, so that `--help` is quick
+COMMANDS: dict[str, ModuleType] = {
+    name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
+    for name in (
+        "train", "check", "freeze", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias", "convert", "show",
+        "plot", "doc",
+    )
+}  # fmt: skip
 WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print their result and nothing else
 
 
@@ -169,7 +139,9 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
     if is_out_of_memory(error):
-        return EXIT_USER, f"{head}: {_first_line(error)}. {LESS_MEMORY}"
+        size = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
+        refused = f"out of memory ({size[0].lower()})" if size else "out of memory"
+        return EXIT_USER, f"{head}: {refused}. {LESS_MEMORY}"
     message = os_error_message(error) if isinstance(error, OSError) else None
     if message is not None:
         return EXIT_USER, f"{head}: {message}"
@@ -180,11 +152,6 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
     if "--debug" in words:
         return EXIT_BUG, line
     return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
-
-
-def _first_line(error: BaseException) -> str:
-    requested = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
-    return f"out of memory ({requested[0].lower()})" if requested else "out of memory"
 
 
 def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from deepmd_ema.errors import ConfigError, UserError, show_text
@@ -61,15 +62,22 @@ def num_frames(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> float:
-    """Return a number above 0 that is given on the command line."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number above 0")
-    return number
+def number_below(most: float, expected: str) -> Callable[[str], float]:
+    """Return the reader of a number above 0 and below ``most`` that is given on the command line."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < most:
+            raise argparse.ArgumentTypeError(f"{show_text(text)}: expected {expected}")
+        return number
+
+    return read
+
+
+positive = number_below(math.inf, "a number above 0")
 
 
 def path(text: str) -> str:

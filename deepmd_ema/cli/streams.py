@@ -1,4 +1,4 @@
-"""The standard streams of the command: there, able to take any letter, and no reason to lose a run when they fail."""
+"""Makes stdout and stderr safe: reopened if closed, unencodable characters replaced, failures ignored."""
 
 from __future__ import annotations
 
