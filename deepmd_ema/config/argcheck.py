@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Option, input_options, plain, wants
+from deepmd_ema.config.messages import close_names, show
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS
 from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
@@ -67,34 +68,45 @@ def refusal(declared: Argument, values: Any) -> str:
     return ""
 
 
-def is_right_value(option: Option, value: Any) -> bool:
-    """Whether a value of the right type is one that the option takes: the ``extra_check`` of its argument.
+def value_fault(option: Option, value: Any) -> str:
+    """Return the rest of the message about a value that the option does not take, or an empty string.
 
-    Beside the check of the declaration this refuses what dargs, like Python, would take for a number: true and false,
-    infinity and nan, whole numbers that do not fit 64 bits; and texts that no file can have as its name.
+    The type of the value is checked by dargs before. Beside the check of the declaration this refuses what dargs, like
+    Python, would take for a number: true and false, infinity and nan, whole numbers that do not fit 64 bits; and texts
+    that no file can have as its name.
     """
     if value is None:
-        return True
-    if has_stray_bool(option, value) or not all(map(is_bounded, leaves(value))):
-        return False
-    if not option.choices and option.check is None:
-        return True
-    return value in option.choices or (option.check is not None and option.check.test(value))
+        return ""
+    if any(isinstance(v, int) and abs(v) >= MAX_INTEGER for v in leaves(value)):
+        return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
+    if any(isinstance(v, str) and _NO_NAME.search(v) for v in leaves(value)):
+        return bad_value(value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has")
+    takes_bool = any(bool in (t, *typing.get_args(t)) for t in option.types)
+    if not takes_bool and any(isinstance(v, bool) for v in leaves(value)):  # Python takes them for 1 and 0
+        return wrong_type(option, value)
+    is_finite = not any(isinstance(v, float) and not math.isfinite(v) for v in leaves(value))
+    if option.choices and value not in option.choices and (option.check is None or not option.check.test(value)):
+        return unknown_choice(value, option.choices)
+    if not option.choices and option.check is not None and not option.check.test(value):
+        return bad_value(value, wants(option))
+    return "" if is_finite else bad_value(value, "a finite number")
 
 
-def has_stray_bool(option: Option, value: Any) -> bool:
-    """Whether true or false is given for a number, which Python would take for 1 and 0."""
-    allowed = any(bool in (t, *typing.get_args(t)) for t in option.types)
-    return not allowed and any(isinstance(v, bool) for v in leaves(value))
+def bad_value(value: Any, expected: str, hint: str = "") -> str:
+    """Return the rest of the message about a value of which another one was ``expected``."""
+    return f" = {show(value)}: expected {expected}." + (f" {hint}" if hint else "")
 
 
-def is_bounded(leaf: Any) -> bool:
-    """Whether a leaf is a finite number, with at most 18 digits if it is whole, or a text that can name a file."""
-    if isinstance(leaf, float):
-        return math.isfinite(leaf)
-    if isinstance(leaf, str):
-        return _NO_NAME.search(leaf) is None
-    return not isinstance(leaf, int) or abs(leaf) < MAX_INTEGER
+def wrong_type(option: Option, value: Any) -> str:
+    """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
+    return bad_value(value, wants(option), _type_hint(option, value))
+
+
+def unknown_choice(value: Any, known: Sequence[str]) -> str:
+    """Return the message of a value that is none of the ``known`` ones."""
+    close = close_names(str(value), known)
+    mean = f" Did you mean {close[0]}?" if close else ""
+    return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -114,7 +126,7 @@ def argument(option: Option) -> Argument:
     null = [type(None)] if option.nullable else []
     common: dict[str, Any] = {"optional": not option.required, "alias": list(option.alias), "doc": option.doc, **extra}
     if not option.sections:
-        common |= {"extra_check": partial(is_right_value, option), "extra_check_errmsg": wants(option)}
+        common |= {"extra_check": lambda value: not value_fault(option, value), "extra_check_errmsg": wants(option)}
         return Argument(option.name, [*option.types, *null], **common)
     common |= {"dtype": [list if option.many else dict, *null], "repeat": option.many or option.named}
     if not option.by_type:
@@ -126,3 +138,32 @@ def argument(option: Option) -> Argument:
     tag = option.default_type or ""
     flag = Variant("type", choices, optional=bool(tag), default_tag=tag)
     return Argument(option.name, sub_variants=[flag], **common)
+
+
+def _type_hint(option: Option, value: Any) -> str:
+    plain = {t for t in option.types if typing.get_origin(t) is None}
+    if option.many and isinstance(value, dict):
+        return "Put [ ] around the section."
+    if value is None:
+        return "Remove the key to get the default."
+    if isinstance(value, str) and bool in plain and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return f"Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}, without quotes."
+    if isinstance(value, str) and plain & {int, float} and _is_number(value):
+        return "Write the number without quotes."
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if bool in plain and value in (0, 1):
+        return f"Write {'true' if value else 'false'}."
+    if float(value).is_integer() and int in plain:
+        return f"{show(value)} is a number with a fraction part; write {int(value)}."
+    if any(typing.get_origin(t) is list for t in option.types):
+        return f"Write [{show(value)}]."
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

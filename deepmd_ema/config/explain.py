@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.argcheck import MAX_INTEGER, argument, has_stray_bool, is_bounded, leaves
+from deepmd_ema.config.argcheck import argument, bad_value, unknown_choice, value_fault, wrong_type
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.schema.run import SingleTaskRun
@@ -39,7 +38,7 @@ class _Validator:
     def section(self, kind: Any, choices: Sequence[type], raw: Any, path: Place) -> Any:
         """Return the values of a section of a ``kind``, one of ``choices``, or ``INVALID``."""
         if not isinstance(raw, dict):
-            return self._refuse(path, _bad_value(raw, "a section {...}"))
+            return self._refuse(path, bad_value(raw, "a section {...}"))
         missed = _misspelled(kind, raw, path)
         values = self._other_keys(kind, [s for s in choices if s is not kind], raw, path, missed)
         for option in input_options(kind):
@@ -94,15 +93,15 @@ class _Validator:
         if option.many:
             if isinstance(value, list):
                 return [self._nested(option, v, (*path, n)) for n, v in enumerate(value)]
-            return self._refuse(path, _wrong_type(option, value))
+            return self._refuse(path, wrong_type(option, value))
         if option.named:
             if isinstance(value, dict):
                 return {name: self._nested(option, v, (*path, name)) for name, v in value.items()}
-            return self._refuse(path, _wrong_type(option, value))
+            return self._refuse(path, wrong_type(option, value))
         if option.sections:
             return self._nested(option, value, path)
         text = _leaf_problem(option, value, path)
-        return value if text is None else self._refuse(path, text)
+        return self._refuse(path, text) if text else value
 
     def _nested(self, option: Option, value: Any, path: Place) -> Any:
         kind = option.section_of(value)
@@ -117,78 +116,25 @@ class _Validator:
         elif option.registry is not None and str(name) in option.registry.faults:
             text = f" = {show(name)}: {option.registry.faults[str(name)]}"
         else:
-            text = _unknown_choice(name, known)
+            text = unknown_choice(name, known)
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged
 
 
-def _leaf_problem(option: Option, value: Any, path: Place) -> str | None:
-    """Return the mistake in a plain value, or None; dargs checks the type and the condition of the declaration."""
+def _leaf_problem(option: Option, value: Any, path: Place) -> str:
+    """Return the mistake in a plain value, or an empty string."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
     if is_unavailable_text(path, value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
     if option.removed and isinstance(value, str) and value in option.removed:
         return f" = {show(value)}: was removed. {option.removed[value]}"
-    if any(isinstance(v, int) and not is_bounded(v) for v in leaves(value)):
-        return _bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
-    if any(isinstance(v, str) and not is_bounded(v) for v in leaves(value)):
-        return _bad_value(value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has")
-    if has_stray_bool(option, value):
-        return _wrong_type(option, value)
     try:
         argument(option).check_value(value)
     except ArgumentTypeError:
-        return _wrong_type(option, value)
+        return wrong_type(option, value)
     except ArgumentValueError:
-        if option.choices:
-            return _unknown_choice(value, option.choices)
-        is_right = option.check is None or option.check.test(value)
-        return _bad_value(value, "a finite number" if is_right else wants(option))
-    return None
-
-
-def _bad_value(value: Any, expected: str, hint: str = "") -> str:
-    return f" = {show(value)}: expected {expected}." + (f" {hint}" if hint else "")
-
-
-def _wrong_type(option: Option, value: Any) -> str:
-    """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
-    return _bad_value(value, wants(option), _type_hint(option, value))
-
-
-def _unknown_choice(value: Any, known: Sequence[str]) -> str:
-    close = close_names(str(value), known)
-    mean = f" Did you mean {close[0]}?" if close else ""
-    return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
-
-
-def _type_hint(option: Option, value: Any) -> str:
-    plain = {t for t in option.types if typing.get_origin(t) is None}
-    if option.many and isinstance(value, dict):
-        return "Put [ ] around the section."
-    if value is None:
-        return "Remove the key to get the default."
-    if isinstance(value, str) and bool in plain and value.lower() in ("true", "false", "yes", "no", "on", "off"):
-        return f"Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}, without quotes."
-    if isinstance(value, str) and plain & {int, float} and _is_number(value):
-        return "Write the number without quotes."
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
-    if bool in plain and value in (0, 1):
-        return f"Write {'true' if value else 'false'}."
-    if float(value).is_integer() and int in plain:
-        return f"{show(value)} is a number with a fraction part; write {int(value)}."
-    if any(typing.get_origin(t) is list for t in option.types):
-        return f"Write [{show(value)}]."
+        return value_fault(option, value)
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _misspelled(kind: type, raw: dict[Any, Any], path: Place) -> dict[str, str]:
