@@ -244,7 +244,7 @@ def test_the_number_of_neighbors_of_each_part_is_counted_inside_its_cutoff(tmp_p
     resolved = config.with_descriptor(config.descriptor.with_neighbors(found))
     inside = [found.max_within(rcut) for rcut in (4.0, 4.8)]
     assert inside[0] < inside[1]
-    assert [part.seen.neighbors for part in resolved.models] == [
+    assert [part.neighbors for part in resolved.descriptor.list] == [
         tuple(auto_sel([inside[0]], 1.1)), tuple(auto_sel([inside[1]], 1.5))
     ]  # fmt: skip
     (tmp_path / "table.txt").unlink()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepmd_ema.config.fields import Check, not_negative_int, option
+from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.text_options import ActivationName, is_readable
 from deepmd_ema.elements import SYMBOLS
@@ -24,7 +24,7 @@ layer_widths = Check(
     f"a list of at least one whole number > 0, none above {MAX_SIZE:,}",
 )
 num_parameters = Check(lambda v: 0 <= v <= MAX_SIZE, f"a whole number from 0 to {MAX_SIZE:,}")
-cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
+_cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angstrom; atoms farther away do not matter
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )
@@ -51,57 +51,45 @@ def ratio_of(sel: str) -> float:
     return float(sel.partition(":")[2] or 1.1)
 
 
-def _is_total_sel(value: Any) -> bool:
-    if isinstance(value, str):
-        return is_auto_sel(value)
+def are_counts(value: int | list[int]) -> bool:
+    """Whether a number of neighbors, or a list of them, has a sum above 0 that a model can have."""
     numbers = value if isinstance(value, list) else [value]
     return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= MAX_SIZE
 
 
-_total_sel = Check(
-    _is_total_sel,
-    f"a whole number > 0 (or a list of them, which are added up), at most {MAX_SIZE:,}, "
-    f'or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
-)
+def sel_option(doc: str, numbers: str, is_right: Callable[[Any], bool], default: Any = MISSING) -> Any:
+    """Declare an option of the most neighbors, of which ``auto`` is a value.
 
-
-def sel_option() -> Any:
-    """Declare an option ``sel`` of a descriptor that keeps its neighbors in one list for all elements."""
-    return option(
-        "auto",
-        check=_total_sel,
-        doc="Most neighbors kept, of all elements together, the nearest first; a list is added up. `auto` counts the "
-        "neighbors in the training data and takes 1.1 times the largest number, rounded up to a multiple of 4; "
-        "`auto:1.2` takes 1.2 times.",
-    )
-
-
-_one_sel = Check(
-    lambda v: is_auto_sel(v) if isinstance(v, str) else 0 < v <= MAX_SIZE,
-    f'a whole number > 0, at most {MAX_SIZE:,}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
-)
-
-
-def one_sel_option(doc: str, default: Any = MISSING) -> Any:
-    """Declare an option of the most neighbors of all elements together."""
+    Args:
+        doc: beginning of its manual text.
+        numbers: its other values, for messages.
+        is_right: whether one of these can be used.
+        default: its default; without it the option is required.
+    """
     return option(
         default,
-        check=_one_sel,
+        check=Check(
+            lambda v: is_auto_sel(v) if isinstance(v, str) else is_right(v),
+            f'{numbers}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
+        ),
         doc=f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
         "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
     )
 
 
-def total_sel(sel: int | list[int] | str) -> tuple[int, ...] | None:
-    """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-    if isinstance(sel, str):
-        return None
-    return (sum(sel) if isinstance(sel, list) else sel,)
+def total_sel_option() -> Any:
+    """Declare an option ``sel`` of a descriptor that keeps its neighbors in one list for all elements."""
+    return sel_option(
+        "Most neighbors kept, of all elements together, the nearest first; a list is added up.",
+        f"a whole number > 0 (or a list of them, which are added up), at most {MAX_SIZE:,}",
+        are_counts,
+        "auto",
+    )
 
 
-def auto_total_sel(sel: int | list[int] | str, found: NeighborStatistics) -> int | list[int]:
-    """Return ``sel`` with ``auto`` as the number that follows from the data."""
-    return auto_sel([found.max_total], ratio_of(sel))[0] if isinstance(sel, str) else sel
+def one_sel_option(doc: str, default: Any = MISSING) -> Any:
+    """Declare an option of the most neighbors of all elements together, which is one number."""
+    return sel_option(doc, f"a whole number > 0, at most {MAX_SIZE:,}", lambda v: 0 < v <= MAX_SIZE, default)
 
 
 def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> int:
@@ -133,6 +121,23 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[t
     if rcut_smth >= rcut:
         found = f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom)"
         yield f"{prefix}rcut_smth", f"{found}. Try {prefix}rcut_smth = {0.1 * rcut:.2g}."
+
+
+def cutoff_option(doc: str, default: Any = MISSING) -> Any:
+    """Declare an option of a cutoff radius; without a default it is required."""
+    return option(default, unit="angstrom", check=_cutoff, doc=doc)
+
+
+def switch_option(what: str, cutoff: str = "rcut", default: Any = MISSING) -> Any:
+    """Declare an option of the distance where a switch begins.
+
+    Args:
+        what: what is switched off, with its verb: ``edges are``.
+        cutoff: name of the option where the switch ends.
+        default: in angstrom; without it the option is required.
+    """
+    doc = f"Distance from which {what} switched off smoothly towards `{cutoff}`."
+    return option(default, unit="angstrom", check=not_negative, doc=doc)
 
 
 def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, str]]:

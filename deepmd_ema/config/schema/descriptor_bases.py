@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from deepmd_ema.config.fields import Check, not_negative, option, positive_int
+from deepmd_ema.config.fields import not_negative, option, positive_int
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
 
@@ -15,19 +15,6 @@ if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
 
 Section = TypeVar("Section", bound="NeighborList")
-
-
-def _is_list_sel(value: Any) -> bool:
-    if isinstance(value, str):
-        return common.is_auto_sel(value)
-    return len(value) > 0 and min(value) >= 0 and 0 < sum(value) <= common.MAX_SIZE
-
-
-_list_sel = Check(
-    _is_list_sel,
-    f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together, "
-    f'or "auto" or "auto:1.2", the number from 1 to {common.MAX_SEL_RATIO}',
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +83,15 @@ class TotalNeighborList(NeighborList):
     @property
     def neighbors(self) -> tuple[int, ...] | None:
         """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        return common.total_sel(self.sel)
+        if isinstance(self.sel, str):
+            return None
+        return (sum(self.sel) if isinstance(self.sel, list) else self.sel,)
 
     def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
         """Return the section with ``sel: auto`` as a number."""
-        return replace(self, sel=common.auto_total_sel(self.sel, found))
+        if not isinstance(self.sel, str):
+            return self
+        return replace(self, sel=common.auto_sel([found.max_total], common.ratio_of(self.sel))[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +104,8 @@ class ListSection(NeighborList):
     type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
 
-    rcut: float = option(6.0, unit="angstrom", check=common.cutoff, doc="Cutoff radius.")
-    rcut_smth: float = option(
-        0.5, unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
-    )
+    rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
+    rcut_smth: float = common.switch_option("1/r is", default=0.5)
     neuron: list[int] = option(
         [10, 20, 40],
         check=common.layer_widths,
@@ -162,11 +151,11 @@ class PerElementSection(ListSection):
         def type_one_side(self) -> bool:
             """Return whether the network does not depend on the element of the centre."""
 
-    sel: list[int] | str = option(
+    sel: list[int] | str = common.sel_option(
+        "Most neighbors kept of each element, the nearest first.",
+        f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together",
+        common.are_counts,
         "auto",
-        check=_list_sel,
-        doc="Most neighbors kept of each element, the nearest first. `auto` counts the neighbors in the training data "
-        "and takes 1.1 times the largest number, rounded up to a multiple of 4; `auto:1.2` takes 1.2 times.",
     )
 
     @property
@@ -213,5 +202,5 @@ class OneListSection(TotalNeighborList, ListSection):
         def smooth(self) -> bool:
             """Return whether the gate of ``strip`` vanishes smoothly at the cutoff."""
 
-    sel: int | list[int] | str = common.sel_option()
+    sel: int | list[int] | str = common.total_sel_option()
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")

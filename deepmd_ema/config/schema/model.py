@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.schema import common
@@ -320,4 +321,4 @@ def _values_of(key: str, tree: Any) -> Iterator[Any]:
 def _is_bias(value: Any) -> bool:
     if isinstance(value, list):
         return len(value) == 1 and _is_bias(value[0])
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+    return value is None or (is_number(value) and math.isfinite(value))

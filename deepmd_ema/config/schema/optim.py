@@ -120,24 +120,18 @@ ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AdamConfig:
-    """Options of Adam and AdamW."""
-
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
-    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamConfig(_AdamConfig):
+class AdamConfig:
     """Adam; weight decay is an L2 term of the gradient."""
 
     type: ClassVar[str] = "Adam"
 
+    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
+    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig(_AdamConfig):
+class AdamWConfig(AdamConfig):
     """Adam with decoupled weight decay."""
 
     type: ClassVar[str] = "AdamW"
@@ -212,6 +206,11 @@ class LKFConfig:
 OptimizerConfig = AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig
 
 
+def _weight(default: float, doc: str) -> Any:
+    """Declare a weight of the loss."""
+    return option(default, check=not_negative, doc=doc)
+
+
 def _is_delta(value: Any) -> bool:
     return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
 
@@ -229,28 +228,18 @@ class EnerLossConfig:
     type: ClassVar[str] = "ener"
     aliases: ClassVar[tuple[str, ...]] = ("ener_hess",)
 
-    start_pref_e: float = option(0.02, check=not_negative, doc="Weight of the energy at the start.")
-    limit_pref_e: float = option(1.0, check=not_negative, doc="Weight of the energy when the learning rate is 0.")
-    start_pref_f: float = option(1000.0, check=not_negative, doc="Weight of the forces at the start.")
-    limit_pref_f: float = option(1.0, check=not_negative, doc="Weight of the forces when the learning rate is 0.")
-    start_pref_v: float = option(0.0, check=not_negative, doc="Weight of the virial at the start.")
-    limit_pref_v: float = option(0.0, check=not_negative, doc="Weight of the virial when the learning rate is 0.")
-    start_pref_ae: float = option(0.0, check=not_negative, doc="Weight of the atomic energies at the start.")
-    limit_pref_ae: float = option(
-        0.0, check=not_negative, doc="Weight of the atomic energies when the learning rate is 0."
-    )
-    start_pref_pf: float = option(
-        0.0, check=not_negative, doc="Weight, at the start, of the forces weighted per atom by `atom_pref.npy`."
-    )
-    limit_pref_pf: float = option(
-        0.0, check=not_negative, doc="Weight of the forces weighted per atom when the learning rate is 0."
-    )
-    start_pref_h: float = option(
-        0.0, check=not_negative, doc="Weight, at the start, of the second derivatives of the energy (`hessian.npy`)."
-    )
-    limit_pref_h: float = option(
-        0.0, check=not_negative, doc="Weight of the second derivatives when the learning rate is 0."
-    )
+    start_pref_e: float = _weight(0.02, "Weight of the energy at the start.")
+    limit_pref_e: float = _weight(1.0, "Weight of the energy when the learning rate is 0.")
+    start_pref_f: float = _weight(1000.0, "Weight of the forces at the start.")
+    limit_pref_f: float = _weight(1.0, "Weight of the forces when the learning rate is 0.")
+    start_pref_v: float = _weight(0.0, "Weight of the virial at the start.")
+    limit_pref_v: float = _weight(0.0, "Weight of the virial when the learning rate is 0.")
+    start_pref_ae: float = _weight(0.0, "Weight of the atomic energies at the start.")
+    limit_pref_ae: float = _weight(0.0, "Weight of the atomic energies when the learning rate is 0.")
+    start_pref_pf: float = _weight(0.0, "Weight, at the start, of the forces weighted per atom by `atom_pref.npy`.")
+    limit_pref_pf: float = _weight(0.0, "Weight of the forces weighted per atom when the learning rate is 0.")
+    start_pref_h: float = _weight(0.0, "Weight, at the start, of the second derivatives of the energy (`hessian.npy`).")
+    limit_pref_h: float = _weight(0.0, "Weight of the second derivatives when the learning rate is 0.")
     use_default_pf: bool = option(False, doc="Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
     relative_f: float | None = option(
         None, check=positive, unit="eV/angstrom", doc="Divide force errors by the length of the force plus this number."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
@@ -269,7 +270,7 @@ class TrainingConfig(TrainingOptions, TaskDataConfig):
 
 
 def _are_numbers(by_task: Mapping[str, Any]) -> bool:
-    return all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in by_task.values())
+    return all(is_number(v) and math.isfinite(v) for v in by_task.values())
 
 
 _shares = Check(

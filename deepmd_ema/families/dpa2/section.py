@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from deepmd_ema.config.fields import not_negative, option, options, positive_int, redefined
+from deepmd_ema.config.fields import option, options, positive_int, redefined
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.families.se_atten.section import SeAttenConfig
+from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
 if TYPE_CHECKING:
@@ -25,12 +26,8 @@ Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
 class RepinitConfig:
     """First features of an atom: se_atten without attention, and angles between neighbors if wanted."""
 
-    rcut: float = option(
-        unit="angstrom", check=common.cutoff, doc="Cutoff radius, the largest of this descriptor: above all others."
-    )
-    rcut_smth: float = option(
-        unit="angstrom", check=not_negative, doc="Distance from which 1/r is switched off smoothly towards `rcut`."
-    )
+    rcut: float = common.cutoff_option("Cutoff radius, the largest of this descriptor: above all others.")
+    rcut_smth: float = common.switch_option("1/r is")
     nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
     neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
     axis_neuron: int = option(
@@ -40,11 +37,7 @@ class RepinitConfig:
     )
     tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
     tebd_input_mode: str = redefined(SeAttenConfig, "tebd_input_mode")
-    set_davg_zero: bool = option(
-        True,
-        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. False makes the "
-        "energy jump where a neighbor enters, and depend on the order of the atoms, as in DeePMD-kit.",
-    )
+    set_davg_zero: bool = redefined(SeAttenConfig, "set_davg_zero")
     activation_function: ActivationName = common.activation_option("Activation function of the embedding networks.")
     resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
     type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
@@ -56,15 +49,8 @@ class RepinitConfig:
         [2, 4, 8], check=common.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
     )
     three_body_sel: int | str = common.one_sel_option("Most neighbors of an atom that form angles.", 40)
-    three_body_rcut: float = option(
-        4.0, unit="angstrom", check=common.cutoff, doc="Cutoff radius of the angles, at most `rcut`."
-    )
-    three_body_rcut_smth: float = option(
-        0.5,
-        unit="angstrom",
-        check=not_negative,
-        doc="Distance from which 1/r is switched off smoothly towards `three_body_rcut`.",
-    )
+    three_body_rcut: float = common.cutoff_option("Cutoff radius of the angles, at most `rcut`.", 4.0)
+    three_body_rcut_smth: float = common.switch_option("1/r is", "three_body_rcut", 0.5)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
@@ -81,14 +67,8 @@ class RepinitConfig:
 class RepformerConfig:
     """Layers in which atoms and pairs of neighbors exchange their features."""
 
-    rcut: float = option(
-        unit="angstrom", check=common.cutoff, doc="Cutoff radius of the messages, below `repinit.rcut`."
-    )
-    rcut_smth: float = option(
-        unit="angstrom",
-        check=not_negative,
-        doc="Distance from which messages are switched off smoothly towards `rcut`.",
-    )
+    rcut: float = common.cutoff_option("Cutoff radius of the messages, below `repinit.rcut`.")
+    rcut_smth: float = common.switch_option("messages are")
     nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
     nlayers: int = option(3, check=positive_int, doc="Number of layers.")
     g1_dim: int = option(128, check=positive_int, doc="Features of an atom.")
@@ -145,12 +125,9 @@ class RepformerConfig:
     update_residual_init: str = option(
         "norm",
         choices=("norm", "const"),
-        doc="Whether they start as random numbers with this standard deviation, or all with this value.",
+        doc="Whether these numbers start as `update_residual` (`const`) or as random ones of that spread (`norm`).",
     )
-    set_davg_zero: bool = option(
-        True,
-        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data.",
-    )
+    set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero", True)
     trainable_ln: bool = redefined(SeAttenConfig, "trainable_ln")
     ln_eps: float | None = redefined(SeAttenConfig, "ln_eps")
 

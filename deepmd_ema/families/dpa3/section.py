@@ -11,6 +11,7 @@ from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.families.dpa2.section import RepformerConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -27,19 +28,11 @@ class RepflowConfig:
     e_dim: int = option(64, check=_width, doc="Numbers of an edge, the features of a pair of atoms.")
     a_dim: int = option(64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom.")
     nlayers: int = option(6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice.")
-    e_rcut: float = option(unit="angstrom", check=common.cutoff, doc="Cutoff radius of edges.")
-    e_rcut_smth: float = option(
-        unit="angstrom", check=not_negative, doc="Distance from which edges are switched off smoothly towards `e_rcut`."
-    )
+    e_rcut: float = common.cutoff_option("Cutoff radius of edges.")
+    e_rcut_smth: float = common.switch_option("edges are", "e_rcut")
     e_sel: int | str = common.one_sel_option("Most edges of an atom, the nearest first.")
-    a_rcut: float = option(
-        unit="angstrom", check=common.cutoff, doc="Cutoff radius of the neighbors that have angles; at most `e_rcut`."
-    )
-    a_rcut_smth: float = option(
-        unit="angstrom",
-        check=not_negative,
-        doc="Distance from which angles are switched off smoothly towards `a_rcut`.",
-    )
+    a_rcut: float = common.cutoff_option("Cutoff radius of the neighbors that have angles; at most `e_rcut`.")
+    a_rcut_smth: float = common.switch_option("angles are", "a_rcut")
     a_sel: int | str = common.one_sel_option("Most neighbors of an atom that have angles, the nearest first.")
     a_compress_rate: int = option(
         0,
@@ -61,20 +54,11 @@ class RepflowConfig:
     )
     skip_stat: bool = option(False, doc="True means `fix_stat_std: 0.3`, the later name of this option.")
     update_angle: bool = option(True, doc="Whether there are angles; otherwise only nodes and edges.")
-    update_style: str = option(
-        "res_residual",
-        choices=("res_avg", "res_incr", "res_residual"),
-        doc="How n updates are added to features: with trained factors (`res_residual`), divided by sqrt(n) "
-        "(`res_incr`), or all divided by sqrt(n + 1), the features too (`res_avg`).",
-    )
+    update_style: str = redefined(RepformerConfig, "update_style", "res_residual")
     update_residual: float = option(
-        0.1, check=not_negative, doc="Size of the trained factors of `res_residual` at the start."
+        0.1, check=not_negative, doc="Size of the trained numbers of `res_residual` at the start."
     )
-    update_residual_init: str = option(
-        "const",
-        choices=("norm", "const"),
-        doc="Whether these factors start as `update_residual` (`const`) or as random numbers of that spread (`norm`).",
-    )
+    update_residual_init: str = redefined(RepformerConfig, "update_residual_init", "const")
     optim_update: bool = option(
         True, doc="Has no effect: both values are the same function, and here the fast one is always taken."
     )
@@ -216,7 +200,7 @@ class DPA3Config(TypeEmbeddedOptions):
     def neighbors(self) -> tuple[int, ...] | None:
         """Return ``e_sel`` as one number for all elements, or None while one of the numbers is ``auto``."""
         flow = self.repflow
-        return None if isinstance(flow.a_sel, str) else common.total_sel(flow.e_sel)
+        return None if isinstance(flow.a_sel, str) or isinstance(flow.e_sel, str) else (flow.e_sel,)
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield ``a_sel``."""

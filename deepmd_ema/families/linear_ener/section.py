@@ -40,15 +40,6 @@ class NetworkPartConfig:
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
     fitting_net: FittingNetConfig = redefined(StandardConfig, "fitting_net")
 
-    @property
-    def seen(self) -> DescriptorConfig:
-        """Return the section with the neighbors of the part."""
-        return self.descriptor
-
-    def with_seen(self, descriptor: DescriptorConfig) -> NetworkPartConfig:
-        """Return the part with another descriptor."""
-        return replace(self, descriptor=descriptor)
-
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together but for the fitting network."""
         if self.type_map is not None and self.type_map != list(type_map):
@@ -88,22 +79,10 @@ class PairTableConfig(TotalNeighborList):
         "pair of the elements in `type_map` (for O and H: O-O, O-H, H-H). A checkpoint holds its rows. Nearer than "
         "its first row the energy is nan.",
     )
-    rcut: float = option(
-        unit="angstrom",
-        check=common.cutoff,
-        doc="Distance from which the energies are 0. They are cut off there, so the table should end in zeros.",
+    rcut: float = common.cutoff_option(
+        "Distance from which the energies are 0. They are cut off there, so the table should end in zeros."
     )
-    sel: int | list[int] | str = common.sel_option()
-
-    @property
-    def seen(self) -> PairTableConfig:
-        """Return the section with the neighbors of the part."""
-        return self
-
-    def with_seen(self, descriptor: DescriptorConfig) -> PairTableConfig:
-        """Return the part with the neighbors of ``descriptor``."""
-        assert isinstance(descriptor, PairTableConfig)
-        return descriptor
+    sel: int | list[int] | str = common.total_sel_option()
 
     def rows_for(self, type_map: Sequence[str]) -> Table:
         """Return the table with the energies of the pairs of ``type_map``, which is a choice of its own elements."""
@@ -209,8 +188,9 @@ class LinearConfig(ModelConfig):
 
     @property
     def descriptor(self) -> DescriptorConfig:
-        """Return a section that represents the descriptors of all parts."""
-        return PartDescriptors(list=[part.seen for part in self.models])
+        """Return a section that represents the descriptors of all parts, of which a table is one."""
+        parts = [part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models]
+        return PartDescriptors(list=parts)
 
     @property
     def fitting_net(self) -> PartFittings:
@@ -227,10 +207,16 @@ class LinearConfig(ModelConfig):
         return tuple(self.weights)
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> LinearConfig:
-        """Return the section with what the parts see, as ``descriptor`` made of this one has it."""
-        seen = descriptor
-        assert isinstance(seen, PartDescriptors)
-        return replace(self, models=[part.with_seen(one) for part, one in zip(self.models, seen.list)])
+        """Return the section with the parts of ``descriptor``, which was made of that of this one."""
+        assert isinstance(descriptor, PartDescriptors)
+        models: list[Part] = []
+        for part, one in zip(self.models, descriptor.list):
+            if isinstance(part, NetworkPartConfig):
+                models.append(replace(part, descriptor=one))
+            else:
+                assert isinstance(one, PairTableConfig)
+                models.append(one)
+        return replace(self, models=models)
 
     def standard(self, part: NetworkPartConfig) -> StandardConfig:
         """Return the section of a part as that of a model of its own, without what concerns the whole."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import option
+from deepmd_ema.config.fields import redefined
 from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, PerElementSection
+from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +18,7 @@ class SeE3Config(DescriptorOptions, PerElementSection):
     aliases: ClassVar[tuple[str, ...]] = ("se_at", "se_a_3be", "se_t")
     type_one_side: ClassVar[bool] = True  # the networks do not know the element of the centre
 
-    set_davg_zero: bool = option(
-        False,
-        doc="Whether the mean of the environment matrix is set to zero instead of taken from the data. Without effect "
-        "on energies: the mean of angular columns is zero.",
-    )
+    set_davg_zero: bool = redefined(SeE3TebdConfig, "set_davg_zero", False)
 
     @property
     def numbers_per_pair(self) -> int:
