@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from deepmd_ema.config.argcheck import run_arguments
-from deepmd_ema.config.load import (
-    InputFile,
-    config_from_dict,
-    load_config,
-    model_config_from_dict,
-    model_configs,
-    read_input,
-    saved_config,
-    saved_models,
-)
-from deepmd_ema.config.remarks import config_summary, config_warnings, ignored_options, rows_of_tasks
-from deepmd_ema.config.rules import as_launched, launch_problems
-from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.run import RunConfig, TaskConfig, choose_head, to_dict
-
-__all__ = [
-    "InputFile",
-    "ModelConfig",
-    "RunConfig",
-    "TaskConfig",
-    "as_launched",
-    "choose_head",
-    "config_from_dict",
-    "config_summary",
-    "config_warnings",
-    "ignored_options",
-    "launch_problems",
-    "load_config",
-    "model_config_from_dict",
-    "model_configs",
-    "read_input",
-    "rows_of_tasks",
-    "run_arguments",
-    "saved_config",
-    "saved_models",
-    "to_dict",
-]
+from deepmd_ema.config.argcheck import run_arguments as run_arguments
+from deepmd_ema.config.load import InputFile as InputFile
+from deepmd_ema.config.load import config_from_dict as config_from_dict
+from deepmd_ema.config.load import load_config as load_config
+from deepmd_ema.config.load import model_config_from_dict as model_config_from_dict
+from deepmd_ema.config.load import read_input as read_input
+from deepmd_ema.config.load import saved_config as saved_config
+from deepmd_ema.config.load import saved_models as saved_models
+from deepmd_ema.config.remarks import config_summary as config_summary
+from deepmd_ema.config.remarks import config_warnings as config_warnings
+from deepmd_ema.config.remarks import ignored_options as ignored_options
+from deepmd_ema.config.remarks import rows_of_tasks as rows_of_tasks
+from deepmd_ema.config.rules import as_launched as as_launched
+from deepmd_ema.config.rules import launch_problems as launch_problems
+from deepmd_ema.config.schema.model import ModelConfig as ModelConfig
+from deepmd_ema.config.schema.run import RunConfig as RunConfig
+from deepmd_ema.config.schema.run import TaskConfig as TaskConfig
+from deepmd_ema.config.schema.run import choose_head as choose_head
+from deepmd_ema.config.schema.run import to_dict as to_dict

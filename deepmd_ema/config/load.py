@@ -161,11 +161,6 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
     return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
 
 
-def model_configs(values: Mapping[str, Any], source: str = "<dict>") -> dict[str, ModelConfig]:
-    """Return the sections ``model`` of a config by name of the task, see :func:`saved_models`."""
-    return saved_models(values, source).configs
-
-
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     upgraded = upgrade(values, lines)
     found, problems = _checked(upgraded.section, upgraded)

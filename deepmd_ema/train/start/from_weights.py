@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import ModelConfig, RunConfig, model_configs, to_dict
+from deepmd_ema.config import ModelConfig, RunConfig, saved_models, to_dict
 from deepmd_ema.config.differences import differences_of, shortened
 from deepmd_ema.config.fields import plain
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -113,7 +113,7 @@ class FromWeights(Start):
 
     @cached_property
     def _saved(self) -> dict[str, ModelConfig]:
-        return model_configs(self.payload["config"], str(self.path))
+        return saved_models(self.payload["config"], str(self.path)).configs
 
     def _tasks_in(self, models: ModelSet) -> list[str]:
         """Return the tasks of ``models`` that the file must have."""
