@@ -1,4 +1,4 @@
-"""The ways a run can be wrong: errors of the user's making, shown without a traceback, and helpers for their words."""
+"""User-facing exceptions, which are shown without a traceback, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -160,11 +160,11 @@ def _advice(error: BaseException) -> str:
 
 
 @contextmanager
-def collect_problems(problems: list[str], place: str = "") -> Iterator[None]:
-    """Add the problems of a UserError raised inside to ``problems``, each after ``place``, and continue."""
+def collect_problems(problems: list[str], place: str = "", kind: type[UserError] = UserError) -> Iterator[None]:
+    """Add the problems of an error of a ``kind`` raised inside to ``problems``, each after ``place``, and continue."""
     try:
         yield
-    except UserError as error:
+    except kind as error:
         problems += [place + problem for problem in error.problems]
 
 

@@ -1,4 +1,4 @@
-"""Freeze and convert: weights as another model file, proven to be the same model before it takes its name."""
+"""Freezing and conversion: writes weights as another model file, which is compared before it takes its name."""
 
 from __future__ import annotations
 

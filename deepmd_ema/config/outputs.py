@@ -1,4 +1,4 @@
-"""Every file and folder that a run writes, and the option that names it; rules of the config ask it too."""
+"""Every file and folder that a run writes, with the option that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ POINTER = "checkpoint"  # text file that names the newest training checkpoint
 SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
 CHECKED = ".checked"  # end of the name of a folder that remembers what was found in the data
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
-
 
 GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
 SHARDED_SUFFIX = ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint

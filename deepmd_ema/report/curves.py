@@ -106,16 +106,13 @@ def read_curve(path: str | Path) -> Curve:
     header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
     if header is None:
         raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
-    rows: dict[int, list[float]] = {}
-    last = 0
+    rows: dict[int, list[float]] = {}  # in the order of their steps
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            values = _row(line, len(header), path, number)
-            step_now = _step(values[0], path, number)
-            if rows and step_now <= last:
-                rows = {step: row for step, row in rows.items() if step < step_now}
-            last = step_now
-            rows[last] = values[1:]
+            step, values = _row(line, len(header), f"{path}, line {number}")
+            if rows and step <= next(reversed(rows)):
+                rows = {earlier: row for earlier, row in rows.items() if earlier < step}
+            rows[step] = values
     if not rows:
         raise NoRowsError(f"{path}: has a header but no rows yet.")
     table = np.array(list(rows.values()), np.float64)
@@ -149,18 +146,14 @@ def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
     return "", name
 
 
-def _step(value: float, path: Path, number: int) -> int:
-    if not (0 <= value < MAX_STEP and value == int(value)):
-        raise UserError(f"{path}, line {number}: step {value:g}, expected a whole number.")
-    return int(value)
-
-
-def _row(line: str, columns: int, path: Path, number: int) -> list[float]:
-    words = line.split()
+def _row(line: str, columns: int, place: str) -> tuple[int, list[float]]:
+    """Return the step and the values of a row."""
     try:
-        values = [float(word) for word in words]
+        step, *values = map(float, line.split())
     except ValueError as error:
-        raise UserError(f"{path}, line {number}: {error}. Expected {columns} numbers.") from error
-    if len(values) != columns:
-        raise UserError(f"{path}, line {number}: {len(values)} numbers, expected {columns} as in the header.")
-    return values
+        raise UserError(f"{place}: {error}. Expected {columns} numbers.") from error
+    if len(values) != columns - 1:
+        raise UserError(f"{place}: {len(values) + 1} numbers, expected {columns} as in the header.")
+    if not (0 <= step < MAX_STEP and step == int(step)):
+        raise UserError(f"{place}: step {step:g}, expected a whole number.")
+    return int(step), values

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import UserError, collect_problems
 from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, NoRowsError, curve_files, read_curve
@@ -147,16 +147,9 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
 
 def _read(files: Sequence[str | Path]) -> list[Curve]:
     curves, without_rows = list[Curve](), list[str]()
-
-    def read(file: Path) -> None:
-        try:
-            curves.extend(read_curve(file).of_tasks())
-        except NoRowsError as error:
-            without_rows.extend(error.problems)
-
-    for path in files:
-        for file in curve_files(path):
-            read(file)
+    for file in (file for path in files for file in curve_files(path)):
+        with collect_problems(without_rows, kind=NoRowsError):
+            curves += read_curve(file).of_tasks()
     if not curves:
         raise NoRowsError(without_rows)
     for problem in without_rows:
@@ -240,11 +233,9 @@ def plot_sigma_rels(
         for axis, (name, panel) in zip(axes, panels):
             for curve, (label, points) in enumerate(curves.items()):
                 widths, values = [width for width, _ in points], [values[name] for _, values in points]
-                if curve == 0:
-                    axis.plot(widths, values, color=AVERAGE_COLOR, lw=2.0, marker="o", ms=3.2, zorder=4, label=label)
-                else:
-                    axis.plot(widths, values, color=INK, lw=1.2, ls=LINES[curve % len(LINES)], marker="s", ms=3.2,
-                              zorder=4, label=label)  # fmt: skip
+                color, width, marker = (INK, 1.2, "s") if curve else (AVERAGE_COLOR, 2.0, "o")
+                axis.plot(widths, values, color=color, lw=width, ls=LINES[curve % len(LINES)], marker=marker, ms=3.2,
+                          zorder=4, label=label)  # fmt: skip
             axis.plot(chosen[0], chosen[1][name], "*", color=AVERAGE_COLOR, ms=14, mec="white", mew=0.8, zorder=6,
                       label="chosen")  # fmt: skip
             _draw_others(axis, name, others, np.array([values[name] for values in every]))

@@ -8,16 +8,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from deepmd_ema.report.tables import HasMetrics, show_metric
+from deepmd_ema.report.tables import ValuesByTask, show_metric
+
+if TYPE_CHECKING:
+    from deepmd_ema.metrics import Errors
 
 logger = logging.getLogger(__name__)
-
-ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Errors of a displayed step by name of the task, which is empty in a run of one, and by column of lcurve.out."""
 
 _CATEGORIES = ("data", "step", "validation", "checkpoint")
 _SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
@@ -110,7 +110,7 @@ class Progress:
         for task, of_task in errors.items():
             _log(step, task, name, of_task)
 
-    def show_validation(self, step: int, results: Mapping[str, HasMetrics]) -> None:
+    def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Log the errors of a full validation, one line for the live weights and one for each average."""
         width = max(map(len, results))
         for weights, errors in results.items():
@@ -172,7 +172,7 @@ class IntervalTimes:
         return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())
 
 
-def describe_errors(errors: HasMetrics) -> str:
+def describe_errors(errors: Errors) -> str:
     """Return MAE and RMSE of every quantity that some frame has a label of."""
     parts = []
     for quantity in "EFSV":

@@ -8,13 +8,17 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from deepmd_ema.config.outputs import BEST
 from deepmd_ema.files import append, atomic_write, sync, writing
 from deepmd_ema.labels import METRICS
 
+if TYPE_CHECKING:
+    from deepmd_ema.metrics import Errors
+
 ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Errors of a displayed step by name of the task, which is empty in a run of one, and by column of lcurve.out."""
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +26,6 @@ logger = logging.getLogger(__name__)
 BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) ")
 _DIGITS = 5  # significant ones of an error in val.log
 SYNC_S = 10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
-
-
-class HasMetrics(Protocol):
-    """Gives an error by a name such as ``E:MAE``, in the unit of ``labels.METRICS``."""
-
-    def metric(self, name: str) -> float:
-        """Return the error, nan without a label."""
 
 
 class RowTable:
@@ -131,7 +128,7 @@ class ValidationLog(RowTable):
         self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
         super().__init__(path, self._row("# ", ["step", *labels]) + _VALIDATION_NOTE)
 
-    def write(self, step: int, errors: HasMetrics) -> None:
+    def write(self, step: int, errors: Errors) -> None:
         """Add the row of ``step``."""
         values = (METRICS[column[0]].display_factor * errors.metric(column) for column in self._columns)
         self._add(self._row("  ", [str(step), *map(_significant, values)]))
