@@ -172,12 +172,8 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, places: Places) -> No
     Raises:
         CheckpointError: naming tensors without a place, and places without a tensor.
     """
-    found: dict[str, np.ndarray] = {}
-    names: dict[str, str] = {}
-    for name, tensor in state.items():
-        if _is_weight(name, tensor):
-            place = _place(name, places)
-            found[place], names[place] = tensor.detach().cpu().numpy(), name
+    names = {_place(name, places): name for name, tensor in state.items() if _is_weight(name, tensor)}
+    found = {place: state[name].detach().cpu().numpy() for place, name in names.items()}
     missing = sorted(_fill(tree, "", found, False))
     if missing or found:
         lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]

@@ -41,7 +41,7 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
     Raises:
         WriteError: if the file cannot be written.
     """
-    write = _write_yaml if _is_yaml(path) else _write_hdf5
+    write = _write_yaml if path.suffix.lower() in (".yaml", ".yml") else _write_hdf5
     tree = {**tree, _DIGEST: _digest(tree)}
     with atomic_write(path, "Choose another -o, or make room.") as part:
         write(part, tree)
@@ -57,13 +57,12 @@ def read_tree(path: Path) -> Tree:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file.")
+    read, kind = _READERS.get(path.suffix.lower(), (_read_hdf5, "an HDF5"))
     try:
-        tree = _reader_of(path)(path)
+        tree = read(path)
     except CheckpointError:
         raise
     except Exception as error:  # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
-        reader = _reader_of(path)
-        kind = "a YAML" if reader is _read_yaml else "a compiled" if reader is _read_packaged else "an HDF5"
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
     if not isinstance(tree, dict):
@@ -83,16 +82,6 @@ def _digest(tree: Tree) -> str:
 def packaged_text(tree: Tree) -> str:
     """Return ``tree`` with its digest as the JSON text of a ``.pt2`` file."""
     return json.dumps(_replaced({**tree, _DIGEST: _digest(tree)}, _as_lists), separators=(",", ":"))
-
-
-def _reader_of(path: Path) -> Callable[[Path], Any]:
-    if path.suffix.lower() == ".pt2":
-        return _read_packaged
-    return _read_yaml if _is_yaml(path) else _read_hdf5
-
-
-def _is_yaml(path: Path) -> bool:
-    return path.suffix.lower() in (".yaml", ".yml")
 
 
 def _replaced(value: Any, change: Callable[[Any], Any], is_variable: bool = False) -> Any:
@@ -208,3 +197,6 @@ def _is_larger(tree: Any, most: int) -> bool:
         most -= 1 + len(inside)
         waiting.extend(inside)
     return most < 0
+
+
+_READERS = {".pt2": (_read_packaged, "a compiled"), ".yaml": (_read_yaml, "a YAML"), ".yml": (_read_yaml, "a YAML")}
