@@ -18,6 +18,7 @@ from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
 if TYPE_CHECKING:
     from dargs import Argument
 
+_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 _NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
 MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 
@@ -148,7 +149,7 @@ def _type_hint(option: Option, value: Any) -> str:
         return "Remove the key to get the default."
     if isinstance(value, str) and bool in plain and value.lower() in ("true", "false", "yes", "no", "on", "off"):
         return f"Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}, without quotes."
-    if isinstance(value, str) and plain & {int, float} and _is_number(value):
+    if isinstance(value, str) and plain & {int, float} and _NUMBER.fullmatch(value):
         return "Write the number without quotes."
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
@@ -159,11 +160,3 @@ def _type_hint(option: Option, value: Any) -> str:
     if any(typing.get_origin(t) is list for t in option.types):
         return f"Write [{show(value)}]."
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -121,9 +121,14 @@ def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> A
 
 @cache
 def options(section: type) -> tuple[Option, ...]:
-    """Return the options of a section class, in the order in which they were declared."""
-    hints = typing.get_type_hints(section)
-    return tuple(_read_option(f, hints[f.name]) for f in dataclasses.fields(section) if f.metadata)
+    """Return the options of a section class: its ``first_options``, the others in the order of their declaration.
+
+    Options of a base class are declared before those of the section, but may be less important.
+    """
+    hints, first = typing.get_type_hints(section), getattr(section, "first_options", ())
+    declared = {f.name: f for f in dataclasses.fields(section) if f.metadata}
+    names = dict.fromkeys([*(name for name in first if name in declared), *declared])
+    return tuple(_read_option(declared[name], hints[name]) for name in names)
 
 
 @cache
@@ -178,10 +183,12 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
         default = field.default_factory()
     if "registry" in about:  # its annotation is a protocol
         parts = tuple(p for p in parts if p is type(None))
+    plain_parts = (p for p in parts if p is not type(None) and not dataclasses.is_dataclass(p))
     return Option(
         name=field.name,
         types=(
-            *(_in_file(p) for p in parts if p is not type(None) and not dataclasses.is_dataclass(p)),
+            # a text with parts, which `convert` makes, is a text in the file
+            *(str if isinstance(p, type) and issubclass(p, str) else p for p in plain_parts),
             *about.pop("also", ()),
         ),
         classes=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
@@ -191,11 +198,6 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
         default=default,
         **about,
     )
-
-
-def _in_file(kind: Any) -> Any:
-    """Return the type of a value before ``convert``: a text with parts is a text."""
-    return str if isinstance(kind, type) and issubclass(kind, str) else kind
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

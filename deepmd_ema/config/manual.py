@@ -49,7 +49,11 @@ class Entry:
     @property
     def plain_path(self) -> str:
         """The path as an input has it."""
-        return _without_types(self.path)
+        return re.sub(r"\[[^]]*\]", "", self.path)
+
+    def is_under(self, topic: str) -> bool:
+        """Whether the option is ``topic`` or in it."""
+        return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (self.path, self.plain_path))
 
 
 def manual(topic: str | None = None) -> str:
@@ -63,7 +67,7 @@ def manual(topic: str | None = None) -> str:
     if not topic:
         return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
     meanings: list[Callable[[Entry], bool]] = [
-        lambda entry: _is_under(entry.path, topic),
+        lambda entry: entry.is_under(topic),
         lambda entry: topic in entry.keys,
         lambda entry: any(topic in key.split("_") for key in entry.keys),  # `ema` finds ema_decay, enable_ema, ...
     ]
@@ -197,14 +201,6 @@ def _default_words(option: Option) -> str:
 
 def _class_doc(section: type) -> str:
     return " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
-
-
-def _without_types(path: str) -> str:
-    return re.sub(r"\[[^]]*\]", "", path)
-
-
-def _is_under(path: str, topic: str) -> bool:
-    return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (path, _without_types(path)))
 
 
 # ---- JSON Schema

@@ -187,25 +187,19 @@ def seed_option() -> Any:
     return option(None, check=not_negative_int, doc=doc)
 
 
-def not_one_per_element(values: Sequence[Any], type_map: Sequence[str]) -> Iterator[str]:
-    """Yield the rest of a message if ``values`` has not one entry for each element."""
+def not_one_per_element(name: str, values: Sequence[Any], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the option ``name`` and the rest of a message if its ``values`` have not one entry for each element."""
     if len(values) != len(type_map):
         expected = f"{len(type_map)}, one for each of type_map = {show(type_map)}"
-        yield f" = {show(values)}: has length {len(values)}, expected {expected}."
+        yield name, f" = {show(values)}: has length {len(values)}, expected {expected}."
 
 
-def unknown_types(types: Iterable[int], type_map: Sequence[str]) -> Iterator[str]:
-    """Yield the rest of a message if one of ``types`` is no place in ``type_map``."""
+def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the option ``name`` and the rest of a message if one of its ``types`` is no place in ``type_map``."""
     bad = sorted({t for t in types if t >= len(type_map)})
     if bad:
         expected = f"0 to {len(type_map) - 1}, places in type_map = {show(type_map)}"
-        yield f": type {bad[0]} does not exist, expected {expected}."
-
-
-def excluded_types_exist(exclude_types: Sequence[Sequence[int]], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if a pair in ``exclude_types`` names a type that does not exist."""
-    excluded = [t for pair in exclude_types for t in pair]
-    yield from (("exclude_types", text) for text in unknown_types(excluded, type_map))
+        yield name, f": type {bad[0]} does not exist, expected {expected}."
 
 
 def elements_known(electrons: bool, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:

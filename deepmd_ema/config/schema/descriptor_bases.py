@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import not_negative, option, positive_int
@@ -20,6 +21,8 @@ Section = TypeVar("Section", bound="NeighborList")
 @dataclass(frozen=True, kw_only=True)
 class DescriptorOptions:
     """Options that every descriptor has."""
+
+    aliases: ClassVar[tuple[str, ...]] = ()
 
     precision: str = common.precision_option()
     trainable: bool = option(True, doc="Whether the parameters are trained.")
@@ -52,7 +55,7 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
     def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict the elements."""
-        yield from common.excluded_types_exist(self.exclude_types, type_map)
+        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
         yield from common.elements_known(self.use_econf_tebd, type_map)
 
 
@@ -95,14 +98,13 @@ class TotalNeighborList(NeighborList):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListSection(NeighborList):
+class ListSection(DescriptorOptions, NeighborList):
     """Options of descriptors with one cutoff, one list of neighbors and an embedding network."""
 
-    if TYPE_CHECKING:
-        precision: str
-
     type: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]] = ()
+    first_options: ClassVar[tuple[str, ...]] = (
+        "rcut", "rcut_smth", "neuron", "activation_function", "resnet_dt", "sel", "tebd_dim",
+    )  # fmt: skip
 
     rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
     rcut_smth: float = common.switch_option("1/r is", default=0.5)
@@ -141,11 +143,7 @@ class PerElementSection(ListSection):
     has_type_embedding: ClassVar[bool] = False
 
     if TYPE_CHECKING:
-        exclude_types: list[list[int]]
         set_davg_zero: bool
-        env_protection: float
-        seed: int | None
-        trainable: bool
 
         @property
         def type_one_side(self) -> bool:
@@ -173,8 +171,8 @@ class PerElementSection(ListSection):
         """Yield options that contradict each other."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
-            yield from (("sel", text) for text in common.not_one_per_element(self.sel, type_map))
-        yield from common.excluded_types_exist(self.exclude_types, type_map)
+            yield from common.not_one_per_element("sel", self.sel, type_map)
+        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
 
     @property
     def numbers_per_pair(self) -> int:
@@ -188,11 +186,10 @@ class PerElementSection(ListSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneListSection(TotalNeighborList, ListSection):
+class OneListSection(TypeEmbeddedOptions, TotalNeighborList, ListSection):
     """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
 
     if TYPE_CHECKING:
-        env_protection: float
 
         @property
         def tebd_input_mode(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepmd_ema.checks import is_number
@@ -76,18 +77,47 @@ FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY"})
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A section ``model`` of any type."""
+    """A section ``model`` of any type.
+
+    Attributes:
+        first_options: options of all types that are listed first.
+    """
+
+    type: ClassVar[str]
+    first_options: ClassVar[tuple[str, ...]] = ("type_map", "descriptor", "fitting_net", "models", "weights")
+
+    type_map: list[str] = option(
+        check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
+    )
+    data_stat_nbatch: int = option(
+        10, check=positive_int, doc="Number of batches of each system that the statistics are taken from."
+    )
+    data_stat_protect: float = option(
+        0.01, check=positive, doc="Smallest spread that statistics may have, against division by zero."
+    )
+    data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
+    model_branch_alias: list[str] = option(
+        [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
+    )
+    pair_exclude_types: list[list[int]] = option(
+        [], check=common.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
+    )
+    atom_exclude_types: list[int] = option(
+        [], check=_types, doc="Types whose atoms contribute no energy of their own, e.g. [0]."
+    )
+    preset_out_bias: dict[str, list[Any]] | None = option(
+        None,
+        check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
+        doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
+    )
+    finetune_head: str = option(
+        "",
+        doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
+        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
+        "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
+    )
 
     if TYPE_CHECKING:
-        type: ClassVar[str]
-        type_map: list[str]
-        data_stat_nbatch: int
-        data_stat_protect: float
-        pair_exclude_types: list[list[int]]
-        atom_exclude_types: list[int]
-        preset_out_bias: dict[str, list[Any]] | None
-        finetune_head: str
-        model_branch_alias: list[str]
 
         @property
         def use_srtab(self) -> list[list[float]] | None:
@@ -125,11 +155,10 @@ class ModelConfig:
             if wrong:
                 expected = "a number, or null for a bias that is fitted"
                 yield "preset_out_bias", f": energy has {show(wrong[0])}: expected {expected}."
-            yield from (("preset_out_bias", text) for text in common.not_one_per_element(values, names))
-        paired = [t for pair in self.pair_exclude_types for t in pair]
-        yield from (("pair_exclude_types", text) for text in common.unknown_types(paired, names))
+            yield from common.not_one_per_element("preset_out_bias", values, names)
+        yield from common.unknown_types("pair_exclude_types", chain(*self.pair_exclude_types), names)
         excluded = self.atom_exclude_types
-        yield from (("atom_exclude_types", text) for text in common.unknown_types(excluded, names))
+        yield from common.unknown_types("atom_exclude_types", excluded, names)
         if set(excluded) >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 
@@ -157,42 +186,10 @@ class StandardConfig(ModelConfig):
     type: ClassVar[str] = "standard"
     is_usual: ClassVar[bool] = True  # the manual names its options without the type
 
-    type_map: list[str] = option(
-        check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
-    )
     descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
     fitting_net: FittingNetConfig = option(
         registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor."
     )
-    data_stat_nbatch: int = option(
-        10, check=positive_int, doc="Number of batches of each system that the statistics are taken from."
-    )
-    data_stat_protect: float = option(
-        0.01, check=positive, doc="Smallest spread that statistics may have, against division by zero."
-    )
-    data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
-    model_branch_alias: list[str] = option(
-        [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
-    )
-    pair_exclude_types: list[list[int]] = option(
-        [], check=common.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
-    )
-    atom_exclude_types: list[int] = option(
-        [], check=_types, doc="Types whose atoms contribute no energy of their own, e.g. [0]."
-    )
-    preset_out_bias: dict[str, list[Any]] | None = option(
-        None,
-        check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
-        doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
-    )
-
-    finetune_head: str = option(
-        "",
-        doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
-        "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
-        "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
-    )
-
     use_srtab: list[list[float]] | None = option(
         None,
         also=(str,),
@@ -244,8 +241,7 @@ class StandardConfig(ModelConfig):
         """Yield options that contradict each other, also with the table."""
         yield from super().problems()
         if self.use_srtab is not None:
-            texts = table_problems(self.use_srtab, len(self.type_map), self.descriptor.cutoff)
-            yield from (("use_srtab", text) for text in texts)
+            yield from table_problems("use_srtab", self.use_srtab, len(self.type_map), self.descriptor.cutoff)
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
 
     def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:

@@ -24,16 +24,15 @@ def read_table(value: str | Table) -> Table:
     return [list(map(float, line)) for line in lines if line]
 
 
-def table_problems(table: Table, num_types: int, rcut: float) -> Iterator[str]:
-    """Yield the rest of the message of what does not fit to the elements and the cutoff."""
+def table_problems(name: str, table: Table, num_types: int, rcut: float) -> Iterator[tuple[str, str]]:
+    """Yield the option ``name`` and the rest of the message of what does not fit to the elements and the cutoff."""
     columns, expected = len(table[0]) - 1, num_types * (num_types + 1) // 2
     if columns != expected:
-        yield f": has energies of {columns} pairs, expected {expected}, one for each pair of {num_types} elements."
+        wanted = f"{expected}, one for each pair of {num_types} elements"
+        yield name, f": has energies of {columns} pairs, expected {wanted}."
     if table[-1][0] < rcut and any(table[-1][1:]):
-        yield (
-            f": ends at {table[-1][0]:g} angstrom with energies that are not 0, and rcut is {rcut:g}. Continue it "
-            "until they are 0, or to rcut."
-        )
+        end = f"{table[-1][0]:g} angstrom with energies that are not 0, and rcut is {rcut:g}"
+        yield name, f": ends at {end}. Continue it until they are 0, or to rcut."
 
 
 def _is_table(value: Any) -> bool:

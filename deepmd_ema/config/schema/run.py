@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import option, plain
 from deepmd_ema.config.messages import Source
@@ -72,24 +72,21 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Learning:
-    """Model and training of a run."""
-
-    model: Any = option(doc="The model that is trained.")
-    learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
-    optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(_Learning):
+class RunConfig:
     """Sections that inputs of one and of several tasks share.
 
     Attributes:
+        first_options: sections that are listed first.
         source: the file, and the place of each option in it; not compared.
         notes: what was accepted from an older input and taken differently, for the log; not compared.
         unused: options of a short form that have no effect in this run, for the log; not compared.
     """
 
+    first_options: ClassVar[tuple[str, ...]] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
+
+    model: Any = option(doc="The model that is trained.")
+    learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
+    optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
     training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
     validating: ValidatingConfig = option(ValidatingConfig(), doc="Full validation and the best weights.")
     source: Source = field(default_factory=Source, compare=False, repr=False)
@@ -170,17 +167,11 @@ class RunConfig(_Learning):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loss(_Learning):
-    """Loss of one task."""
-
-    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="The loss that is minimized.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleTaskRun(RunConfig, _Loss):  # its options are in this order: _Learning, _Loss, RunConfig
+class SingleTaskRun(RunConfig):
     """All sections of an input of one task."""
 
     model: ModelConfig = option(registry=MODELS, default_type="standard", doc="The model that is trained.")
+    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="The loss that is minimized.")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
     @property
@@ -217,16 +208,7 @@ class ModelsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Losses(_Learning):
-    """Losses of several tasks."""
-
-    loss_dict: dict[str, EnerLossConfig] = option(
-        {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiTaskRun(RunConfig, _Losses):
+class MultiTaskRun(RunConfig):
     """All sections of an input of several tasks.
 
     Attributes:
@@ -234,6 +216,9 @@ class MultiTaskRun(RunConfig, _Losses):
     """
 
     model: ModelsConfig = option(doc="The model that is trained.")
+    loss_dict: dict[str, EnerLossConfig] = option(
+        {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
+    )
     training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")
     links: tuple[Link, ...] = ()
 

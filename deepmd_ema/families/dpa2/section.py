@@ -184,7 +184,6 @@ class DPA2Config(TypeEmbeddedOptions):
     """Descriptor with messages between atoms and attention among pairs, for models of many systems (DPA-2)."""
 
     type: ClassVar[str] = "dpa2"
-    aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "repinit.nsel"
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")

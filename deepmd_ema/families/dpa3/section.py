@@ -171,7 +171,6 @@ class DPA3Config(TypeEmbeddedOptions):
     """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
 
     type: ClassVar[str] = "dpa3"
-    aliases: ClassVar[tuple[str, ...]] = ()
     neighbors_option: ClassVar[str] = "repflow.e_sel"
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")

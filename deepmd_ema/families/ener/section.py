@@ -67,7 +67,7 @@ class EnerFittingConfig:
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the option and the rest of the message of what does not fit together."""
         if self.atom_ener:
-            yield from (("atom_ener", text) for text in common.not_one_per_element(self.atom_ener, type_map))
+            yield from common.not_one_per_element("atom_ener", self.atom_ener, type_map)
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
             found = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
             yield "default_fparam", f"{found}, expected numb_fparam = {self.numb_fparam}."

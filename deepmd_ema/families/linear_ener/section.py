@@ -99,7 +99,7 @@ class PairTableConfig(TotalNeighborList):
             yield "type_map", f" = {show(own)}: expected all elements of the model; {', '.join(missing)} is missing."
         if len(set(own)) < len(own):
             yield "type_map", f" = {show(own)}: expected each element once."
-        yield from (("tab_file", text) for text in table_problems(self.tab_file, len(own), self.rcut))
+        yield from table_problems("tab_file", self.tab_file, len(own), self.rcut)
 
     def summary(self) -> str:
         """Return the main options as text."""
@@ -165,7 +165,6 @@ class LinearConfig(ModelConfig):
     type: ClassVar[str] = "linear_ener"
     use_srtab: ClassVar[None] = None
 
-    type_map: list[str] = redefined(StandardConfig, "type_map")
     models: list[NetworkPartConfig | PairTableConfig] = option(
         default_type="standard",
         doc="The sections of the parts: networks, which are trained together, and tables of pair energies. They share "
@@ -177,14 +176,6 @@ class LinearConfig(ModelConfig):
         doc="Weight of the energy of each part: `sum` is 1, `mean` is 1 divided by their number, a list has one number "
         "for each.",
     )
-    data_stat_nbatch: int = redefined(StandardConfig, "data_stat_nbatch")
-    data_stat_protect: float = redefined(StandardConfig, "data_stat_protect")
-    data_bias_nsample: int = redefined(StandardConfig, "data_bias_nsample")
-    model_branch_alias: list[str] = redefined(StandardConfig, "model_branch_alias")
-    finetune_head: str = redefined(StandardConfig, "finetune_head")
-    pair_exclude_types: list[list[int]] = redefined(StandardConfig, "pair_exclude_types")
-    atom_exclude_types: list[int] = redefined(StandardConfig, "atom_exclude_types")
-    preset_out_bias: dict[str, list[Any]] | None = redefined(StandardConfig, "preset_out_bias")
 
     @property
     def descriptor(self) -> DescriptorConfig:

@@ -9,16 +9,15 @@ from typing import ClassVar
 from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.config.schema.descriptor_bases import OneListSection
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeAttenV2Config(TypeEmbeddedOptions, OneListSection):
+class SeAttenV2Config(OneListSection):
     """Descriptor with attention among neighbors for any number of elements, smooth, elements in a network apart."""
 
     type: ClassVar[str] = "se_atten_v2"
-    aliases: ClassVar[tuple[str, ...]] = ()
 
     axis_neuron: int = redefined(SeE2AConfig, "axis_neuron")
     lmax: int = option(

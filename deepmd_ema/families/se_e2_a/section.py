@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import option, positive_int
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, PerElementSection
+from deepmd_ema.config.schema.descriptor_bases import PerElementSection
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE2AConfig(DescriptorOptions, PerElementSection):
+class SeE2AConfig(PerElementSection):
     """Smooth descriptor of two-body radial and angular information (DeepPot-SE)."""
 
     type: ClassVar[str] = "se_e2_a"

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, redefined
-from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, PerElementSection
+from deepmd_ema.config.schema.descriptor_bases import PerElementSection
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE2RConfig(DescriptorOptions, PerElementSection):
+class SeE2RConfig(PerElementSection):
     """Smooth descriptor of two-body radial information (DeepPot-SE without angles)."""
 
     type: ClassVar[str] = "se_e2_r"

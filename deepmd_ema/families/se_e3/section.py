@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import redefined
-from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, PerElementSection
+from deepmd_ema.config.schema.descriptor_bases import PerElementSection
 from deepmd_ema.families.se_e3_tebd.section import SeE3TebdConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE3Config(DescriptorOptions, PerElementSection):
+class SeE3Config(PerElementSection):
     """Smooth descriptor of three-body angular information, one network for each pair of elements of the neighbors."""
 
     type: ClassVar[str] = "se_e3"

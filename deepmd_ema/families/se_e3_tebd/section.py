@@ -12,11 +12,10 @@ from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbedd
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeE3TebdConfig(TypeEmbeddedOptions, OneListSection):
+class SeE3TebdConfig(OneListSection):
     """Descriptor of three-body angular information for any number of elements."""
 
     type: ClassVar[str] = "se_e3_tebd"
-    aliases: ClassVar[tuple[str, ...]] = ()
 
     tebd_input_mode: str = option(
         "concat",
