@@ -124,15 +124,11 @@ class Outputs:
         """Return the prefix of the names of the best files of some weights."""
         return f"{BEST}{suffix_of(weights, task)}"
 
-    def stat_file(self, task: str) -> str | None:
-        """Return the cache of the statistics of a task, if the run has one."""
-        return self._config.tasks[task].data.stat_file
-
     def checked_data(self, task: str) -> Path:
         """Return the folder of what was found in the data of a task: beside the cached statistics if there are any."""
-        stat_file = self.stat_file(task)
-        if stat_file is not None and self._config.tasks[task].data.stat_file_mode != "read":
-            return Path(f"{stat_file}{CHECKED}")
+        data = self._config.tasks[task].data
+        if data.stat_file is not None and data.stat_file_mode != "read":
+            return Path(f"{data.stat_file}{CHECKED}")
         return Path(f".dp-ema{suffix_of(LIVE, task)}{CHECKED}")
 
     def __iter__(self) -> Iterator[Output]:

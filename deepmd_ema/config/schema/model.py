@@ -225,17 +225,12 @@ class StandardConfig(ModelConfig):
 
     def summary(self) -> list[tuple[str, str]]:
         """Return names and texts of what the model is."""
-        return [
-            *super().summary(),
-            ("descriptor", self.descriptor.summary()),
-            ("fitting", self.fitting_net.summary()),
-            *self._short_range_words(),
-        ]
-
-    def _short_range_words(self) -> Iterator[tuple[str, str]]:
+        parts = [("descriptor", self.descriptor.summary()), ("fitting", self.fitting_net.summary())]
         if self.use_srtab is not None:
             first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
-            yield "short range", f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
+            text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
+            parts.append(("short range", text))
+        return [*super().summary(), *parts]
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other, also with the table."""

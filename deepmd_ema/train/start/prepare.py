@@ -187,7 +187,7 @@ def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
     """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
     if start.needs_statistics(run.config):
-        found = {name: _statistics(run.config, task, run.seed, num_ranks) for name, task in run.tasks.items()}
+        found = {name: _statistics(task, run.seed, num_ranks) for name, task in run.tasks.items()}
         for name, statistics in shared_statistics(found, run.config.links, run.shares).items():
             run.tasks[name].model.apply_statistics(statistics)
             for line in statistics.lines():
@@ -216,9 +216,9 @@ def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
     )  # fmt: skip
 
 
-def _statistics(config: RunConfig, task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
+def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
-    path, place = Outputs(config).stat_file(task.config.name), f"{task.config.place('training')}.stat_file"
+    path, place = task.config.data.stat_file, f"{task.config.place('training')}.stat_file"
     if path is not None:
         stored = read_stat_file(path, task.config.model, task.model.descriptor)
         if stored is not None:
