@@ -143,6 +143,12 @@ BAD = [
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
     ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision", [NOT_YET, "float32"]),
+    ({"model.fitting_net.activation_function": "custom_silu:2"}, "model.fitting_net.activation", [NOT_YET, "tanh"]),
+    (
+        {"model.descriptor": {"type": "hybrid", "list": [{"type": "se_e2_a", "precision": "float16"}]}},
+        'model.descriptor.list[0].precision = "float16"',
+        [NOT_YET],
+    ),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),
     ({"training.training_data.batch_size": "mixed:4"}, 'training.training_data.batch_size = "mixed:4"', [NOT_YET]),
     ({"validating.tf32_infer": True}, "validating.tf32_infer = true", [NOT_YET]),

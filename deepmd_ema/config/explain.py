@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from deepmd_ema.config.argcheck import argument, bad_value, unknown_choice, valu
 from deepmd_ema.config.fields import INVALID, Option, input_options, is_comment, keys_of, listed_types, wants
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.schema.run import SingleTaskRun
-from deepmd_ema.config.unsupported import is_unavailable_text, unavailable_key, unavailable_type
+from deepmd_ema.config.unsupported import unavailable_key, unavailable_type
 
 
 def explain(section: type, values: Any, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -100,7 +101,7 @@ class _Validator:
             return self._refuse(path, wrong_type(option, value))
         if option.sections:
             return self._nested(option, value, path)
-        text = _leaf_problem(option, value, path)
+        text = _leaf_problem(option, value)
         return self._refuse(path, text) if text else value
 
     def _nested(self, option: Option, value: Any, path: Place) -> Any:
@@ -120,11 +121,11 @@ class _Validator:
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged
 
 
-def _leaf_problem(option: Option, value: Any, path: Place) -> str:
+def _leaf_problem(option: Option, value: Any) -> str:
     """Return the mistake in a plain value, or an empty string."""
     from dargs.dargs import ArgumentTypeError, ArgumentValueError
 
-    if is_unavailable_text(path, value):
+    if option.unavailable is not None and isinstance(value, str) and re.match(option.unavailable, value):
         return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
     if option.removed and isinstance(value, str) and value in option.removed:
         return f" = {show(value)}: was removed. {option.removed[value]}"

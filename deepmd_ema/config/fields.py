@@ -45,6 +45,7 @@ class Option:
         default_type: the ``type`` taken when a nested section does not say one.
         convert: applied to a value that passed all checks.
         removed: values that an earlier version took, each with what to use instead; they are refused.
+        unavailable: pattern of the beginning of texts that DeePMD-kit takes and dp-ema does not.
         registry: the types of a nested section that is open to more of them; replaces ``classes``.
         left_out: types of the registry that are not taken here.
     """
@@ -64,6 +65,7 @@ class Option:
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
     removed: Mapping[str, str] | None = None
+    unavailable: str | None = None
     registry: Registry | None = None
     left_out: tuple[str, ...] = ()
 

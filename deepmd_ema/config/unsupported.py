@@ -87,18 +87,6 @@ INSTEAD_OF_TYPES: dict[str, str] = {
     "linear_ener": "DeePMD-kit's torch backend refuses it too. Put its parts here, with weights.",
 }
 
-_ACTIVATIONS = tuple(
-    f"model.{part}.activation_function"
-    for part in ("descriptor", "descriptor.repinit", "descriptor.repformer", "fitting_net")
-)
-# texts of plain options: path -> pattern of how they begin
-_UNAVAILABLE_TEXTS: dict[str, str] = {
-    **dict.fromkeys(("model.descriptor.precision", "model.fitting_net.precision"), r"b?float16\Z"),
-    **dict.fromkeys(("training.training_data.batch_size", "training.validation_data.batch_size"), "mix(ed)?:"),
-    **dict.fromkeys(_ACTIVATIONS, "custom_silu"),
-    "validating.validation_metric": "FR:|FM:|fr:|fm:",
-}
-
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
     """Return the entry of a key of DeePMD-kit that dp-ema does not support, or None for any other key."""
@@ -124,12 +112,6 @@ def unavailable_type(section: Place, name: Any) -> str | None:
     if name not in UNAVAILABLE_TYPES.get(path, ()):
         return None
     return INSTEAD_OF_TYPES.get(name, "")
-
-
-def is_unavailable_text(path: Place, value: Any) -> bool:
-    """Whether DeePMD-kit takes this text for the option at ``path`` and dp-ema does not."""
-    pattern = _UNAVAILABLE_TEXTS.get(_of_standard(path))
-    return pattern is not None and isinstance(value, str) and re.match(pattern, value) is not None
 
 
 def _of_standard(path: Place) -> str:

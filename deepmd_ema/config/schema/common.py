@@ -149,15 +149,14 @@ def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, st
 
 def activation_option(doc: str, default: str = "tanh") -> Any:
     """Declare an option ``activation_function``."""
-    return option(
-        ActivationName(default), choices=ActivationName.known, check=_bent_silu, convert=ActivationName, doc=doc
-    )
+    about = {"choices": ActivationName.known, "check": _bent_silu, "unavailable": "custom_silu"}
+    return option(ActivationName(default), convert=ActivationName, doc=doc, **about)
 
 
 def precision_option() -> Any:
     """Declare an option ``precision``."""
-    choices = ("default", "float64", "float32")
-    return option("default", choices=choices, doc="Precision of the parameters; `default` is float64.")
+    doc = "Precision of the parameters; `default` is float64."
+    return option("default", choices=("default", "float64", "float32"), unavailable=r"b?float16\Z", doc=doc)
 
 
 _OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called

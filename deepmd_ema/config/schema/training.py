@@ -64,6 +64,7 @@ class _Data:
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
         check=_batch_size,
+        unavailable="mix(ed)?:",
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
@@ -330,7 +331,11 @@ class ValidatingConfig:
     save_best_dir: str | None = option(None, doc="Folder of the best weights; null: the folder of `save_ckpt`.")
     max_best_ckpt: int = option(1, check=positive_int, doc="Best weights kept.")
     validation_metric: Metric = option(
-        Metric("E:MAE"), check=_metric, convert=Metric, doc="The error that ranks weights: E, F, V or S : MAE or RMSE."
+        Metric("E:MAE"),
+        check=_metric,
+        convert=Metric,
+        unavailable="F[RM]:|f[rm]:",
+        doc="The error that ranks weights: E, F, V or S : MAE or RMSE.",
     )
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."
