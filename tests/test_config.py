@@ -399,6 +399,10 @@ WITHOUT_EFFECT = [
     ({"loss.huber_delta": 0.1}, "loss.huber_delta = 0.1: no effect"),
     ({"loss.loss_func": "mae", "loss.use_huber": True}, "loss.use_huber = true: no effect, loss_func is mae"),
     ({"loss.use_default_pf": True}, "loss.use_default_pf = true: no effect"),
+    (
+        {"model.descriptor": {"type": "se_e3", "sel": [4, 8], "set_davg_zero": True}},
+        "model.descriptor.set_davg_zero = true: no effect, only angular columns enter",
+    ),
     ({"loss.loss_func": "mae", "loss.intensive_ener_virial": True}, "loss.intensive_ener_virial"),
     ({"model.data_bias_nsample": 5}, "model.data_bias_nsample"),
     ({"model.fitting_net.layer_name": ["a", None, None]}, "model.fitting_net.layer_name"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,10 @@ class SeE3Config(PerElementSection):
     type_one_side: ClassVar[bool] = True  # the networks do not know the element of the centre
 
     set_davg_zero: bool = redefined(SeE3TebdConfig, "set_davg_zero", False)
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the option without effect, and why."""
+        yield "set_davg_zero", "only angular columns enter, and their mean is zero"
 
     @property
     def numbers_per_pair(self) -> int:
