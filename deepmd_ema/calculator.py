@@ -179,19 +179,13 @@ class DP(Calculator):
         """Return the places of the elements in ``type_map``, those of the last call if the elements are the same."""
         type_map = self.potential.type_map
         if self._known is None or self._known[0] != type_map or not np.array_equal(self._known[1], atoms.numbers):
-            places = [type_map.index(symbol) for symbol in self._symbols(atoms)]
-            self._known = type_map, atoms.numbers.copy(), np.array(places, np.int64)
+            symbols = atoms.get_chemical_symbols()
+            if unknown := sorted(set(symbols) - set(type_map)):
+                known = did_you_mean(unknown[0], type_map)
+                raise UserError(f"the element {unknown[0]} of the atoms is not in the model. {known}")
+            places = np.array([type_map.index(symbol) for symbol in symbols], np.int64)
+            self._known = type_map, atoms.numbers.copy(), places
         return self._known[2]
-
-    def _symbols(self, atoms: Atoms) -> list[str]:
-        symbols = atoms.get_chemical_symbols()
-        unknown = sorted(set(symbols) - set(self.potential.type_map))
-        if unknown:
-            raise UserError(
-                f"the element {unknown[0]} of the atoms is not in the model. "
-                f"{did_you_mean(unknown[0], self.potential.type_map)}"
-            )
-        return symbols
 
     def _box(self, atoms: Atoms) -> Any:
         if not atoms.pbc.any():

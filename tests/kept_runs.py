@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from helpers import tiny_input, training_parts
 from infer_models import random_model
@@ -60,3 +61,8 @@ def write_kept_run(
     checkpoint.save(folder / f"model.ckpt-{steps}.pt", payloads.training(steps, lambda *_: more))
     (folder / "checkpoint").write_text(f"model.ckpt-{steps}.pt\n")
     return folder
+
+
+def shares_of(profile):
+    """Return the share of the weights at each update in an average, (updates,)."""
+    return profile.shares_at(np.arange(1, profile.updates + 1, dtype=np.float64), profile.updates)

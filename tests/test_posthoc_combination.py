@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kept_runs import shares_of
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile, gamma_of
@@ -63,7 +64,7 @@ def test_products_of_profiles_are_those_of_the_weights_written_out(tracks):
 
 def test_the_shares_of_a_long_run_keep_their_digits():
     """Differences of neighbouring powers would lose nine of them at step 10^7, and overflow for short averages."""
-    shares = Track(200.0, 10_000_000).shares()
+    shares = shares_of(Track(200.0, 10_000_000))
     assert shares.sum() == pytest.approx(1, abs=1e-12)
     assert shares[-1] == pytest.approx(-np.expm1(201 * np.log1p(-1e-7)), rel=EXACT, abs=0)
     found = _products([Track(200.0, 3_000_000), Track(200.0, 10_000_000), Track(0.0, 10_000_000)])
@@ -124,12 +125,12 @@ def test_swa_is_the_power_profile_of_gamma_zero():
     track = Track.of(info, 50)
     assert track == Track(0.0, 50)
     assert track.sigma_rel == pytest.approx(MAX_SIGMA_REL)
-    assert track.shares() == pytest.approx(np.full(50, 0.02), abs=EXACT)
+    assert shares_of(track) == pytest.approx(np.full(50, 0.02), abs=EXACT)
 
 
 def test_the_mean_age_is_that_of_the_shares():
     track = Track(3.2, 40, start=10, every=5)
-    assert track.mean_age() == pytest.approx(track.shares() @ (5 * np.arange(39, -1, -1)))
+    assert track.mean_age() == pytest.approx(shares_of(track) @ (5 * np.arange(39, -1, -1)))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.5, 2.0, 16.97, 200.0, 1500.0, 1e5])
@@ -178,7 +179,7 @@ def test_tracks_say_what_the_bank_has_averaged(settings):
     assert len(kept) >= 6
     for track, average in kept:
         after = trajectory[track.start + track.every - 1 : track.end : track.every]
-        assert torch.from_numpy(track.shares()) @ after == pytest.approx(average.numpy(), rel=1e-9, abs=1e-9)
+        assert torch.from_numpy(shares_of(track)) @ after == pytest.approx(average.numpy(), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("sigma_rel", [0.03, 0.07, 0.15, 0.2])

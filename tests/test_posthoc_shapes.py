@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from kept_runs import write_kept_run
+from kept_runs import shares_of, write_kept_run
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging import gamma_of
@@ -37,7 +37,7 @@ def snapshots(steps, count, start=0, every=1):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_shares_of_a_decay_leave_what_its_learning_rate_leaves(shape):
     """Their sum over all later updates is the learning rate, as the shape says at the nodes and linear in between."""
-    shares = Decay(shape, NODES).shares()
+    shares = shares_of(Decay(shape, NODES))
     left = 1 - np.cumsum(shares)
     at_nodes = [SHAPES[shape]((node - 60) / 40) for node in NODES]
     assert left == pytest.approx(np.interp(np.arange(1, 101), NODES, at_nodes), abs=EXACT)
@@ -47,19 +47,19 @@ def test_the_shares_of_a_decay_leave_what_its_learning_rate_leaves(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_average_with_these_shares_is_the_run_whose_updates_decay(shape):
     moves = np.random.default_rng(0).normal(size=(100, 5))
-    shares = Decay(shape, NODES).shares()
+    shares = shares_of(Decay(shape, NODES))
     factor = np.concatenate([[1.0], 1 - np.cumsum(shares)[:-1]])  # of each update; the last ones are smallest
     assert shares @ np.cumsum(moves, 0) == pytest.approx(factor @ moves, abs=EXACT)
 
 
 def test_a_linear_decay_is_the_mean_over_its_part():
-    assert Decay("linear", (80, 87, 100)).shares() == pytest.approx(np.repeat([0, 1 / 20], [80, 20]), abs=EXACT)
+    assert shares_of(Decay("linear", (80, 87, 100))) == pytest.approx(np.repeat([0, 1 / 20], [80, 20]), abs=EXACT)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_width_and_mean_age_of_a_decay_are_those_of_its_shares(shape):
     decay, update = Decay(shape, NODES, start=7, every=3), np.arange(1, 101)
-    shares = decay.shares()
+    shares = shares_of(decay)
     assert decay.end == 307
     assert decay.mean_age() == pytest.approx(3 * shares @ (100 - update))
     assert decay.sigma_rel == pytest.approx(np.sqrt(shares @ (update - shares @ update) ** 2) / 100)
@@ -71,7 +71,7 @@ def test_products_with_decays_are_those_of_the_weights_written_out(start, every)
     tracks = [*snapshots(start + 60 * every, 6, start, every), Track(2.0, 30, start, every)]
     decays, _ = place_decays([DecayRequest("1-sqrt", 0.7), DecayRequest("linear", 0.3)], tracks, start + 60 * every)
     profiles = [*tracks, *decays]
-    written = np.array([np.pad(p.shares(), (0, 60 - p.updates)) for p in profiles])
+    written = np.array([np.pad(shares_of(p), (0, 60 - p.updates)) for p in profiles])
     assert _products(profiles) == pytest.approx(written @ written.T, abs=EXACT)
 
 
@@ -84,8 +84,8 @@ def test_two_profiles_resolve_the_decays_that_begin_at_a_snapshot(count):
         assert one.residual <= TOLERANCE
         assert one.coefficients.sum() == pytest.approx(1, abs=1e-10)
         trajectory = np.cumsum(np.random.default_rng(1).normal(size=(4000, 20)), 0)
-        kept = np.array([track.shares() @ trajectory[: track.updates] for track in tracks])
-        wanted, live = one.target.shares() @ trajectory, trajectory[-1]
+        kept = np.array([shares_of(track) @ trajectory[: track.updates] for track in tracks])
+        wanted, live = shares_of(one.target) @ trajectory, trajectory[-1]
         assert np.linalg.norm(one.coefficients @ kept - wanted) < one.residual * np.linalg.norm(wanted - live)
 
 

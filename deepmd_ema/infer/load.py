@@ -149,10 +149,12 @@ def load_model(
         CheckpointError: if the file is missing, damaged or not a model, or lacks an average that is requested.
     """
     name = str(path)
-    (loaded,) = _load(Path(path), use_average, average, lambda names: [choose_head(names, head, name)]).models.values()
+    found = load_models(path, use_average, average, lambda names: [choose_head(names, head, name)])
+    (loaded,) = found.models.values()
     return loaded
 
 
+@without_modes()
 def load_models(
     path: str | Path, use_average: bool = False, average: str | None = None, choose: Choose = lambda names: names
 ) -> ModelFile:
@@ -161,23 +163,7 @@ def load_models(
     ``choose`` gets the names of the models, with their aliases, and returns those that are wanted. One without a name
     is called ``""``.
     """
-    return _load(Path(path), use_average, average, choose)
-
-
-def describe_average(average: Mapping[str, Any]) -> str:
-    """Return a line that describes an average of any type."""
-    facts = dict(average)
-    if "gamma" in facts:
-        facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))
-    if "updates" in facts:  # -1 before the first step
-        facts["updates"] = counted(max(0, facts["updates"]), "update")
-    words = [text.format(facts[name]) for name, text in _AVERAGE_WORDS.items() if name in facts]
-    return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
-
-
-@without_modes()
-def _load(path: Path, use_average: bool, average: str | None, choose: Choose) -> ModelFile:
-    use_average = use_average or average is not None
+    path, use_average = Path(path), use_average or average is not None
     if path.suffix.lower() in FROZEN_SUFFIXES:
         _ = choose({"": ()})
         frozen = _load_frozen(path)
@@ -195,6 +181,17 @@ def _load(path: Path, use_average: bool, average: str | None, choose: Choose) ->
             "training checkpoint or the file of the average; a run keeps those that training.averaging lists."
         )
     return found
+
+
+def describe_average(average: Mapping[str, Any]) -> str:
+    """Return a line that describes an average of any type."""
+    facts = dict(average)
+    if "gamma" in facts:
+        facts.setdefault("sigma_rel", sigma_rel_of(facts["gamma"]))
+    if "updates" in facts:  # -1 before the first step
+        facts["updates"] = counted(max(0, facts["updates"]), "update")
+    words = [text.format(facts[name]) for name, text in _AVERAGE_WORDS.items() if name in facts]
+    return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 
 def _load_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -274,16 +275,10 @@ def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:
 
 def _coordinates(coord: Any, natoms: int) -> NDArray[np.float64]:
     found = _numbers("coord", coord)
-    shape = found.shape
-    good = (
-        (len(shape) == 3 and shape[1:] == (natoms, 3))
-        or (len(shape) == 2 and (shape == (natoms, 3) or shape[1] == 3 * natoms))
-        or shape == (3 * natoms,)
-    )
-    if not good:
-        raise UserError(
-            f"coord: shape {shape}, expected (F, {natoms}, 3), (F, {3 * natoms}) or ({natoms}, 3) for {natoms} atoms."
-        )
+    of_frame = (natoms, 3), (3 * natoms,)
+    if found.shape not in of_frame and found.shape[1:] not in of_frame:
+        known = f"(F, {natoms}, 3), (F, {3 * natoms}) or ({natoms}, 3)"
+        raise UserError(f"coord: shape {found.shape}, expected {known} for {natoms} atoms.")
     return found.reshape(-1, natoms, 3)
 
 
@@ -291,16 +286,13 @@ def _boxes(box: Any, count: int) -> Rows:
     if box is None:
         return [None] * count
     found = _numbers("box", box)
-    if found.shape in ((9,), (3, 3)):
-        found = np.broadcast_to(found.reshape(1, 3, 3), (count, 3, 3))
-    elif found.shape in ((count, 9), (count, 3, 3)):
-        found = found.reshape(count, 3, 3)
-    else:
+    boxes = _for_each_frame(found, count, (3, 3))
+    if boxes is None:
         raise UserError(f"box: shape {found.shape}, expected ({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None.")
-    flat = np.flatnonzero(np.abs(np.linalg.det(found)) < 1e-6)
+    flat = np.flatnonzero(np.abs(np.linalg.det(boxes)) < 1e-6)
     if len(flat):
         raise UserError(f"box: frame {flat[0]} has a cell without volume. Give None for an open system.")
-    return found
+    return boxes
 
 
 def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Rows:
@@ -313,11 +305,18 @@ def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Ro
     if value is None:
         raise UserError(f"{name}: this model needs {wanted} numbers per frame.")
     found = _numbers(name, value)
-    if found.size == np.prod(shape) and found.shape in (shape, (np.prod(shape),)):
-        return np.broadcast_to(found.reshape(1, *shape), (count, *shape))
-    if len(found) == count and found.size == count * np.prod(shape):
-        return found.reshape(count, *shape)
-    raise UserError(f"{name}: shape {found.shape}, expected {(count, *shape)} or {shape}.")
+    rows = _for_each_frame(found, count, shape)
+    if rows is None:
+        raise UserError(f"{name}: shape {found.shape}, expected {(count, *shape)} or {shape}.")
+    return rows
+
+
+def _for_each_frame(found: NDArray[np.float64], count: int, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
+    """Return (F, *shape) numbers that are given for each frame or once for all of them; None if they are neither."""
+    for given in (shape, (math.prod(shape),)):
+        if found.shape in (given, (count, *given)):
+            return np.broadcast_to(found.reshape(-1, *shape), (count, *shape))
+    return None
 
 
 def _numbers(name: str, value: Any) -> NDArray[np.float64]:

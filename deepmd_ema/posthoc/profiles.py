@@ -67,12 +67,11 @@ class Track:
         """The same for all tracks whose shares differ by a factor, and by where they end."""
         return replace(self, updates=1)
 
-    def shares(self) -> Array:
-        """Return the share of the weights at each update in the average, (updates,); they add up to one."""
-        return self.shares_at(np.arange(1, self.updates + 1, dtype=np.float64), self.updates)
-
     def shares_at(self, update: Array, updates: float) -> Array:
-        """Return ``(j^p - (j - 1)^p) / n^p`` for j = ``update``, n = ``updates`` and p = gamma + 1."""
+        """Return the share of the weights at each ``update`` in the average after ``updates``; all add up to one.
+
+        It is ``(j^p - (j - 1)^p) / n^p`` for j = ``update``, n = ``updates`` and p = gamma + 1.
+        """
         log_ratio = np.log(update / updates)
         with np.errstate(divide="ignore"):  # the first update has no one before it: log(0)
             step_back = np.log1p(-1 / update)
@@ -85,11 +84,7 @@ class Track:
         n, p = self.updates, self.power
         if n > CHUNK and n > 10 * p:  # Euler-Maclaurin, exact to rounding here
             return self.every * (n / (p + 1) - 1 / 2 + p / (12 * n) - p * (p - 1) * (p - 2) / (720 * n**3))
-        older = 0.0
-        for low in range(1, n, CHUNK):
-            update = np.arange(low, min(low + CHUNK, n), dtype=np.float64)
-            older += float(np.sum((update / n) ** p))
-        return self.every * older
+        return self.every * float(np.sum((np.arange(1, n, dtype=np.float64) / n) ** p))
 
     def describe(self) -> str:
         """Return its type and length as text."""
@@ -154,12 +149,8 @@ class Decay:
         """Itself: no other has its shares."""
         return self
 
-    def shares(self) -> Array:
-        """Return the share of the weights at each update in the average, (updates,); they add up to one."""
-        return self.shares_at(np.arange(1, self.updates + 1, dtype=np.float64), self.updates)
-
     def shares_at(self, update: Array, updates: float) -> Array:
-        """Return the shares of ``update``, whatever ``updates`` is."""
+        """Return the share of the weights at each ``update``, whatever ``updates`` is; all add up to one."""
         each = np.concatenate([[0.0], self._masses() / np.diff(self.nodes), [0.0]])
         return each[np.searchsorted(self.nodes, update)]
 

@@ -295,16 +295,16 @@ def _parse(
 
 def _parse_word(word: str) -> list[float]:
     """Return the widths that one word names; none if it is not understood."""
-    *first, last = word.split(":")
+    parts = word.split(":")
     try:
-        count = int(last) if len(first) == 2 and last.isdecimal() else NUM_SIGMA_RELS
-        ends = [float(part) for part in (first if len(first) == 2 and last.isdecimal() else [*first, last])]
+        count = int(parts.pop()) if len(parts) == 3 else NUM_SIGMA_RELS
+        ends = [float(part) for part in parts]
     except ValueError:
         return []
-    good = all(0 < end <= MAX_SIGMA_REL for end in ends) and 1 < count <= MAX_SIGMA_RELS
-    if not good or len(ends) == 1:
-        return ends if good else []
-    return _spaced(ends[0], ends[1], count) if len(ends) == 2 and ends[0] < ends[1] else []
+    if len(ends) > 2 or not all(0 < end <= MAX_SIGMA_REL for end in ends) or not 1 < count <= MAX_SIGMA_RELS:
+        return []
+    low, high = ends[0], ends[-1]
+    return ends if len(ends) == 1 else _spaced(low, high, count) if low < high else []
 
 
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
