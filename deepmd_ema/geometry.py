@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from typing import TypeAlias
 
@@ -25,12 +24,9 @@ _MAX_EXTENT = 1e5  # angstrom, of an open frame and of an edge of a cell, for th
 _FLAT_CELL = 1e-6  # volume over product of the lengths
 _MAX_IMAGES = 1e5  # of a cell within the cutoff; a primitive cell at 12 angstrom has 5,000
 _MAX_NEIGHBORS = 1e4  # of an atom; diamond, the densest solid, has them within 24 angstrom
-_MAX_DENSE_DISTANCES = (
-    1.5e5  # distances of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
-)
-_MAX_SINGLE_THREAD_PRODUCTS = (
-    1 << 18
-)  # multiplications that OpenBLAS leaves to one thread; its others would spin beside those of torch
+_MAX_DENSE_DISTANCES = 1.5e5  # of atoms to images near the cell: of 96 atoms of water at 6 angstrom there are 1e5
+# multiplications that OpenBLAS leaves to one thread; its others would spin beside those of torch
+_MAX_SINGLE_THREAD_PRODUCTS = 1 << 18
 _ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
 _FRAMES_PER_THREAD = 16
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
@@ -63,22 +59,28 @@ class NeighborStatistics:
     """Shortest distances and largest numbers of neighbors of a data set.
 
     Attributes:
-        min_distance: shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff.
         max_neighbors: most neighbors of each type that any atom has.
-        max_total: most neighbors of all types that any atom has.
         by_rank: (max_total,) the shortest distance at which any atom has its first, second, ... neighbor, angstrom.
         nearest: (T, T) shortest distance per pair of types, symmetric.
         frame_min: (F,) shortest distance in each frame.
         frame_pair: (F, 2) the two atoms at that distance, -1 without any.
     """
 
-    min_distance: float
     max_neighbors: tuple[int, ...]
-    max_total: int
     by_rank: Array
     nearest: Array
     frame_min: Array
     frame_pair: Array
+
+    @property
+    def min_distance(self) -> float:
+        """Shortest distance of two atoms, angstrom; infinite without pairs inside the cutoff."""
+        return float(self.nearest.min(initial=math.inf))
+
+    @property
+    def max_total(self) -> int:
+        """Most neighbors of all types that any atom has."""
+        return len(self.by_rank)
 
     def max_within(self, rcut: float) -> int:
         """Return the most neighbors that any atom has nearer than ``rcut``, at most the cutoff of the search."""
@@ -88,15 +90,13 @@ class NeighborStatistics:
         """Return these statistics with the larger numbers of neighbors of both data sets, of the same types."""
         few, many = sorted((self.by_rank, other.by_rank), key=len)
         by_rank = np.concatenate([np.minimum(few, many[: len(few)]), many[len(few) :]])
-        most = tuple(map(max, zip(self.max_neighbors, other.max_neighbors)))
-        total = max(self.max_total, other.max_total)
-        return replace(self, max_neighbors=most, max_total=total, by_rank=by_rank)
+        return replace(self, max_neighbors=tuple(map(max, self.max_neighbors, other.max_neighbors)), by_rank=by_rank)
 
     def within(self, rcut: float) -> NeighborStatistics:
         """Return the numbers of neighbors nearer than ``rcut``; those of one type are upper bounds if it is shorter."""
         total = self.max_within(rcut)
         most = tuple(min(n, total) for n in self.max_neighbors)
-        return replace(self, max_neighbors=most, max_total=total, by_rank=self.by_rank[:total])
+        return replace(self, max_neighbors=most, by_rank=self.by_rank[:total])
 
 
 def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
@@ -210,23 +210,21 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
         rcut: cutoff radius, angstrom.
     """
     with np.errstate(all="ignore"):  # numbers that overflow here are faults
-        faults = _cell_faults(box, num_atoms, rcut) if box is not None else _extent_faults(coord)
+        faults = {} if box is None else _cell_faults(box, num_atoms, rcut)
         far = np.abs(coord).max(axis=(1, 2), initial=0.0)
+        extent = (
+            np.ptp(coord, axis=1).max(axis=1, initial=0.0) if box is None and coord.shape[1] else np.zeros(len(far))
+        )
+    text = "the atoms of this open system are {:.3g} angstrom apart, expected less than {:g}. Is the file damaged?"
+    faults |= {k: text.format(extent[k], _MAX_EXTENT) for k in np.flatnonzero(~(extent <= _MAX_EXTENT)).tolist()}
     text = "a position of {:.3g} angstrom, expected less than {:g}. Is the file damaged?"
-    far_off = {k: text.format(far[k], MAX_POSITION) for k in np.flatnonzero(~(far <= MAX_POSITION)).tolist()}
-    return faults | far_off
+    return faults | {k: text.format(far[k], MAX_POSITION) for k in np.flatnonzero(~(far <= MAX_POSITION)).tolist()}
 
 
 def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
     faults = frame_faults(coord[None], None if box is None else box[None], np.array([len(coord)]), rcut)
     if faults:
         raise DataError(faults[0])
-
-
-def _extent_faults(coord: Array) -> dict[int, str]:
-    extent = np.ptp(coord, axis=1).max(axis=1, initial=0.0) if coord.shape[1] else np.zeros(len(coord))
-    text = "the atoms of this open system are {:.3g} angstrom apart, expected less than {:g}. Is the file damaged?"
-    return {k: text.format(extent[k], _MAX_EXTENT) for k in np.flatnonzero(~(extent <= _MAX_EXTENT)).tolist()}
 
 
 def _cell_faults(box: Array, num_atoms: Array, rcut: float) -> dict[int, str]:
@@ -276,9 +274,7 @@ def neighbor_statistics(
         num_types: T, the number of types.
         threads: how many; None for the cores this process may use, four at most.
     """
-    most = np.zeros(num_types, np.int64)
-    by_rank = np.empty(0)
-    nearest = np.full((num_types, num_types), np.inf)
+    found = _statistics_without_pairs(num_types)
     frame_min, frame_pair = [], []
     # of the cores that this process may use, unknown on macOS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -287,21 +283,13 @@ def neighbor_statistics(
         while chunk := list(islice(remaining, _FRAMES_AT_ONCE)):
             # a thread that has many frames seldom waits for the lock of Python
             parts = [chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)]
-            for one in chain.from_iterable(pool.map(partial(_statistics_of, rcut=rcut, num_types=num_types), parts)):
-                most = np.maximum(most, one.most)
-                by_rank = _shortest(by_rank, one.by_rank)
-                nearest = np.minimum(nearest, one.nearest)
-                frame_min.append(one.distance)
-                frame_pair.append(one.pair)
-    return NeighborStatistics(
-        min_distance=min(frame_min, default=math.inf),
-        max_neighbors=tuple(int(n) for n in most),
-        max_total=len(by_rank),
-        by_rank=by_rank,
-        nearest=nearest,
-        frame_min=np.array(frame_min, np.float64),
-        frame_pair=np.array(frame_pair, np.int64).reshape(-1, 2),
-    )
+            of_parts = pool.map(lambda part: [_frame_statistics(frame, rcut, num_types) for frame in part], parts)
+            for one in chain.from_iterable(of_parts):
+                found = replace(found.with_counts_of(one), nearest=np.minimum(found.nearest, one.nearest))
+                frame_min.append(one.frame_min[0])
+                frame_pair.append(one.frame_pair[0])
+    pairs = np.array(frame_pair, np.int64).reshape(-1, 2)
+    return replace(found, frame_min=np.array(frame_min, np.float64), frame_pair=pairs)
 
 
 def _sorted_pairs(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
@@ -318,26 +306,18 @@ def _by_atom(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> 
     return Pairs(i[order], j[order], shift[order], nearest=float(distance.min(initial=np.inf)))
 
 
-@dataclass(frozen=True)
-class _FrameStatistics:
-    most: Array
-    by_rank: Array
-    nearest: Array
-    distance: float
-    pair: tuple[int, int]
+def _statistics_without_pairs(num_types: int) -> NeighborStatistics:
+    """Return the statistics of one frame in which no pair is inside the cutoff."""
+    nearest = np.full((num_types, num_types), np.inf)
+    return NeighborStatistics((0,) * num_types, np.empty(0), nearest, np.array([np.inf]), np.array([[-1, -1]]))
 
 
-def _statistics_of(frames: Sequence[FrameGeometry], rcut: float, num_types: int) -> list[_FrameStatistics]:
-    return [_frame_statistics(frame, rcut, num_types) for frame in frames]
-
-
-def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _FrameStatistics:
+def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> NeighborStatistics:
     coord, box, types = frame
     natoms = len(types)
     pairs, distance = _search(coord, box, rcut, "Pd")
     if len(distance) == 0:
-        none = np.full((num_types, num_types), np.inf)
-        return _FrameStatistics(np.zeros(num_types, np.int64), np.empty(0), none, math.inf, (-1, -1))
+        return _statistics_without_pairs(num_types)
     types = np.asarray(types, np.int64)
     i, j = pairs[:, 0], pairs[:, 1]
     type_i, type_j = types[i], types[j]
@@ -350,12 +330,12 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> _Fra
         nearest[one] = distance[kind == one].min()
     by_types = nearest.reshape(num_types, num_types)
     shortest = int(distance.argmin())
-    return _FrameStatistics(
-        most=counts.max(axis=0),
+    return NeighborStatistics(
+        max_neighbors=tuple(counts.max(axis=0).tolist()),
         by_rank=_by_rank(i, j, distance, natoms),
         nearest=np.minimum(by_types, by_types.T),
-        distance=float(distance[shortest]),
-        pair=(int(i[shortest]), int(j[shortest])),
+        frame_min=distance[[shortest]],
+        frame_pair=pairs[[shortest]],
     )
 
 
@@ -369,12 +349,6 @@ def _by_rank(i: Array, j: Array, distance: Array, natoms: int) -> Array:
     table[atom[order], rank] = np.repeat(distance[near_first], 2)[order]
     shortest: Array = table.min(0)
     return shortest
-
-
-def _shortest(one: Array, other: Array) -> Array:
-    """Return the smaller numbers of two arrays; one that only the longer array has stays."""
-    short, long = sorted((one, other), key=len)
-    return np.concatenate([np.minimum(short, long[: len(short)]), long[len(short) :]])
 
 
 def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:

@@ -16,23 +16,19 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats import discover
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
-from deepmd_ema.data.sampler import Sampler, batch_sizes, plan_batches
-from deepmd_ema.data.source import Chunk, Frame, Place, frame_chunks
+from deepmd_ema.data.sampler import Sampler, batch_sizes
+from deepmd_ema.data.source import Chunk, Frame, FrameSource, Place
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 
 LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)
 
 
-class MemorySource:
+class MemorySource(FrameSource):
     """Frames of different sizes, some of them open, some without a virial, from no file at all."""
 
-    unread = notes = ()
-    kinds = None
-    is_slow = False
-
     def __init__(self, name="memory:toy", sizes=SIZES, seed=0, open_frames=(4,)):
-        self.name, self.num_frames, self.frame_sizes = name, len(sizes), np.array(sizes)
+        super().__init__(name, np.array(sizes), is_slow=False)
         rng, self.frames = np.random.default_rng(seed), []
         for k, size in enumerate(sizes):
             coord, types, box = toy_frame(rng, size, pbc=k not in open_frames)
@@ -47,9 +43,6 @@ class MemorySource:
 
     def frame(self, index):
         return self.frames[index]
-
-    def chunks(self, names=None):
-        return frame_chunks(self, names)
 
     def where(self, index, array=""):
         return Place(f"{self.name}{'/' * bool(array)}{array}", index, self.num_frames)
@@ -123,7 +116,7 @@ def test_files_and_memory_give_the_same_checks(tmp_path):
 
     class Copy(MemorySource):
         def __init__(self):
-            self.name, self.num_frames, self.frame_sizes = stored.name, stored.num_frames, stored.frame_sizes
+            FrameSource.__init__(self, stored.name, stored.frame_sizes)
             self.frames = [stored.frame(k) for k in range(9)]
 
     one, other = (
@@ -187,7 +180,7 @@ def test_validation_batches_are_filled_by_the_size_of_each_frame():
 )
 def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
     assert batch_sizes(rule, [np.array(SIZES)])[0] == (size,)
-    plan = plan_batches([10, 4], [np.array(SIZES), 1], rule if isinstance(rule, str) else [rule, 1])
+    plan = Sampler([10, 4], [np.array(SIZES), 1], rule if isinstance(rule, str) else [rule, 1])
     assert len(plan.frames[0]) == frames
     assert all(SIZES[k] <= 9 for k in plan.frames[0]) or frames == 10
 

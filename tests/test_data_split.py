@@ -34,8 +34,8 @@ def trajectory(rng, number, period=200):
 def table_of(*parts, num_types=2):
     """Return a table of (name of the file, chunk, kind) with one kind for the frames of a chunk."""
     table = FrameTable()
-    for name, chunk, kind in parts:
-        table.add(name, [chunk], num_types, [kind] * chunk.num_frames)
+    for _, chunk, kind in parts:
+        table.add([chunk], num_types, [kind] * chunk.num_frames)
     return table
 
 
@@ -76,13 +76,13 @@ def test_copies_in_another_order_rotated_or_moved_are_in_one_part(rng, pbc):
     rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     table = FrameTable()
     for coord, types, box in own:
-        table.add("a", [chunk_of([coord], types, box)], 2)
+        table.add([chunk_of([coord], types, box)], 2)
     for coord, types, box in own:
         order = rng.permutation(len(coord))
         moved = (coord + rng.normal(size=3))[order] @ rotation
         if box is not None:
             moved += rng.integers(-1, 2, (len(coord), 3)) @ (box @ rotation)
-        table.add("b", [chunk_of([moved], types[order], None if box is None else box @ rotation)], 2)
+        table.add([chunk_of([moved], types[order], None if box is None else box @ rotation)], 2)
     chosen = split_frames(table, 0.2, 3).chosen
     assert chosen.sum() == 16
     assert np.array_equal(chosen[:40], chosen[40:])

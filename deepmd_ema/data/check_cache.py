@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from deepmd_ema.errors import WriteError
 from deepmd_ema.files import atomic_write, writing
 from deepmd_ema.version import __version__
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MAX_FINDINGS = 256  # in one folder, which runs on other data or with other options may share
 _BYTES_AT_ONCE = 1 << 20
@@ -62,10 +67,8 @@ class Memory:
             digest.update(json.dumps([str(path), content.hexdigest()]).encode())
         return digest.hexdigest()[:32]
 
-    def recall(self, key: str | None) -> dict[str, Any] | None:
+    def recall(self, key: str) -> dict[str, Any] | None:
         """Return the result that was stored under a key; None if there is none, or if it was changed."""
-        if key is None:
-            return None
         try:
             stored = json.loads((self.folder / f"{key}{_SUFFIX}").read_text(encoding="utf-8"))
             finding: dict[str, Any] = stored["finding"]
@@ -90,6 +93,41 @@ class Memory:
             files = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
             for file in files[:-_MAX_FINDINGS]:
                 file.unlink()
+
+
+def recall_or_find(
+    memory: Memory | None,
+    files: Iterable[Path] | None,
+    about: Mapping[str, Any],
+    find: Callable[[], T],
+    to_dict: Callable[[T], dict[str, Any] | None],
+    from_dict: Callable[[Mapping[str, Any]], T],
+) -> T:
+    """Return the finding that is remembered of the content of files, or find it and remember it.
+
+    Args:
+        memory: None to find it always.
+        files: see :meth:`Memory.key`; may be read twice.
+        about: see :meth:`Memory.key`.
+        find: reads the files.
+        to_dict: gives JSON values with keys that are text; None for a result that is not remembered.
+        from_dict: the inverse.
+    """
+    key = memory.key(files, about) if memory is not None else None
+    if memory is None or key is None:
+        return find()
+    known = memory.recall(key)
+    if known is not None:
+        with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):  # something else has written it
+            return from_dict(known)
+    found = find()
+    finding = to_dict(found)
+    if finding is not None and memory.key(files, about) == key:  # else they were changed while they were read
+        try:
+            memory.remember(key, finding)
+        except WriteError as error:
+            logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
+    return found
 
 
 def _digest_of(key: str, finding: Mapping[str, Any]) -> str:

@@ -6,18 +6,17 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
-from deepmd_ema.data.formats.foreign import describe_file, stored_frames
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of, parse_choice
+from deepmd_ema.data.formats.foreign import stored_frames
+from deepmd_ema.data.formats.properties import Inventory, kind_of, labels_of, parse_choice
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, Split, split_frames
@@ -28,8 +27,6 @@ from deepmd_ema.sorting import Array
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
-
-Key: TypeAlias = tuple[str, bool]  # name of a group of frames, and whether they are periodic
 
 
 def is_data(path: str) -> bool:
@@ -46,19 +43,6 @@ class _Labelled:
     kind: str
     symbols: tuple[str, ...]
     arrays: Mapping[str, Array]
-
-    @property
-    def periodic(self) -> bool:
-        return BOX in self.arrays
-
-
-@dataclass
-class _Reading:
-    """All frames of all files, the number of frames without labels, and remarks on each file."""
-
-    frames: list[_Labelled] = field(default_factory=list)
-    empty: int = 0
-    lines: list[str] = field(default_factory=list)
 
 
 def convert_data(
@@ -90,18 +74,13 @@ def convert_data(
     folder = Path(output)
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{output}: exists. Nothing is written over: name a folder that does not exist.")
-    reading = _read(inputs, file_format)
-    frames = reading.frames
+    frames, lines = _read(inputs, file_format)
     if not frames:
         raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
-    group_of = _by_size if mixed else _by_composition
-    lines = reading.lines
-    if reading.empty:
-        lines.append(f"left out: {counted(reading.empty, 'frame')} without energy and forces")
     parts = {"": frames}
     if validation:
-        split = _split(frames, inputs, validation, seed)
+        split = _split(frames, type_map, validation, seed)
         parts = {"train": [f for f, c in zip(frames, split.chosen) if not c]}
         parts["validation"] = [f for f, c in zip(frames, split.chosen) if c]
         lines += [*split.lines, *(f"warning: {text}" for text in split.warnings)]
@@ -113,15 +92,16 @@ def convert_data(
         try:
             for part, members in parts.items():
                 lines.append(f"wrote {folder / part}: {counted(len(members), 'frame')}")
-                lines += _write_part(apart / "whole" / part, members, type_map, group_of)
+                lines += _write_part(apart / "whole" / part, members, type_map, mixed)
             (apart / "whole").rename(folder)
         finally:
             shutil.rmtree(apart, ignore_errors=True)
     return lines
 
 
-def _read(inputs: Sequence[str], file_format: str | None) -> _Reading:
-    reading, problems = _Reading(), list[str]()
+def _read(inputs: Sequence[str], file_format: str | None) -> tuple[list[_Labelled], list[str]]:
+    """Return the frames with energies or forces of all files, and remarks on each file."""
+    frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
     for number, given in enumerate(inputs):
         with collect_problems(problems):
             name, _, choice = given.partition("#")
@@ -129,70 +109,57 @@ def _read(inputs: Sequence[str], file_format: str | None) -> _Reading:
             stored = stored_frames(Path(name), file_format, inventory)
             for index, frame in enumerate(stored):
                 with collect_problems(problems, f"{name}: frame {index} (from 0): "):
-                    _add(reading, number, frame, inventory)
-            reading.lines += describe_file(given, inventory, sum(len(frame.symbols) for frame in stored))
+                    arrays = labels_of(frame, inventory.sources(frame), (*LABELS, FPARAM, APARAM))
+                    if ENERGY not in arrays and FORCE not in arrays:
+                        num_empty += 1
+                        continue
+                    arrays |= {COORD: frame.coord} if frame.box is None else {COORD: frame.coord, BOX: frame.box}
+                    frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
+            num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
+            lines.append(f"read {given}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
+            lines += [f"  {line}" for line in inventory.lines()]
     if problems:
         raise DataError(problems)
-    return reading
+    if num_empty:
+        lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
+    return frames, lines
 
 
-def _add(reading: _Reading, number: int, frame: StoredFrame, inventory: Inventory) -> None:
-    arrays = labels_of(frame, inventory.sources(frame), (*LABELS, FPARAM, APARAM))
-    if ENERGY not in arrays and FORCE not in arrays:
-        reading.empty += 1
-        return
-    arrays[COORD] = frame.coord
-    if frame.box is not None:
-        arrays[BOX] = frame.box
-    reading.frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
-
-
-def _by_composition(frame: _Labelled) -> Key:
-    counts = Counter(frame.symbols)
-    return "".join(f"{name}{counts[name]}" for name in sorted(counts)), frame.periodic
-
-
-def _by_size(frame: _Labelled) -> Key:
-    return str(len(frame.symbols)), frame.periodic
-
-
-def _split(frames: Sequence[_Labelled], inputs: Sequence[str], share: float, seed: int) -> Split:
+def _split(frames: Sequence[_Labelled], type_map: Sequence[str], share: float, seed: int) -> Split:
     table = FrameTable()
-    type_of = {symbol: k for k, symbol in enumerate(dict.fromkeys(s for frame in frames for s in frame.symbols))}
-    for number, of_file in groupby(frames, key=attrgetter("file")):
+    for _, of_file in groupby(frames, key=attrgetter("file")):
         members = list(of_file)
-        table.add(inputs[number], _chunks(members, type_of), len(type_of), [frame.kind for frame in members])
+        table.add(_chunks(members, type_map), len(type_map), [frame.kind for frame in members])
     try:
         return split_frames(table, share, seed)
     except DataError as error:
         raise UserError(f"--validation {share:g}: {error}") from error
 
 
-def _chunks(frames: Sequence[_Labelled], type_of: Mapping[str, int]) -> Iterator[Chunk]:
+def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Chunk]:
     """Yield frames of one size and with the same arrays that follow each other."""
     first = 0
     for _, group in groupby(frames, key=lambda frame: (len(frame.symbols), BOX in frame.arrays, FORCE in frame.arrays)):
         members = list(group)
-        types = np.array([[type_of[symbol] for symbol in frame.symbols] for frame in members])
+        types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in members])
         arrays = {n: np.stack([f.arrays[n] for f in members]) for n in (COORD, BOX, FORCE) if n in members[0].arrays}
         yield Chunk(first, types, arrays)
         first += len(members)
 
 
-def _write_part(
-    folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], group_of: Callable[[_Labelled], Key]
-) -> list[str]:
-    """Write frames as systems below ``folder`` and return a line for each."""
-    groups: dict[Key, list[_Labelled]] = {}
+def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> list[str]:
+    """Write frames as systems below ``folder``, of one size or one composition, and return a line for each."""
+    groups: dict[tuple[str, bool], list[_Labelled]] = {}
     for frame in frames:
-        groups.setdefault(group_of(frame), []).append(frame)
+        formula = "".join(f"{name}{count}" for name, count in sorted(Counter(frame.symbols).items()))
+        groups.setdefault((str(len(frame.symbols)) if mixed else formula, BOX in frame.arrays), []).append(frame)
     lines, used = [], set[str]()
     for (name, periodic), members in groups.items():
         place = re.sub(r"[^A-Za-z0-9_+-]", "_", name) + "_open" * (not periodic)
         if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())
-        counts = _write_system(folder / place, members, type_map, group_of is _by_size)
+        counts = _write_system(folder / place, members, type_map, mixed)
         labels = [n if c == len(members) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items()]
         cell = "periodic" if periodic else "open"
         lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {', '.join(labels)}")
@@ -207,7 +174,7 @@ def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[
     stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
     (folder / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
     (folder / "type_map.raw").write_text("\n".join(type_map) + "\n", encoding="utf-8")
-    if not frames[0].periodic:
+    if BOX not in frames[0].arrays:
         (folder / "nopbc").touch()
     sets: dict[tuple[str, ...], list[int]] = {}
     for number, frame in enumerate(frames):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,22 +13,19 @@ import numpy as np
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
-from deepmd_ema.data.check.result import CheckResult
-from deepmd_ema.data.check_cache import Memory
+from deepmd_ema.data.check_cache import Memory, recall_or_find
 from deepmd_ema.data.formats.discover import open_systems
-from deepmd_ema.data.sampler import Sampler, plan_batches
+from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.data.subset import FrameSubset
-from deepmd_ema.errors import DataError, UserError, WriteError, collect_problems, counted, first_few
+from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
-
-logger = logging.getLogger(__name__)
 
 Lines = dict[str, list[str]]
 """Lines of text by the name of a task."""
@@ -91,29 +87,22 @@ def choose_validation(
         if fraction is None:
             continue
         of_task = seed_for(f"split of {name}", seed) if name else seed
-        memory = memories[name] if memories is not None else None
+        memory, train = memories[name] if memories is not None else None, data[name].train
+        systems = [[source.name, source.num_frames] for source in train]
+        about = {"task": name, "systems": systems, "validation": [fraction, of_task]}
+        find = partial(_split, train, len(task.model.type_map), fraction, of_task)
         with collect_problems(problems, f"{task.place('training')}.validation_fraction: "):
-            splits[name] = _choice(task, data[name].train, fraction, of_task, memory)
+            splits[name] = recall_or_find(memory, _files_of(train), about, find, Split.to_dict, Split.from_dict)
     if problems:
         raise DataError(problems)
     return splits
 
 
-def _choice(task: TaskConfig, train: Sequence[FrameSource], fraction: float, seed: int, memory: Memory | None) -> Split:
-    about = {"task": task.name, "systems": [[s.name, s.num_frames] for s in train], "validation": [fraction, seed]}
-    key = memory.key(_files_of(train), about) if memory is not None else None
-    known = memory.recall(key) if memory is not None else None
-    if known is not None:
-        with suppress(KeyError, TypeError, ValueError, IndexError):  # something else has written it
-            return Split.from_dict(known)
+def _split(train: Sequence[FrameSource], num_types: int, fraction: float, seed: int) -> Split:
     table = FrameTable()
     for source in train:
-        table.add(source.name, source.chunks((COORD, BOX, FORCE)), len(task.model.type_map), source.kinds)
-    split = split_frames(table, fraction, seed)
-    if memory is not None and key is not None:
-        with suppress(WriteError):  # reported by the check of the data, which is stored in the same folder
-            memory.remember(key, split.to_dict())
-    return split
+        table.add(source.chunks((COORD, BOX, FORCE)), num_types, source.kinds)
+    return split_frames(table, fraction, seed)
 
 
 def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]) -> dict[str, TaskData]:
@@ -180,39 +169,20 @@ def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
     for (section, given), systems in zip(_sections(task).items(), data):
         if given is not None:
             with collect_problems(problems, f"{section}."):
-                plan_batches(*_sizes(systems), given.batch_size, given.auto_prob, given.sys_probs)
+                Sampler(*_sizes(systems), given.batch_size, given.auto_prob, given.sys_probs)
     return problems
 
 
-def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> DataReport | CheckResult:
-    """Return the report of the checks of one task, a stored result if the content of the data is the same.
+def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> DataReport:
+    """Return the report of the checks of one task, a stored one if the content of the data is the same.
 
     Args:
         task: its options.
         data: its sources.
-        memory: of results; one without problems is added.
+        memory: of reports; one without problems is added.
     """
-    key = _key_of_check(task, data, memory)
-    known = CheckResult.from_dict(memory.recall(key))
-    if known is not None:
-        return replace(known, problems=_option_problems(task, data))
-    report = check_task(task, data)
-    good = not report.problems and report.neighbors is not None
-    if key is not None and good and _key_of_check(task, data, memory) == key:
-        assert report.neighbors is not None
-        try:
-            memory.remember(key, CheckResult(report.notes, report.warnings, report.neighbors).to_dict())
-        except WriteError as error:
-            logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
-    return report
-
-
-def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | None:
-    """Return a key of the content of the data and of the options that change the result of a check."""
-    descriptor, sources = task.model.descriptor, [*data.train, *data.valid]
-    files = _files_of(sources)
-    spec = _spec_of(task)
-    about = {
+    descriptor, sources, spec = task.model.descriptor, [*data.train, *data.valid], _spec_of(task)
+    about = {  # the options that change the result
         "task": task.name,
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
         "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
@@ -224,7 +194,12 @@ def _key_of_check(task: TaskConfig, data: TaskData, memory: Memory) -> str | Non
         "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
         "min_pair_dist": _least_distance(task),
     }
-    return memory.key(files, about)
+    stored = partial(DataReport.from_dict, type_map=task.model.type_map, rcut=descriptor.cutoff)
+    find = partial(check_task, task, data)
+    report = recall_or_find(memory, _files_of(sources), about, find, DataReport.to_dict, stored)
+    if report.date:
+        report.problems += _option_problems(task, data)
+    return report
 
 
 def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int) -> dict[str, float]:

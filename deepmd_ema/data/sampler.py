@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -50,11 +49,16 @@ class Sampler:
 
     Attributes:
         batch_size: frames per batch and rank, per system; 0 for a system left out by ``filter``.
-        batches: batches of each system in an epoch that has every frame once.
+        frames: numbers of the frames of each system that take part.
+        batches: batches of each system, of all ranks together, in an epoch that has every frame once.
         probabilities: of each system.
-        batches_per_epoch: their sum.
+        batches_per_epoch: the sum of the batches.
         frames_per_step: mean number of frames in a batch, over all ranks together.
         warnings: for the user, such as systems left out.
+
+    Raises:
+        ConfigError: if an option cannot be understood, or does not fit the number of systems.
+        DataError: if no system is left.
     """
 
     def __init__(
@@ -68,14 +72,19 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        plan = plan_batches(num_frames, natoms, batch_size, auto_prob, sys_probs, world_size)
-        self.batch_size, self.warnings, self.batches = plan.batch_size, plan.warnings, plan.batches
-        self.batches_per_epoch = sum(self.batches)
-        self.num_frames = tuple(len(frames) for frames in plan.frames)
-        self._frames = plan.frames
+        self.batch_size, self.warnings = batch_sizes(batch_size, natoms)
+        if not any(self.batch_size):
+            raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
+        rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
+        most = rule.atoms if rule is not None and rule.kind == "filter" else math.inf
+        sizes = zip(num_frames, natoms)
+        self.frames = [np.flatnonzero(np.broadcast_to(np.less_equal(n, most), count)) for count, n in sizes]
+        self.num_frames = tuple(map(len, self.frames))
         self._global_size = [b * world_size for b in self.batch_size]
-        self._probabilities = plan.probabilities
-        self.probabilities = tuple(float(p) for p in plan.probabilities)
+        self.batches = tuple(-(-n // size) if size else 0 for n, size in zip(self.num_frames, self._global_size))
+        self.batches_per_epoch = sum(self.batches)
+        self._probabilities = system_probabilities(self.batches, auto_prob, sys_probs)
+        self.probabilities = tuple(map(float, self._probabilities))
         self.frames_per_step = sum(p * n / b for p, n, b in zip(self.probabilities, self.num_frames, self.batches) if b)
         # place of each system's upper edge when the epoch's batches are laid out side by side, in grid steps
         edges = accumulate(self._probabilities)
@@ -123,7 +132,7 @@ class Sampler:
         return systems, numbers
 
     def _make_frame_order(self, system: int, round_number: int) -> Array:
-        return self._frames[system][permutation(self.num_frames[system], self._seed, _FRAMES, system, round_number)]
+        return self.frames[system][permutation(self.num_frames[system], self._seed, _FRAMES, system, round_number)]
 
     def _batches_before(self, epoch: int) -> list[int]:
         """Return the number of batches of each system before ``epoch``.
@@ -133,49 +142,6 @@ class Sampler:
         """
         below = [_sum_of_moved_edges(edge, epoch) for edge in self._edges]
         return [b - a for a, b in pairwise(below)]
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Division of systems into batches, and the probability of each system.
-
-    Attributes:
-        batch_size: frames per batch and rank, per system; 0 for a system left out by ``filter``.
-        frames: numbers of the frames of each system that take part.
-        batches: batches of each system, of all ranks together, in an epoch that has every frame once.
-        probabilities: of each system.
-        warnings: what a user should know, such as systems left out.
-    """
-
-    batch_size: tuple[int, ...]
-    frames: list[Array]
-    batches: tuple[int, ...]
-    probabilities: list[Fraction]
-    warnings: list[str]
-
-
-def plan_batches(
-    num_frames: Sequence[int],
-    natoms: Sequence[Sizes],
-    batch_size: BatchRule = "auto",
-    auto_prob: str = "prob_sys_size",
-    sys_probs: Sequence[float] | None = None,
-    world_size: int = 1,
-) -> BatchPlan:
-    """Return the plan of batches; the arguments are those of ``Sampler``.
-
-    Raises:
-        ConfigError: if an option cannot be understood, or does not fit the number of systems.
-        DataError: if no system is left.
-    """
-    sizes, warnings = batch_sizes(batch_size, natoms)
-    if not any(sizes):
-        raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
-    rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
-    most = rule.atoms if rule is not None and rule.kind == "filter" else math.inf
-    frames = [np.flatnonzero(np.broadcast_to(np.less_equal(n, most), count)) for count, n in zip(num_frames, natoms)]
-    batches = tuple(-(-len(f) // (size * world_size)) if size else 0 for f, size in zip(frames, sizes))
-    return BatchPlan(sizes, frames, batches, system_probabilities(batches, auto_prob, sys_probs), warnings)
 
 
 def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
@@ -192,13 +158,10 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
         ConfigError: if the rule is none of these.
     """
     if isinstance(rule, str):
-        return _sizes_by_rule(rule, natoms)
-    if isinstance(rule, int):
-        sizes = [rule] * len(natoms)
-    else:
-        sizes = list(rule)
-        if len(sizes) != len(natoms):
-            raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
+        return _sizes_by_rule(BatchSizeRule(rule), natoms)
+    sizes = [rule] * len(natoms) if isinstance(rule, int) else list(rule)
+    if len(sizes) != len(natoms):
+        raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
     if any(s < 1 for s in sizes):
         raise ConfigError(f"batch_size = {rule}: expected numbers from 1.")
     return tuple(sizes), []
@@ -221,11 +184,18 @@ def system_probabilities(
         return _given_probabilities(batches, sys_probs)
     rule = SystemProbability(auto_prob)
     if rule.kind == "prob_uniform":
-        weights = [Fraction(1 if b else 0) for b in batches]
-    elif rule.blocks:
-        weights = _block_weights(batches, rule)
-    else:
-        weights = [Fraction(b) for b in batches]
+        return _normalized([Fraction(1 if b else 0) for b in batches])
+    weights = [Fraction(0)] * len(batches)
+    for start, stop, weight in rule.blocks or [(0, len(batches), Fraction(1))]:
+        if stop > len(batches):
+            systems = counted(len(batches), "system")
+            raise ConfigError(
+                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {systems}: expected '
+                f"0 <= start < stop <= {len(batches)} and a weight from 0."
+            )
+        total = sum(batches[start:stop]) or 1
+        for k in range(start, stop):
+            weights[k] += weight * Fraction(batches[k], total)
     return _normalized(weights)
 
 
@@ -236,9 +206,8 @@ def permutation(size: int, *numbers: int) -> Array:
     return np.argsort(bits, kind="stable")
 
 
-def _sizes_by_rule(rule: str, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
-    read = BatchSizeRule(rule)
-    name, atoms = read.kind, read.atoms
+def _sizes_by_rule(rule: BatchSizeRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
+    name, atoms = rule.kind, rule.atoms
     if name == "auto":
         # N over the mean, in integers: the same as N / n where all frames have n atoms
         return tuple(-(-atoms * np.size(n) // int(np.sum(n))) for n in natoms), []
@@ -271,21 +240,6 @@ def _given_probabilities(batches: Sequence[int], sys_probs: Sequence[float]) -> 
     if sum(share) and rest > 0:
         assigned = [a + rest * s / sum(share) for a, s in zip(assigned, share)]
     return _normalized([a if b else Fraction(0) for a, b in zip(assigned, batches)])
-
-
-def _block_weights(batches: Sequence[int], rule: SystemProbability) -> list[Fraction]:
-    weights = [Fraction(0)] * len(batches)
-    for start, stop, weight in rule.blocks:
-        if stop > len(batches):
-            systems = counted(len(batches), "system")
-            raise ConfigError(
-                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {systems}: expected '
-                f"0 <= start < stop <= {len(batches)} and a weight from 0."
-            )
-        inside = batches[start:stop]
-        for k, b in enumerate(inside):
-            weights[start + k] += weight * Fraction(b, sum(inside) or 1)
-    return weights
 
 
 def _normalized(weights: Sequence[Fraction]) -> list[Fraction]:

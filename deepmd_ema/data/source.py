@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,11 @@ class Frame:
     def num_atoms(self) -> int:
         """Number of real atoms."""
         return len(self.atom_type)
+
+    def describe_atom(self, atom: int, type_map: Sequence[str]) -> str:
+        """Return the number of an atom in the file, with its element."""
+        number = atom if self.file_index is None else self.file_index[atom]
+        return f"{number} ({type_map[self.atom_type[atom]]})"
 
 
 @dataclass(frozen=True)
@@ -110,51 +116,59 @@ class Chunk:
         return len(self.types)
 
 
-class FrameSource(Protocol):
+@dataclass(eq=False)
+class FrameSource(ABC):
     """Frames that are stored in one place: a system, a trajectory, a data base. Sizes may differ between frames.
 
     Sources are keys of caches: two are equal only if they are the same object.
+
+    Attributes:
+        name: path of the frames, for messages.
+        frame_sizes: (num_frames,) integers: atoms of each frame as stored, virtual atoms included.
+        unread: frame and atomic parameters that are stored, and that the model does not take.
+        notes: remarks for the user on how the frames are read: units, signs, and arrays that are left out.
+        kinds: kind of calculation of each frame, empty where it has no name; None if the format knows none.
+        is_slow: whether reading a frame takes so long that even small ones are worth keeping.
     """
 
-    @property
-    def name(self) -> str:
-        """Path of the frames, for messages."""
+    name: str
+    frame_sizes: Array = field(repr=False)
+    unread: Sequence[str] = ()
+    notes: Sequence[str] = field(default=(), repr=False)
+    kinds: Sequence[str] | None = field(default=None, repr=False)
+    is_slow: bool = True
 
     @property
     def num_frames(self) -> int:
         """Number of frames."""
+        return len(self.frame_sizes)
 
-    @property
-    def frame_sizes(self) -> Array:
-        """(num_frames,) integers: atoms of each frame as stored, virtual atoms included."""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether reading a frame takes so long that even small ones are worth keeping."""
-
-    @property
-    def unread(self) -> Sequence[str]:
-        """Frame and atomic parameters that are stored, and that the model does not take."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Remarks for the user on how the frames are read: units, signs, and arrays that are left out."""
-
-    @property
-    def kinds(self) -> Sequence[str] | None:
-        """Kind of calculation of each frame, empty where it has no name; None if the format knows none."""
-
+    @abstractmethod
     def files(self) -> Sequence[Path] | None:
         """Return every file that the frames are read from; None if they are unknown."""
 
+    @abstractmethod
     def frame(self, index: int) -> Frame:
-        """Return one frame, without virtual atoms."""
+        """Return one frame, without virtual atoms; IndexError if there is no such frame."""
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        first, frames = 0, list[dict[str, Array]]()
+        most = 0
+        for index in range(self.num_frames):
+            arrays = _arrays_of(self.frame(index), names)
+            larger = max(most, len(arrays[""]))
+            if frames and (arrays.keys() != frames[0].keys() or len(frames) >= frames_at_once(larger, arrays)):
+                yield _stack(first, frames)
+                first, frames, larger = index, [], len(arrays[""])
+            frames.append(arrays)
+            most = larger
+        if frames:
+            yield _stack(first, frames)
 
     def where(self, index: int, array: str = "") -> Place:
         """Return the place where a frame, or one of its arrays, is stored."""
+        return Place(self.name, index, self.num_frames)
 
 
 def is_per_atom(name: str) -> bool:
@@ -188,22 +202,6 @@ def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
     return max(1, _NUMBERS_AT_ONCE // numbers)
 
 
-def frame_chunks(source: FrameSource, names: Collection[str] | None = None) -> Iterator[Chunk]:
-    """Yield the chunks of a source that stores its frames one by one, for its method ``chunks``."""
-    first, frames = 0, list[dict[str, Array]]()
-    most = 0
-    for index in range(source.num_frames):
-        arrays = _arrays_of(source.frame(index), names)
-        larger = max(most, len(arrays[""]))
-        if frames and (arrays.keys() != frames[0].keys() or len(frames) >= frames_at_once(larger, arrays)):
-            yield _stack(first, frames)
-            first, frames, larger = index, [], len(arrays[""])
-        frames.append(arrays)
-        most = larger
-    if frames:
-        yield _stack(first, frames)
-
-
 def _arrays_of(frame: Frame, names: Collection[str] | None) -> dict[str, Array]:
     """Return the arrays of a frame with a row per atom, per coordinate or one row, and its types under ``""``."""
     own = {COORD: frame.coord, BOX: frame.box, **frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
@@ -213,20 +211,15 @@ def _arrays_of(frame: Frame, names: Collection[str] | None) -> dict[str, Array]:
 
 
 def _stack(first: int, frames: Sequence[Mapping[str, Array]]) -> Chunk:
-    most = max(len(arrays[""]) for arrays in frames)
-    types = np.full((len(frames), most), -1)
-    for row, arrays in zip(types, frames):
-        row[: len(arrays[""])] = arrays[""]
-    stacked = {}
+    types, stacked = np.zeros(0), {}
     for name in frames[0]:
-        if name and is_per_atom(name):
-            stacked[name] = np.zeros((len(frames), most, frames[0][name].shape[1]))
-            for block, arrays in zip(stacked[name], frames):
-                block[: len(arrays[name])] = arrays[name]
-        elif is_per_pair(name):
-            stacked[name] = np.zeros((len(frames), 3 * most, 3 * most))
-            for block, arrays in zip(stacked[name], frames):
-                block[: len(arrays[name]), : len(arrays[name])] = arrays[name]
-        elif name:
-            stacked[name] = np.concatenate([arrays[name] for arrays in frames]).astype(np.float64)
+        parts = [arrays[name] for arrays in frames]
+        largest = np.max([part.shape for part in parts], axis=0)
+        together = np.zeros((len(parts), *largest)) if name else np.full((len(parts), *largest), -1)
+        for row, part in zip(together, parts):
+            row[tuple(map(slice, part.shape))] = part
+        if not name:
+            types = together
+        else:
+            stacked[name] = together if is_per_atom(name) or is_per_pair(name) else together[:, 0]
     return Chunk(first, types, stacked)

@@ -47,8 +47,7 @@ class FrameTable:
 
     Attributes:
         kinds: name of the kind of calculation of each frame; empty where the data name none.
-        places: number of the file or system of each frame, by ``names``.
-        names: of files or systems.
+        places: number of the file or system of each frame.
         compositions: atoms of each type of each frame, as bytes, and whether it is periodic.
         points: (frames, 19) float32 arrays, angstrom: near for near copies.
         forces: (frames, 2) arrays: sum of squares of force components, and their number.
@@ -56,24 +55,25 @@ class FrameTable:
 
     kinds: list[str] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
     compositions: list[tuple[bytes, bool]] = field(default_factory=list)
     points: list[Array] = field(default_factory=list)
     forces: list[Array] = field(default_factory=list)
 
-    def add(self, name: str, chunks: Iterable[Chunk], num_types: int, kinds: Sequence[str] | None = None) -> None:
+    def add(self, chunks: Iterable[Chunk], num_types: int, kinds: Sequence[str] | None = None) -> None:
         """Add the frames of a file or system, with arrays ``coord``, ``box`` and ``force``."""
         for chunk in chunks:
+            exists, periodic = chunk.types >= 0, BOX in chunk.arrays
             self.points.append(describe_frames(chunk))
-            self.forces.append(_squares(chunk))
-            periodic = BOX in chunk.arrays
+            self.forces.append(np.zeros((chunk.num_frames, 2)))
+            if FORCE in chunk.arrays:
+                squares = np.where(exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0).sum(axis=1)
+                self.forces[-1] = np.stack([squares, 3.0 * exists.sum(axis=1)], axis=1)
             for types in chunk.types:
                 counts = np.bincount(types[types >= 0], minlength=num_types)
                 self.compositions.append((counts.astype(np.int32).tobytes(), periodic))
         new = len(self.compositions) - len(self.kinds)
         self.kinds += [""] * new if kinds is None else kinds
-        self.places += [len(self.names)] * new
-        self.names.append(name)
+        self.places += [self.places[-1] + 1 if self.places else 0] * new
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,11 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
         DataError: if one of the parts is empty.
     """
     frames = len(table.kinds)
-    points = np.concatenate(table.points) if table.points else np.zeros((0, _NUMBERS), np.float32)
-    strata = _strata(table)
+    points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
+    strata: list[Stratum] = [
+        (kind, "", "") if kind else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
+        for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
+    ]
     clusters, copies = _clusters(table, points, strata)
     chosen = np.zeros(frames, bool)
     seen = 0
@@ -184,28 +187,12 @@ def _moments(coord: Array, weight: Array) -> Array:
         variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
         found += [mean, np.sqrt(variance), np.cbrt(third)]
         # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
-        masked = np.where(weight > 0, distance, np.inf if reference == 0 else -np.inf)
-        nearest = masked.argmin(axis=1) if reference == 0 else masked.argmax(axis=1)
         if reference == 0:
-            first = nearest
+            nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
+        if reference != 1:
             farthest = np.where(weight > 0, distance, -np.inf).argmax(axis=1)
-        point = coord[rows, (first, farthest, nearest, nearest)[reference]]
+        point = coord[rows, nearest if reference == 0 else farthest]
     return np.stack(found, axis=1)
-
-
-def _squares(chunk: Chunk) -> Array:
-    if FORCE not in chunk.arrays:
-        return np.zeros((chunk.num_frames, 2))
-    exists = chunk.types >= 0
-    squares = np.where(exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0).sum(axis=1)
-    return np.stack([squares, 3.0 * exists.sum(axis=1)], axis=1)
-
-
-def _strata(table: FrameTable) -> list[Stratum]:
-    return [
-        (kind, "", "") if kind else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
-        for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
-    ]
 
 
 def _clusters(table: FrameTable, points: Array, strata: Sequence[Stratum]) -> tuple[list[list[int]], Array]:

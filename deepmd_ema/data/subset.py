@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,52 +11,18 @@ from deepmd_ema.data.source import Chunk, Frame, FrameSource, Place
 from deepmd_ema.sorting import Array
 
 
-@dataclass(frozen=True, eq=False)
-class FrameSubset:
-    """Some frames of a source: a :class:`FrameSource` that names frames by their numbers in the whole one.
+class FrameSubset(FrameSource):
+    """Some frames of a source, which keep their names and their numbers in the whole one.
 
-    Attributes:
+    Args:
         whole: the source.
         frames: (num_frames,) numbers of the frames in it, rising.
     """
 
-    whole: FrameSource
-    frames: Array = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        """That of the whole source."""
-        return self.whole.name
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames."""
-        return len(self.frames)
-
-    @property
-    def frame_sizes(self) -> Array:
-        """(num_frames,) atoms of each frame as stored."""
-        return self.whole.frame_sizes[self.frames]
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether reading a frame takes long."""
-        return self.whole.is_slow
-
-    @property
-    def unread(self) -> Sequence[str]:
-        """Parameters that are stored, and that the model does not take."""
-        return self.whole.unread
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Remarks on how the frames are read."""
-        return self.whole.notes
-
-    @property
-    def kinds(self) -> Sequence[str] | None:
-        """Kind of calculation of each frame."""
-        return None if self.whole.kinds is None else [self.whole.kinds[k] for k in self.frames.tolist()]
+    def __init__(self, whole: FrameSource, frames: Array) -> None:
+        kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
+        super().__init__(whole.name, whole.frame_sizes[frames], whole.unread, whole.notes, kinds, whole.is_slow)
+        self.whole, self.frames = whole, frames
 
     def files(self) -> Sequence[Path] | None:
         """Return every file of the whole source."""

@@ -29,11 +29,7 @@ def describe_short_pair(frame: Frame, model: nn.Module, type_map: Sequence[str],
     if not pairs.nearest < max(first, SAME_PLACE):
         return None
     distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
-    number = np.arange(frame.num_atoms) if frame.file_index is None else frame.file_index
-    one, other = (
-        f"{number[atom]} ({type_map[frame.atom_type[atom]]})"
-        for atom in (side[int(distance.argmin())] for side in (pairs.i, pairs.j))
-    )
+    one, other = (frame.describe_atom(side[distance.argmin()], type_map) for side in (pairs.i, pairs.j))
     who = f"atoms {one} and {other} are" if one != other else f"atom {one} and an image of it are"
     if pairs.nearest < first:
         last = max(table.rcut for table in tables)

@@ -93,7 +93,8 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         by_strain[size < _MIN_STRAIN] = 0.0
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
-        rows.append(np.stack([first, second, rise, by_force, by_strain, _length(step), size], axis=1))
+        longest = np.linalg.norm(step, axis=2).max(axis=1)
+        rows.append(np.stack([first, second, rise, by_force, by_strain, longest, size], axis=1))
     return np.concatenate(rows)
 
 
@@ -115,11 +116,6 @@ def _strained(coord: Array, box: Array, k: int) -> tuple[Array, Array]:
     step -= np.round(step - step[:, :1])  # a shift of all atoms by half a cell rounds either way
     step -= step.mean(axis=1, keepdims=True)
     return step @ middle, np.linalg.solve(middle, box[k + 1 :] - box[k])
-
-
-def _length(step: Array) -> Array:
-    longest: Array = np.linalg.norm(step, axis=2).max(axis=1)
-    return longest
 
 
 def _partial(rise: Array, one: Array, other: Array) -> tuple[float, float]:

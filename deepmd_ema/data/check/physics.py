@@ -129,10 +129,12 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     weights = fit.weights()
     explained = fit.explained(weights) > _MIN_EXPLAINED  # else forces are zero by symmetry, or noise of a relaxation
     boxes = [frame.box for frame in looked if frame.box is not None]
+    nearest = np.concatenate([one.nearest for one in bonds])
+    nearest = nearest[np.isfinite(nearest)]
     free = _Free(looked, np.array(fit.histograms))
     return Evidence(
         len(looked),
-        _bond_length(bonds) if known else None,
+        float(np.quantile(nearest, 0.1)) if known and len(nearest) >= _MIN_FREE_FRAMES else None,
         _stiffness(bonds) if explained and len(looked) >= _MIN_FRAMES else None,
         _energy_ratio(looked, free, np.array(fit.energies) @ weights) if explained else None,
         _virial_ratio(looked, free, np.array(fit.virials) @ weights) if explained and boxes else None,
@@ -347,12 +349,6 @@ def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:
     low, high = np.sort(np.stack([frame.atom_type[i], frame.atom_type[j]]), axis=0)
     pull = 0.5 * ((force[j] - force[i]) * bonds.unit[close]).sum(axis=1)
     return _BondForces(low + high * (high + 1) // 2, bonds.distance[close], pull, bonds.nearest[~is_noble])
-
-
-def _bond_length(bonds: Sequence[_BondForces]) -> float | None:
-    nearest = np.concatenate([one.nearest for one in bonds])
-    nearest = nearest[np.isfinite(nearest)]
-    return float(np.quantile(nearest, 0.1)) if len(nearest) >= _MIN_FREE_FRAMES else None
 
 
 def _stiffness(bonds: Sequence[_BondForces]) -> float | None:

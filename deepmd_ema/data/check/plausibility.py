@@ -174,7 +174,11 @@ def shear_ratio_warnings(training: Sequence[SystemScan], validation: Sequence[Sy
     Compared are their shear components, which do not depend on pressure, alone and relative to the forces, which are as
     small as they in relaxed structures.
     """
-    shear, force = ([_rms(ranges) for ranges in kinds] for kinds in zip(*map(_shear_and_force, (training, validation))))
+    shear, force = [], []
+    for scans in (training, validation):
+        having = [scan for scan in scans if scan.shear.count and FORCE in scan.ranges]
+        shear.append(Range.of([scan.shear for scan in having]).rms)
+        force.append(Range.of([scan.ranges[FORCE] for scan in having]).rms)
     size = math.log(shear[0] / shear[1]) if min(shear) > 0 else math.nan
     by_force = size - math.log(force[0] / force[1]) if min(force) > 0 else math.nan
     bound = math.log(LARGE_SHEAR_RATIO)
@@ -185,16 +189,6 @@ def shear_ratio_warnings(training: Sequence[SystemScan], validation: Sequence[Sy
         f"in the validation data, forces of {force[0]:.4g} and {force[1]:.4g} eV/angstrom: one of the two has virials "
         "in another unit. Expected virial = -volume * stress in eV."
     ]
-
-
-def _shear_and_force(scans: Sequence[SystemScan]) -> tuple[list[Range], list[Range]]:
-    having = [scan for scan in scans if scan.shear.count and FORCE in scan.ranges]
-    return [scan.shear for scan in having], [scan.ranges[FORCE] for scan in having]
-
-
-def _rms(ranges: Sequence[Range]) -> float:
-    count = sum(one.count for one in ranges)
-    return math.sqrt(sum(one.squares for one in ranges) / count) if count else 0.0
 
 
 def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:

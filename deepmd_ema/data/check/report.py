@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from deepmd_ema.data.check.plausibility import (
     net_force_warnings,
     shear_ratio_warnings,
 )
-from deepmd_ema.data.check.scan import SystemScan, scan_system
+from deepmd_ema.data.check.scan import Range, SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
 from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
@@ -42,42 +43,56 @@ _MAX_ELEMENTS = 12  # elements, or pairs of them, in one line
 
 @dataclass
 class DataReport:
-    """Results of the checks of a data set.
+    """Results of the checks of a data set; one that was remembered has notes, warnings and neighbors alone.
 
     Attributes:
         problems: faults that make training impossible, each with file and frame.
         warnings: what a user should look at.
+        notes: remarks on sources of other formats, one line each, and on frames of isolated atoms.
         training: scan of each training system.
         validation: scan of each validation system.
         neighbors: statistics over the usable frames, or over a sample of them.
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
         units: what is known about units and signs; None of data with problems.
+        date: when the data were read, if that is remembered.
     """
 
     type_map: tuple[str, ...]
     rcut: float
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     training: list[SystemScan] = field(default_factory=list)
     validation: list[SystemScan] = field(default_factory=list)
     neighbors: NeighborStatistics | None = None
     num_searched: int = 0
     closest: str = ""
     units: UnitReport | None = None
+    date: str = ""
 
     def raise_problems(self) -> None:
         """Raise DataError with all problems, if there are any."""
         if self.problems:
             raise DataError(self.problems)
 
-    @property
-    def notes(self) -> list[str]:
-        """Return remarks on sources of other formats, one line each, and on frames of isolated atoms."""
-        every = self.training + self.validation
-        # a source whose frames are in both parts is there twice
-        sources = dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
-        return [*sources, *isolated_atom_notes(every, self.type_map)]
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return notes, warnings and neighbors as JSON values; None of data with problems, or without neighbors."""
+        if self.problems or self.neighbors is None:
+            return None
+        found = {n: np.asarray(v).tolist() for n, v in asdict(self.neighbors).items() if not n.startswith("frame_")}
+        return {"notes": self.notes, "warnings": self.warnings, "neighbors": found}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any], type_map: Sequence[str], rcut: float) -> DataReport:
+        """Return the report of ``to_dict``, with the date when it was stored."""
+        given = dict(stored["neighbors"])
+        given |= {name: np.array(given[name], np.float64) for name in ("by_rank", "nearest")}
+        given["max_neighbors"] = tuple(given["max_neighbors"])
+        neighbors = NeighborStatistics(**given, frame_min=np.empty(0), frame_pair=np.empty((0, 2), np.int64))
+        notes, warnings = (list(map(str, stored[name])) for name in ("notes", "warnings"))
+        date = str(stored["date"])
+        return cls(tuple(type_map), rcut, [], warnings, notes, neighbors=neighbors, date=date)
 
     def lines(self) -> list[str]:
         """Return the summary as lines of text, without problems and warnings."""
@@ -130,6 +145,9 @@ def check_systems(
     report.training = [scan_system(s, len(type_map), descriptor.cutoff) for s in training]
     report.validation = [scan_system(s, len(type_map), descriptor.cutoff) for s in validation]
     every = report.training + report.validation
+    # a source whose frames are in both parts is there twice
+    report.notes += dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
+    report.notes += isolated_atom_notes(every, type_map)
     report.problems += [problem for scan in every for problem in scan.problems]
     chosen = _sample(every, max_searched)
     report.num_searched = len(chosen)
@@ -197,19 +215,15 @@ def _too_close(
     type_map: Sequence[str],
 ) -> list[str]:
     problems: list[str] = []
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for number in np.flatnonzero(found.frame_min < bound).tolist():
         k, index = chosen[number]
-        counts[k] = counts.get(k, 0) + 1
+        counts[k] += 1
         if counts[k] > _MAX_MESSAGES:
             continue
         system = scans[k].system
         place, frame = system.where(index, COORD), system.frame(index)
-        atoms = [
-            (a if frame.file_index is None else frame.file_index[a], type_map[frame.atom_type[a]])
-            for a in found.frame_pair[number]
-        ]
-        pair = " and ".join(f"{a} ({element})" for a, element in atoms)
+        pair = " and ".join(frame.describe_atom(a, type_map) for a in found.frame_pair[number])
         problems.append(
             f"{place.file}: frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
             f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
@@ -339,13 +353,12 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
     for name, label in LABELS.items():
         known = [(scan.ranges[name], scan) for scan in scans if name in scan.ranges and scan.ranges[name].count]
         if known:
-            low, high = min(one.low for one, _ in known), max(one.high for one, _ in known)
-            squares, count = sum(one.squares for one, _ in known), sum(one.count for one, _ in known)
-            rms = f", RMS {math.sqrt(squares / count):.4g}" if name != ENERGY else ""
+            every = Range.of([one for one, _ in known])
+            rms = f", RMS {every.rms:.4g}" if name != ENERGY else ""
             largest, scan = max(known, key=lambda pair: pair[0].size)
             where = f"largest: {scan.system.name} frame {largest.worst}"
             unit = label.unit + "/atom" * label.extensive
-            out.append(f"  {name:<6} {low:.6g} to {high:.6g} {unit}{rms} ({where})")
+            out.append(f"  {name:<6} {every.low:.6g} to {every.high:.6g} {unit}{rms} ({where})")
     for name in (FPARAM, APARAM):
         given = [scan.conditions[name] for scan in scans if name in scan.conditions]
         if given:

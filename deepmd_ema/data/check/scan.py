@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -82,6 +82,15 @@ class Range:
     squares: float = 0.0
     count: int = 0
     worst: int = 0
+
+    @classmethod
+    def of(cls, parts: Sequence[Range]) -> Range:
+        """Return the values of several ranges together."""
+        low, high = (
+            min((one.low for one in parts), default=math.inf),
+            max((one.high for one in parts), default=-math.inf),
+        )
+        return cls(low, high, sum(one.squares for one in parts), sum(one.count for one in parts))
 
     @property
     def rms(self) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from deepmd_ema.data.formats.extxyz import find_extxyz, is_extxyz, xyz_files
+from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, find_extxyz, is_extxyz
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
@@ -36,13 +36,9 @@ class Format:
     find: Callable[[Path, str], Sequence[Opener]]
 
 
-def _find_hdf5(file: Path, group: str) -> list[Opener]:
-    return [partial(open_system, store) for store in hdf5_stores(file, group)]
-
-
 FORMATS = [
     Format(is_lmdb, find_lmdb),
-    Format(is_hdf5, _find_hdf5),
+    Format(is_hdf5, lambda file, group: [partial(open_system, store) for store in hdf5_stores(file, group)]),
     Format(is_extxyz, find_extxyz),
 ]
 
@@ -171,7 +167,8 @@ def _nothing_found(path: str, patterns: Sequence[str] | None) -> str:
     sets = [] if "#" in path or not Path(path).is_dir() else sorted(Path(path).glob("set.*"))
     if sets:
         return f"{path}: type.raw is missing (the folder has {sets[0].name}). It lists the type of each atom."
-    if Path(path).is_dir() and (files := xyz_files(Path(path))):
-        named = first_few([f"{path}/{file}" for file in files])
-        return f"{path}: no system in it or below it. Name its XYZ files themselves: {named}."
+    if Path(path).is_dir():
+        files = sorted(f"{path}/{name}" for name in os.listdir(path) if name.lower().endswith(XYZ_SUFFIXES))
+        if files:
+            return f"{path}: no system in it or below it. Name its XYZ files themselves: {first_few(files)}."
     return f"{path}: no system in it or below it. A system has type.raw and set.*/coord.npy."

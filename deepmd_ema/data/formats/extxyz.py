@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_ema.data.formats.npy import is_there
+from deepmd_ema.data.formats.npy import is_there, readable
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, make_frame, numbers, parse_choice
-from deepmd_ema.data.source import Chunk, Frame, Place, ReadSpec, frame_chunks
+from deepmd_ema.data.source import Frame, FrameSource, ReadSpec
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import APARAM, FPARAM
@@ -31,40 +30,21 @@ _VALUE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\
 _TRUE, _FALSE = ("T", "True", "true", "TRUE", "1"), ("F", "False", "false", "FALSE", "0")
 
 
-@dataclass(frozen=True, eq=False)
-class ExtxyzFile:
-    """The frames of one file: a :class:`~deepmd_ema.data.source.FrameSource` that keeps only where each begins.
+@dataclass(eq=False, kw_only=True)
+class ExtxyzFile(FrameSource):
+    """The frames of one file, of which only the first bytes are kept; its name has the names that the user has chosen.
 
     Attributes:
-        name: path, and the names that the user has chosen.
         path: of the file.
         spec: what is read.
         starts: (num_frames + 1,) first byte of each frame, and the end of the last.
-        frame_sizes: (num_frames,) atoms of each frame.
         inventory: the names in the file.
-        kinds: kind of calculation of each frame.
-        unread: parameters that the file has and the model does not take.
     """
 
-    name: str
     path: Path
     spec: ReadSpec = field(repr=False)
     starts: Array = field(repr=False)
-    frame_sizes: Array = field(repr=False)
     inventory: Inventory = field(repr=False)
-    kinds: Sequence[str] = field(repr=False)
-    unread: Sequence[str] = ()
-    is_slow: ClassVar[bool] = True
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames."""
-        return len(self.frame_sizes)
-
-    @property
-    def notes(self) -> list[str]:
-        """Lines with the names that are read, and those that are not."""
-        return self.inventory.lines()
 
     def files(self) -> list[Path]:
         """Return the file."""
@@ -85,14 +65,6 @@ class ExtxyzFile:
             return make_frame(stored, self.inventory.sources(stored), self.spec, (self.name, index))
         except DataError as error:
             raise DataError(f"{self.name}: frame {index} has changed while the file was in use: {error}") from None
-
-    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
-        return frame_chunks(self, names)
-
-    def where(self, index: int, array: str = "") -> Place:
-        """Return the file and the number of the frame in it."""
-        return Place(self.name, index, self.num_frames)
 
 
 def is_extxyz(path: Path) -> bool:
@@ -137,7 +109,10 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     if problems:
         raise DataError(problems)
     ends = np.array([*starts, path.stat().st_size], np.int64)
-    return ExtxyzFile(name, path, spec, ends, np.array(sizes, np.int64), inventory, kinds, tuple(unread))
+    return ExtxyzFile(
+        name, np.array(sizes, np.int64), tuple(unread), inventory.lines(), kinds,
+        path=path, spec=spec, starts=ends, inventory=inventory,
+    )  # fmt: skip
 
 
 def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -147,38 +122,31 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         DataError: if the file cannot be read, or a frame does not begin with its number of atoms or is cut off.
     """
     is_there(path)  # a pipe would be waited for
-    try:
-        with path.open("rb") as file:
-            yield from _blocks(path, file)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
-
-
-def _blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     start, number, line_number = 0, 0, 1
-    while line := file.readline():
-        if not line.strip():  # between frames, or at the end
-            start, line_number = start + len(line), line_number + 1
-            continue
-        if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
-            found = show_text(line.decode(errors="replace").strip())
-            raise DataError(f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}.")
-        rest = list(islice(file, int(line) + 1))
-        if len(rest) <= int(line):
-            raise DataError(
-                f"{path}: is cut off: frame {number} (from line {line_number}) has {max(len(rest) - 1, 0)} of "
-                f"{int(line)} atoms. Copy it again, or remove the frame."
-            )
-        block = line + b"".join(rest)
-        yield start, block
-        start, number, line_number = start + len(block), number + 1, line_number + len(rest) + 1
+    with readable(path), path.open("rb") as file:
+        while line := file.readline():
+            if not line.strip():  # between frames, or at the end
+                start, line_number = start + len(line), line_number + 1
+                continue
+            if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
+                found = show_text(line.decode(errors="replace").strip())
+                raise DataError(f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}.")
+            rest = list(islice(file, int(line) + 1))
+            if len(rest) <= int(line):
+                raise DataError(
+                    f"{path}: is cut off: frame {number} (from line {line_number}) has {max(len(rest) - 1, 0)} of "
+                    f"{int(line)} atoms. Copy it again, or remove the frame."
+                )
+            block = line + b"".join(rest)
+            yield start, block
+            start, number, line_number = start + len(block), number + 1, line_number + len(rest) + 1
 
 
 class _Head(NamedTuple):
-    """Content of a comment line: name and value pairs; first and last column and kind of each property."""
+    """Content of a comment line: name and value pairs; first and last column of each property, and all columns."""
 
     values: dict[str, str]
-    columns: dict[str, tuple[int, int, str]]
+    columns: dict[str, tuple[int, int]]
     width: int
     box: Array | None
 
@@ -198,7 +166,7 @@ def read_block(block: bytes) -> StoredFrame:
     if len(words) != natoms * head.width:
         _refuse_columns(lines[2 : natoms + 2], head)
     table = np.array(words, object).reshape(natoms, head.width)
-    per_atom = {name: table[:, first:last] for name, (first, last, _) in head.columns.items()}
+    per_atom = {name: table[:, first:last] for name, (first, last) in head.columns.items()}
     coord = per_atom.pop("pos")
     try:
         coord = coord.astype(np.float64)
@@ -264,16 +232,16 @@ def _cell(lattice: str | None, pbc: str | None) -> Array | None:
     return cell.reshape(3, 3)
 
 
-def _columns(properties: str) -> tuple[dict[str, tuple[int, int, str]], int]:
+def _columns(properties: str) -> tuple[dict[str, tuple[int, int]], int]:
     words = properties.split(":")
-    columns, first = dict[str, tuple[int, int, str]](), 0
+    columns, first = dict[str, tuple[int, int]](), 0
     for name, kind, number in zip(words[::3], words[1::3], words[2::3]):
         if kind not in ("S", "R", "I", "L") or not re.fullmatch(r"[1-9]\d{0,3}", number):
             columns = {}
             break
-        columns[name] = (first, first + int(number), kind)
+        columns[name] = (first, first + int(number))
         first += int(number)
-    width_of = {name: last - start for name, (start, last, _) in columns.items()}
+    width_of = {name: last - start for name, (start, last) in columns.items()}
     if len(words) % 3 or width_of.get("pos") != 3 or 1 not in (width_of.get("species"), width_of.get("Z")):
         raise DataError(f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}.")
     return columns, first
@@ -301,8 +269,3 @@ def _unquoted(text: str) -> str:
     if len(text) > 1 and text[0] + text[-1] in ('""', "''", "{}"):
         return re.sub(r"\\(.)", r"\1", text[1:-1])
     return text
-
-
-def xyz_files(folder: Path) -> list[str]:
-    """Return the names of XYZ files in a folder, for messages."""
-    return sorted(name for name in os.listdir(folder) if name.lower().endswith(XYZ_SUFFIXES))

@@ -17,7 +17,7 @@ from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame
 from deepmd_ema.elements import SYMBOLS
-from deepmd_ema.errors import DataError, counted
+from deepmd_ema.errors import DataError
 from deepmd_ema.labels import HESSIAN
 
 if TYPE_CHECKING:
@@ -232,9 +232,3 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} ..."
-
-
-def describe_file(path: str, inventory: Inventory, num_atoms: int) -> list[str]:
-    """Return lines about the content that was read from a file."""
-    head = f"read {path}: {counted(inventory.num_frames, 'frame')}, {counted(num_atoms, 'atom')}"
-    return [head, *(f"  {line}" for line in inventory.lines())]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
-from deepmd_ema.data.source import BOX, COORD, Chunk, Frame, Place, ReadSpec, frame_chunks, is_per_atom, of_atoms
-from deepmd_ema.errors import DataError, WriteError, collect_problems, counted, first_few, show_text
+from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, is_per_atom, of_atoms
+from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
 from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
 from deepmd_ema.sorting import Array
 
@@ -69,42 +70,21 @@ class _Store:
 _OPEN: WeakValueDictionary[str, _Store] = WeakValueDictionary()
 
 
-@dataclass(frozen=True, eq=False)
-class LmdbFile:
-    """The frames of one data base: a :class:`~deepmd_ema.data.source.FrameSource`, whatever sizes they have.
+@dataclass(eq=False, kw_only=True)
+class LmdbFile(FrameSource):
+    """The frames of one data base, whatever sizes they have.
 
     Attributes:
-        name: path.
         store: the open data base.
         spec: what is read.
         key_format: of the number of a frame.
         index_of: type in the file to model type, with -1 for itself at the end.
-        frame_sizes: (num_frames,) atoms of each frame, virtual ones included.
-        left: number of frames that have each name that is not read.
-        unread: parameters that the file has and the model does not take.
     """
 
-    name: str
     store: _Store = field(repr=False)
     spec: ReadSpec = field(repr=False)
     key_format: str
     index_of: Array = field(repr=False)
-    frame_sizes: Array = field(repr=False)
-    left: Mapping[str, int] = field(repr=False)
-    unread: Sequence[str] = ()
-    is_slow: ClassVar[bool] = True
-    kinds: ClassVar[None] = None
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames."""
-        return len(self.frame_sizes)
-
-    @property
-    def notes(self) -> list[str]:
-        """Names of entries that are not read."""
-        names = [f"{name} in {counted(number, 'frame')}" for name, number in sorted(self.left.items())]
-        return [f"does not read {first_few(names)}"] if names else []
 
     def files(self) -> list[Path]:
         """Return the file of the data base."""
@@ -119,14 +99,6 @@ class LmdbFile:
             return _frame(record, self.index_of, self.spec, (self.name, index))
         except DataError as error:
             raise DataError(f"{self.name}: frame {index}: {error}") from None
-
-    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
-        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
-        return frame_chunks(self, names)
-
-    def where(self, index: int, array: str = "") -> Place:
-        """Return the file and the number of the frame in it."""
-        return Place(self.name, index, self.num_frames)
 
 
 def is_lmdb(path: Path) -> bool:
@@ -155,17 +127,23 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise DataError(f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements.")
-    known = len(names if names is not None else spec.type_map)
-    index = _index(path, store, meta["nframes"], known, key_format, spec)
+    known, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
+    wanted = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
+    about = {"lmdb": str(path), "frames": num_frames, "known": known, "format": key_format, "read": wanted}
+    find = partial(_read_all, path, store, num_frames, known, key_format, spec)
+    index = recall_or_find(spec.memory, [store.file], about, find, _Index.to_dict, _Index.from_dict)
     problems = [] if index.sizes.size else [f"{path}: no frames. Leave it out."]
     index_of = type_table(str(path), spec.type_map, names, index.types, str(path), problems, _META)
     if problems:
         raise DataError(problems)
     taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
     read = {*LABELS, *taken, COORD, BOX, _ATYPE, *_DESCRIBE}
-    left = {name: number for name, number in index.names.items() if name not in read}
+    left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(index.names.items()) if name not in read]
+    notes = [f"does not read {first_few(left)}"] if left else []
     unread = tuple(p for p, number in taken.items() if not number and p in index.names)
-    return LmdbFile(str(path), store, spec, key_format, index_of, index.sizes, left, unread)
+    return LmdbFile(
+        str(path), index.sizes, unread, notes, store=store, spec=spec, key_format=key_format, index_of=index_of
+    )
 
 
 class _Index(NamedTuple):
@@ -175,9 +153,19 @@ class _Index(NamedTuple):
     types: Array
     names: Mapping[str, int]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {"sizes": self.sizes.tolist(), "types": self.types.tolist(), "names": dict(self.names)}
 
-def _index(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
-    """Return the index of all frames, a stored one if the content of the file is the same.
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> _Index:
+        """Return the index of ``to_dict``."""
+        sizes, types = (np.array(stored[name], np.int64).reshape(-1) for name in ("sizes", "types"))
+        return cls(sizes, types, {str(name): int(number) for name, number in stored["names"].items()})
+
+
+def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
+    """Return the index of all frames.
 
     Args:
         path: of the data base, for messages.
@@ -190,23 +178,6 @@ def _index(path: Path, store: _Store, num_frames: int, known: int, key_format: s
     Raises:
         DataError: with the first problems of the frames.
     """
-    wanted = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
-    about = {"lmdb": str(path), "frames": num_frames, "known": known, "format": key_format, "read": wanted}
-    key = spec.memory.key([store.file], about) if spec.memory is not None else None
-    stored = spec.memory.recall(key) if spec.memory is not None else None
-    with suppress(KeyError, TypeError, ValueError, AttributeError):  # of what something else has written
-        if stored is not None:
-            sizes, types = (np.array(stored[name], np.int64).reshape(-1) for name in ("sizes", "types"))
-            return _Index(sizes, types, {str(name): int(number) for name, number in stored["names"].items()})
-    found = _read_all(path, store, num_frames, known, key_format, spec)
-    if spec.memory is not None and key is not None and spec.memory.key([store.file], about) == key:
-        with suppress(WriteError):  # reported when the result of the check is written to the same folder
-            finding = {"sizes": found.sizes.tolist(), "types": found.types.tolist(), "names": dict(found.names)}
-            spec.memory.remember(key, finding)
-    return found
-
-
-def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
     sizes, used, seen, problems = list[int](), set[int](), Counter[str](), list[str]()
     plain, any_type = np.append(np.arange(known), -1), replace(spec, type_map=[str(t) for t in range(known)])
     for index in range(num_frames):

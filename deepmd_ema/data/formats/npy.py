@@ -9,7 +9,7 @@ import stat
 import threading
 import tokenize
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class NpyStore:
 
     def set_names(self) -> list[str]:
         """Return the names of the set.* folders, sorted; DataError if one is anything else."""
-        with _readable(self.path):
+        with readable(self.path):
             names = sorted(name for name in os.listdir(self.path) if name.startswith("set."))
         folders = [name for name in names if is_there(self.path / name) and (self.path / name).is_dir()]
         for name in set(names) - set(folders):
@@ -55,51 +55,42 @@ class NpyStore:
         path = self.path / file
         if not is_there(path):
             return None
-        with _readable(path, "a text file", "one word per line"):
+        with readable(path, "a text file", "one word per line"):
             return path.read_text(encoding="utf-8").split()
 
     def text_files(self) -> list[Path]:
-        """Return the small files of the folder."""
+        """Return the small files of the folder, which hold no arrays."""
         return [path for name in ("type.raw", "type_map.raw", "nopbc") if (path := self.path / name).exists()]
 
-    def array(self, file: str) -> NpyFile | None:
+    def array(self, file: str) -> StoredArray | None:
         """Return the npy file, of which only the header is read now; None if there is no such file."""
         path = self.path / file
         return open_npy(path) if is_there(path) else None
 
 
 @dataclass(frozen=True)
-class NpyFile:
-    """The rows of one npy file."""
+class StoredArray:
+    """An array on disk, of which rows are read when they are needed.
 
-    path: Path
+    Attributes:
+        name: path, for messages.
+        shape: its shape; the first dimension counts frames.
+        file: that holds all of it; None if it may be in several.
+        rows: where its rows stand in the file; None if they do not stand there as they are.
+        load: returns rows ``start`` to ``stop`` where there are no ``rows``.
+    """
+
+    name: str
     shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
-    fortran_order: bool
-    identity: tuple[int, int]  # device and inode: another file of this path is not read in its place
-
-    @property
-    def name(self) -> str:
-        """The path, for messages."""
-        return str(self.path)
-
-    @property
-    def file(self) -> Path:
-        """The path."""
-        return self.path
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the numbers of a row stand side by side."""
-        return not self.fortran_order
+    file: Path | None
+    rows: Rows | None
+    load: Callable[[int, int], Array]
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        rows = stop - start
-        if self.fortran_order:
-            return np.array(np.load(self.path, mmap_mode="r")[start:stop]).reshape(rows, -1)
-        return Rows(self.path, self.dtype, math.prod(self.shape[1:]), self.offset, self.identity).read(start, stop)
+        if self.rows is not None:
+            return self.rows.read(start, stop)
+        return self.load(start, stop).reshape(stop - start, -1)
 
 
 @dataclass(frozen=True)
@@ -126,10 +117,13 @@ class Rows:
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        flat = np.empty((stop - start) * self.width, self.dtype)
-        with _readable(self.path):
-            file = _OPEN.get(self.path, self.identity)
-            found = file.read_into(flat.view(np.uint8).data, self.offset + start * self.width * flat.itemsize)
+        flat, found = np.empty((stop - start) * self.width, self.dtype), 0
+        target, offset = flat.view(np.uint8).data, self.offset + start * self.width * flat.itemsize
+        with readable(self.path):
+            file = _open_file(self.path, self.identity)
+            # of a large array the system may give a part
+            while found < len(target) and (number := os.preadv(file.handle, [target[found:]], offset + found)):
+                found += number
         if found != flat.nbytes:
             raise DataError(f"{self.path}: has become shorter while it was in use: frames {start} to {stop} are gone.")
         return flat.reshape(stop - start, self.width)
@@ -148,51 +142,30 @@ class _OpenFile:
         if hasattr(self, "handle"):
             os.close(self.handle)
 
-    def read_into(self, target: memoryview, offset: int) -> int:
-        """Fill ``target`` from ``offset`` on, and return how many bytes there were."""
-        found = 0
-        while found < len(target):  # of a large array the system may give a part
-            number = os.preadv(self.handle, [target[found:]], offset + found)
-            if not number:
-                break
-            found += number
-        return found
+
+_OPEN: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()  # by device and inode, those read last at the end
+_LOCK = threading.Lock()
 
 
-class _OpenFiles:
-    """Files that were read last, kept open: to open one anew takes longer than to read a row."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, path: Path, identity: tuple[int, int]) -> _OpenFile:
-        """Return the file that ``path`` was when it had this device and inode, open."""
-        with self._lock:
-            file = self._files.get(identity)
-            if file is None:
-                file = self._files[identity] = _OpenFile(path, identity)
-                while len(self._files) > _most_open():
-                    self._files.popitem(last=False)  # a thread that reads from it still refers to it
-            self._files.move_to_end(identity)
-        return file
-
-
-def _most_open() -> int:
+def _open_file(path: Path, identity: tuple[int, int]) -> _OpenFile:
+    """Return an open file, kept open: to open one anew takes longer than to read a row."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MAX_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, allowed // 4))
+    most = _MAX_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, allowed // 4))
+    with _LOCK:
+        file = _OPEN.pop(identity) if identity in _OPEN else _OpenFile(path, identity)
+        _OPEN[identity] = file
+        while len(_OPEN) > most:
+            _OPEN.popitem(last=False)  # a thread that reads from it still refers to it
+    return file
 
 
-_OPEN = _OpenFiles()
-
-
-def open_npy(path: Path) -> NpyFile:
+def open_npy(path: Path) -> StoredArray:
     """Return the npy file at ``path`` after checking its header and size.
 
     Raises:
         DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.
     """
-    with _readable(path, "an npy file", "an array written by numpy.save"), path.open("rb") as file:
+    with readable(path, "an npy file", "an array written by numpy.save"), path.open("rb") as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(file)
@@ -209,7 +182,11 @@ def open_npy(path: Path) -> NpyFile:
         raise DataError(
             f"{path}: is truncated: {found.st_size} bytes, expected {needed} for shape {shape}. Copy it again."
         )
-    return NpyFile(path, shape, dtype, offset, fortran and len(shape) > 1, (found.st_dev, found.st_ino))
+    rows = Rows(path, dtype, math.prod(shape[1:]), offset, (found.st_dev, found.st_ino))
+    by_columns = fortran and len(shape) > 1
+    return StoredArray(
+        str(path), shape, path, None if by_columns else rows, lambda a, b: np.array(np.load(path, mmap_mode="r")[a:b])
+    )
 
 
 def is_there(path: Path) -> bool:
@@ -219,7 +196,7 @@ def is_there(path: Path) -> bool:
         DataError: if it is a link to what does not exist, which is a loss and no absence, a pipe, or cannot be
             looked at.
     """
-    with _readable(path):
+    with readable(path):
         try:
             kind = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -235,7 +212,7 @@ def is_there(path: Path) -> bool:
 
 
 @contextmanager
-def _readable(path: Path, kind: str = "readable", expected: str = "its content as it was written") -> Iterator[None]:
+def readable(path: Path, kind: str = "readable", expected: str = "its content as it was written") -> Iterator[None]:
     """Raise DataError for every failure to read the file at ``path``, of a kind and with the content expected."""
     try:
         yield

@@ -184,9 +184,11 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             continue
         values = numbers(name, frame.per_frame[name])
         if label == VIRIAL:
-            tensor = _nine(name, values)
-            volume = 0.0 if frame.box is None else abs(float(np.linalg.det(frame.box)))
-            values = -volume * tensor if what == STRESS else tensor
+            if values.size not in (6, 9):
+                raise DataError(f"{name}: has {values.size} numbers, expected 9 (3x3) or 6 (xx, yy, zz, yz, xz, xy).")
+            values = values if values.size == 9 else values[_VOIGT]
+            if what == STRESS and frame.box is not None:
+                values = -abs(float(np.linalg.det(frame.box))) * values
         elif label == ENERGY:
             if values.size != 1:
                 raise DataError(f"{name}: has {values.size} numbers, expected one for the frame.")
@@ -270,12 +272,6 @@ def _choose(per_frame: Sequence[str], per_atom: Sequence[str], given: Mapping[st
 
 def _say_which(what: str, name: str) -> str:
     return f"Say which after the name of the file: FILE#{what}={name}."
-
-
-def _nine(name: str, values: Array) -> Array:
-    if values.size not in (6, 9):
-        raise DataError(f"{name}: has {values.size} numbers, expected 9 (3x3) or 6 (xx, yy, zz, yz, xz, xy).")
-    return values if values.size == 9 else values[_VOIGT]
 
 
 def _rows(name: str, array: Array, width: int) -> Array:

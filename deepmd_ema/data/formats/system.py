@@ -9,15 +9,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.data.formats.hdf5 import Hdf5Store
+from deepmd_ema.data.formats.npy import NpyStore, StoredArray
 from deepmd_ema.data.source import (
     BOX,
     COORD,
     Chunk,
     Frame,
+    FrameSource,
     Place,
     ReadSpec,
     frames_at_once,
@@ -34,50 +37,8 @@ _MAX_TYPE_DIGITS = 9  # of a type
 _MAX_SHOWN = 40  # letters of a word in a message
 
 
-class StoredArray(Protocol):
-    """An array on disk, of which rows are read when they are needed."""
-
-    @property
-    def name(self) -> str:
-        """Path, for messages."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape; the first dimension counts frames."""
-
-    @property
-    def file(self) -> Path | None:
-        """The file that holds all of it; None if it may be in several."""
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether a few rows are read from their place in a file, and nothing else."""
-
-    def read(self, start: int, stop: int) -> Array:
-        """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-
-
-class ArrayStore(Protocol):
-    """The files of one system, wherever they are kept."""
-
-    @property
-    def name(self) -> str:
-        """Path, for messages."""
-
-    def set_names(self) -> list[str]:
-        """Return the names of the set.* parts, sorted."""
-
-    def has(self, file: str) -> bool:
-        """Whether there is ``file`` (its path in the system)."""
-
-    def words(self, file: str) -> list[str] | None:
-        """Return the words of a small text file, None if there is no such file."""
-
-    def text_files(self) -> list[Path]:
-        """Return the files of the system that hold no arrays."""
-
-    def array(self, file: str) -> StoredArray | None:
-        """Return the array in ``file``, None if there is no such file; DataError if it cannot be read."""
+ArrayStore: TypeAlias = "NpyStore | Hdf5Store"
+"""The files of one system, in a folder or in a group of an HDF5 file."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +51,11 @@ class FrameSet:
     arrays: Mapping[str, StoredArray]
 
 
-@dataclass(frozen=True, eq=False)
-class DeepmdSystem:
-    """Frames of one system: a :class:`FrameSource` whose frames are read on demand.
+@dataclass(eq=False, kw_only=True)
+class DeepmdSystem(FrameSource):
+    """Frames of one system, read on demand; slow where a frame takes more than its rows, as of a compressed array.
 
     Attributes:
-        name: path, for messages.
         natoms: number of atoms in the files; mixed frames may have fewer, the rest being virtual.
         periodic: whether the frames have cells.
         spec: what is read.
@@ -103,12 +63,8 @@ class DeepmdSystem:
         atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
         index_of: type in the files to model type, with -1 for itself at the end.
         text_files: those of its files that hold no arrays.
-        unread: parameters that the files have and the model does not take.
-        notes: none: the names of the files say what they hold.
-        kinds: none.
     """
 
-    name: str
     natoms: int
     periodic: bool
     spec: ReadSpec = field(repr=False)
@@ -116,9 +72,6 @@ class DeepmdSystem:
     atom_type: Array | None = field(repr=False)
     index_of: Array = field(repr=False)
     text_files: Sequence[Path] = field(repr=False)
-    unread: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    kinds: ClassVar[None] = None
 
     def files(self) -> list[Path] | None:
         """Return the files of the system."""
@@ -127,24 +80,9 @@ class DeepmdSystem:
         return [*self.text_files, *known] if len(known) == len(arrays) else None
 
     @cached_property
-    def num_frames(self) -> int:
-        """Number of frames of all sets."""
-        return sum(s.num_frames for s in self.sets)
-
-    @cached_property
     def labels(self) -> tuple[str, ...]:
         """Names of the labels that at least one set has."""
         return tuple(label for label in self.spec.labels if any(label in s.arrays for s in self.sets))
-
-    @cached_property
-    def is_slow(self) -> bool:
-        """Whether reading a frame reads more than its rows, as of a compressed array."""
-        return not all(array.is_direct for part in self.sets for array in part.arrays.values())
-
-    @property
-    def frame_sizes(self) -> Array:
-        """(num_frames,) integers: atoms of each frame in the files, virtual ones included, as batch rules count."""
-        return np.broadcast_to(np.int64(self.natoms), self.num_frames)  # takes no memory, however many frames
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without its virtual atoms."""
@@ -223,9 +161,10 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
     mixed = {name: store.has(f"{name}/{TYPES}.npy") for name in set_names}
     if len(set(mixed.values())) > 1:
+        having, lacking = (", ".join(name for name in set_names if mixed[name] is kind) for kind in (True, False))
         raise DataError(
-            f"{store.name}: mixed and plain sets in one folder: {_named(mixed, True)} with {TYPES}.npy, "
-            f"{_named(mixed, False)} without. Put them into two systems."
+            f"{store.name}: mixed and plain sets in one folder: {having} with {TYPES}.npy, {lacking} without. Put them "
+            "into two systems."
         )
     is_mixed = mixed[set_names[0]]
     if is_mixed and names is None:
@@ -248,8 +187,12 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     atom_type = None if is_mixed else index_of[file_types]
     taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
     unread = [p for p, number in taken.items() if not number and any(store.has(f"{s}/{p}.npy") for s in set_names)]
-    texts = store.text_files()
-    return DeepmdSystem(store.name, len(file_types), periodic, spec, sets, atom_type, index_of, texts, unread)
+    sizes = np.broadcast_to(np.int64(len(file_types)), sum(part.num_frames for part in sets))  # takes no memory
+    is_slow = any(array.rows is None for part in sets for array in part.arrays.values())
+    return DeepmdSystem(
+        store.name, sizes, unread, is_slow=is_slow, natoms=len(file_types), periodic=periodic, spec=spec, sets=sets,
+        atom_type=atom_type, index_of=index_of, text_files=store.text_files(),
+    )  # fmt: skip
 
 
 def read_type_map(store: ArrayStore) -> list[str] | None:
@@ -397,28 +340,20 @@ def type_table(
 
 
 def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
+    """Return the types that occur in a mixed system; what is wrong is added to ``problems``, of each set the first."""
     used: set[int] = set()
     for part in sets:
-        before = len(problems)
-        for begin in range(0, part.num_frames, step := frames_at_once(math.prod(part.arrays[TYPES].shape[1:]))):
-            used |= _used_types(part.arrays[TYPES], begin, min(begin + step, part.num_frames), problems)
+        array, before = part.arrays[TYPES], len(problems)
+        for start in range(0, part.num_frames, step := frames_at_once(math.prod(array.shape[1:]))):
+            types = array.read(start, min(start + step, part.num_frames))
+            is_type = (types >= -1) & (types < 10**_MAX_TYPE_DIGITS) & (types == np.floor(types))
+            if not is_type.all():
+                found = types[~is_type][0]
+                problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")
+            empty = np.flatnonzero((types < 0).all(axis=1))
+            if len(empty):
+                problems.append(f"{array.name}: frame {start + empty[0]} has only virtual atoms (type -1).")
+            used |= set(np.unique(types[is_type]).astype(np.int64).tolist())
             if len(problems) > before:
                 break
     return np.array(sorted(t for t in used if t >= 0), np.int64)
-
-
-def _used_types(array: StoredArray, start: int, stop: int, problems: list[str]) -> set[int]:
-    """Return the types of some frames of a mixed system; what is wrong is added to ``problems``."""
-    types = array.read(start, stop)
-    is_type = (types >= -1) & (types < 10**_MAX_TYPE_DIGITS) & (types == np.floor(types))
-    if not is_type.all():
-        found = types[~is_type][0]
-        problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")
-    empty = np.flatnonzero((types < 0).all(axis=1))
-    if len(empty):
-        problems.append(f"{array.name}: frame {start + empty[0]} has only virtual atoms (type -1).")
-    return set(np.unique(types[is_type]).astype(np.int64).tolist())
-
-
-def _named(mixed: Mapping[str, bool], kind: bool) -> str:
-    return ", ".join(name for name, is_mixed in mixed.items() if is_mixed is kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.sampler import permutation, plan_batches
+from deepmd_ema.data.sampler import Sampler, permutation
 from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
@@ -74,7 +74,7 @@ def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     train = task.train
     # frames that `filter:N` leaves out were not trained on
-    frames = plan_batches(
+    frames = Sampler(
         [s.num_frames for s in train], [s.frame_sizes for s in train], task.config.training_data.batch_size
     ).frames
     counts = [len(own) for own in frames]

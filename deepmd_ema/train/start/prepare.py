@@ -15,11 +15,10 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.check.result import CheckResult
 from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
-from deepmd_ema.data.sampler import permutation, plan_batches
+from deepmd_ema.data.sampler import Sampler, permutation
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
 from deepmd_ema.dist.world import World
@@ -154,7 +153,7 @@ def _check_data(
     problems: list[str] = []
     for name, task in config.tasks.items():
         report = check_unless_unchanged(task, systems[name], memories[name])
-        if isinstance(report, CheckResult):
+        if report.date:
             dates.append(f"{name} {report.date}".lstrip())
         for line in report.notes:
             logger.info("%s", line)
@@ -241,7 +240,7 @@ def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     rule = task.config.training_data.batch_size
-    plan = plan_batches([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
+    plan = Sampler([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
     for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
