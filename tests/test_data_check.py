@@ -329,7 +329,7 @@ def test_frame_and_atomic_parameters_are_shown(tmp_path):
     text = "\n".join(check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS).lines())
     values = [np.load(f"{name}/set.000/fparam.npy") for name in names]
     low, high = min(v.min() for v in values), max(v.max() for v in values)
-    assert "energy, force, virial, fparam (2), aparam (1)" in text
+    assert "  energy, force, virial, fparam (2), aparam (1)\n" in text
     assert f"fparam {low:.6g} to {high:.6g}, any unit (2 of 2 systems)" in text
     assert f"{path}" in text
 

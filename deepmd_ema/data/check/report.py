@@ -338,8 +338,7 @@ def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> 
         sizes = scan.type_counts.sum(axis=1)
         atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
-        labels = list(scan.conditions)
-        labels += [
+        labels = [
             label if have == system.num_frames else f"{label} ({have:,} frames)"
             for label, have in scan.label_frames.items()
         ]
