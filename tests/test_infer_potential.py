@@ -165,6 +165,8 @@ def test_parameters_of_frames_and_atoms_reach_the_model(tmp_path, frames):
         potential.evaluate(coord, types, box, frame)
     with pytest.raises(UserError, match=r"fparam: shape \(3,\), expected \(3, 2\) or \(2,\)"):
         potential.evaluate(coord, types, box, [1.0, 2.0, 3.0], atom)
+    with pytest.raises(UserError, match=r"fparam: shape \(\), expected \(3, 2\) or \(2,\)"):
+        potential.evaluate(coord, types, box, 1.0, atom)
 
 
 def test_a_default_fparam_need_not_be_given(tmp_path, frames):
