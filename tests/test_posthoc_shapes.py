@@ -16,7 +16,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.posthoc.combination import TOLERANCE, Track, _products, find_combinations
 from deepmd_ema.posthoc.profiles import SHAPES, Decay
 from deepmd_ema.posthoc.run import find_requested, run_posthoc
-from deepmd_ema.posthoc.shapes import DEFAULT_PARTS, DecayRequest, default_requests, parse_shapes, place_decays
+from deepmd_ema.posthoc.shapes import DEFAULT_PARTS, DecayRequest, parse_shapes, place_decays
 from deepmd_ema.posthoc.snapshots import find_snapshots
 
 EXACT = 1e-12
@@ -78,7 +78,7 @@ def test_products_with_decays_are_those_of_the_weights_written_out(start, every)
 @pytest.mark.parametrize("count", [20, 40])
 def test_two_profiles_resolve_the_decays_that_begin_at_a_snapshot(count):
     tracks = snapshots(4000, count)
-    decays, left_out = place_decays(default_requests(), tracks, 4000)
+    decays, left_out = place_decays(parse_shapes(list(SHAPES)), tracks, 4000)
     assert len(decays) + sum(map(len, left_out.values())) == len(SHAPES) * len(DEFAULT_PARTS)
     for one in find_combinations(tracks, [], 4000, decays).combinations:
         assert one.residual <= TOLERANCE

@@ -113,26 +113,26 @@ def find_combinations(
     return Combinations(combinations, condition, int((~good).sum()))
 
 
-def resolvable_range(tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> tuple[float, float] | None:
+def resolvable_range(tracks: Sequence[Track], step: int) -> tuple[float, float] | None:
     """Return the smallest and largest sigma_rel that snapshots of ``tracks`` resolve after ``step``, or None."""
     considered = np.geomspace(MIN_SIGMA_REL, MAX_SIGMA_REL, _NUM_CONSIDERED).tolist()
     found = zip(considered, find_combinations(tracks, considered, step).combinations)
-    stretches = [list(run) for good, run in groupby(found, lambda pair: pair[1].residual <= tolerance) if good]
+    stretches = [list(run) for good, run in groupby(found, lambda pair: pair[1].residual <= TOLERANCE) if good]
     longest = max(stretches, key=len, default=None)  # the first of several
     return None if longest is None else (longest[0][0], longest[-1][0])
 
 
-def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int, tolerance: float = TOLERANCE) -> None:
+def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int) -> None:
     """Check that snapshots of ``tracks`` resolve every width of ``found`` after ``step``.
 
     Raises:
         UserError: naming each that they do not, the range that they do, and how to widen it.
     """
     widths = [combination for combination in found.combinations if isinstance(combination.target, Track)]
-    bad = [combination for combination in widths if combination.residual > tolerance]
+    bad = [combination for combination in widths if combination.residual > TOLERANCE]
     if not bad:
         return
-    ends = resolvable_range(tracks, step, tolerance)
+    ends = resolvable_range(tracks, step)
     stored = sorted({round(track.sigma_rel, 4) for track in tracks})
     about = f"{len(tracks)} snapshots of sigma_rel {', '.join(f'{w:g}' for w in stored)}"
     resolved = "no sigma_rel" if ends is None else f"sigma_rel {ends[0]:.3g} to {ends[1]:.3g}"
@@ -140,17 +140,17 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int,
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
-    *others, last = [describe_missing(one, tolerance) for one in bad]
+    *others, last = [describe_missing(one) for one in bad]
     raise UserError([*others, f"{last} {advice}"])
 
 
-def describe_missing(one: Combination, tolerance: float = TOLERANCE) -> str:
+def describe_missing(one: Combination) -> str:
     """Return why a combination is not used."""
     missing = f"{100 * one.residual:.2g} % of its profile would be missing"
-    return f"{one.target.describe()}: {missing}, more than {100 * tolerance:g} %."
+    return f"{one.target.describe()}: {missing}, more than {100 * TOLERANCE:g} %."
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Axis:
     """Steps of the updates of all averages: place m is step ``origin + m * stride``, m = 1, 2, ..."""
 

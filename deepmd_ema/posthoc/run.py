@@ -38,9 +38,9 @@ from deepmd_ema.posthoc.combination import (
     refuse_unresolvable,
     resolvable_range,
 )
-from deepmd_ema.posthoc.profiles import Decay
+from deepmd_ema.posthoc.profiles import SHAPES, Decay
 from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
-from deepmd_ema.posthoc.shapes import DecayRequest, default_requests, parse_shapes, place_decays
+from deepmd_ema.posthoc.shapes import DecayRequest, parse_shapes, parse_words, place_decays
 from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.weight_names import LIVE, POSTHOC
 
@@ -135,19 +135,11 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
     Raises:
         UserError: naming every word that is none of these.
     """
-    values: list[float] = []
-    problems = []
-    for word in words or ():
-        found = _parse_word(str(word))
-        values += found
-        if not found:
-            problems.append(
-                f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
-                f"0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
-            )
-    if problems:
-        raise UserError(problems)
-    return sorted(set(values))
+    expected = (
+        "a number above 0 and at most 0.2886, or a range as 0.02:0.2 or 0.02:0.2:9 (from, to, how many: 2 to "
+        f"{MAX_SIGMA_RELS})."
+    )
+    return sorted(set(parse_words("--sigma-rel", list(map(str, words or ())), _parse_word, expected)))
 
 
 def find_requested(
@@ -167,7 +159,7 @@ def find_requested(
     if not widths and not requests:
         tracked = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
         widths = _spaced(*resolvable) if resolvable else tracked
-    wanted = default_requests() if requests is None and not sigma_rels else requests or []
+    wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
     decays, left_out = place_decays(wanted, tracks, run.step)
     found = find_combinations(tracks, widths, run.step, decays)
     unresolved = [one for one in found.combinations if _is_unresolved(one)]

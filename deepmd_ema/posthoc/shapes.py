@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.posthoc.profiles import SHAPES, Decay, Track, first_grid, percent
@@ -11,6 +12,8 @@ from deepmd_ema.posthoc.profiles import SHAPES, Decay, Track, first_grid, percen
 DEFAULT_PARTS = (0.05, 0.1, 0.2, 0.4)
 MIN_INTERVALS = 4  # between snapshots, in a decay that is not linear: with fewer it equals a linear one
 NONE = "none"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,29 @@ def parse_shapes(words: Sequence[str] | None) -> list[DecayRequest]:
     """
     if words is None or list(words) == [NONE]:
         return []
-    requests: list[DecayRequest] = []
-    problems = []
-    for word in words:
-        found = _parse_word(word)
-        requests += found
-        if not found:
-            names = ", ".join(SHAPES)
-            problems.append(
-                f"--shapes {word}: expected one of {names}, or one with the part of the run in which the learning rate "
-                f"goes down, above 0 and at most 1, as linear:0.2; or {NONE} alone."
-            )
-    if problems:
-        raise UserError(problems)
-    return list(dict.fromkeys(requests))
+    expected = (
+        f"one of {', '.join(SHAPES)}, or one with the part of the run in which the learning rate goes down, above 0 "
+        f"and at most 1, as linear:0.2; or {NONE} alone."
+    )
+    return list(dict.fromkeys(parse_words("--shapes", words, _parse_word, expected)))
 
 
-def default_requests() -> list[DecayRequest]:
-    """Return every shape with each of ``DEFAULT_PARTS``."""
-    return [DecayRequest(shape, part) for shape in SHAPES for part in DEFAULT_PARTS]
+def parse_words(option: str, words: Sequence[str], parse: Callable[[str], list[T]], expected: str) -> list[T]:
+    """Return the values that the words of an option name.
+
+    Args:
+        option: its name.
+        words: as given.
+        parse: returns the values that one word names; none if it is not understood.
+        expected: completes the sentence ``expected ...``.
+
+    Raises:
+        UserError: naming every word that is not understood.
+    """
+    found = [parse(word) for word in words]
+    if not all(found):
+        raise UserError([f"{option} {word}: expected {expected}" for word, values in zip(words, found) if not values])
+    return [value for values in found for value in values]
 
 
 def place_decays(
