@@ -71,8 +71,6 @@ class DP(Calculator):
         self._lock = RLock()
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
-        # elements of the model, atomic numbers of the last frame, and its types
-        self._known: tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]] | None = None
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,16 +174,13 @@ class DP(Calculator):
         return True
 
     def _types(self, atoms: Atoms) -> NDArray[np.int64]:
-        """Return the places of the elements in ``type_map``, those of the last call if the elements are the same."""
-        type_map = self.potential.type_map
-        if self._known is None or self._known[0] != type_map or not np.array_equal(self._known[1], atoms.numbers):
-            symbols = atoms.get_chemical_symbols()
-            if unknown := sorted(set(symbols) - set(type_map)):
-                known = did_you_mean(unknown[0], type_map)
-                raise UserError(f"the element {unknown[0]} of the atoms is not in the model. {known}")
-            places = np.array([type_map.index(symbol) for symbol in symbols], np.int64)
-            self._known = type_map, atoms.numbers.copy(), places
-        return self._known[2]
+        """Return the places of the elements in ``type_map``, (N,)."""
+        type_map, symbols = self.potential.type_map, atoms.get_chemical_symbols()
+        place = {symbol: k for k, symbol in enumerate(type_map)}
+        if unknown := sorted(set(symbols) - place.keys()):
+            known = did_you_mean(unknown[0], type_map)
+            raise UserError(f"the element {unknown[0]} of the atoms is not in the model. {known}")
+        return np.array([place[symbol] for symbol in symbols], np.int64)
 
     def _box(self, atoms: Atoms) -> Any:
         if not atoms.pbc.any():

@@ -140,7 +140,11 @@ class PairCache:
     """
 
     def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
-        self.max_bytes = default_cache_bytes(local_size) if max_bytes is None else max_bytes
+        try:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):  # no such question on this system
+            memory = MAX_CACHE_BYTES * local_size
+        self.max_bytes = min(MAX_CACHE_BYTES, memory // (4 * local_size)) if max_bytes is None else max_bytes
         self.num_bytes = 0
         self._kept: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}
         self._lock = threading.Lock()
@@ -169,15 +173,6 @@ class PairCache:
 
     def __len__(self) -> int:
         return len(self._kept)
-
-
-def default_cache_bytes(local_size: int) -> int:
-    """Return the bytes that one of ``local_size`` processes on this machine keeps by default."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no such question on this system
-        return MAX_CACHE_BYTES // 4
-    return min(MAX_CACHE_BYTES, memory // (4 * local_size))
 
 
 def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()) -> Batch:

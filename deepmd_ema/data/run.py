@@ -16,9 +16,8 @@ from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import Memory, recall_or_find
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.data.source import BOX, COORD, FrameSource, ReadSpec
+from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
-from deepmd_ema.data.subset import FrameSubset
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.seeds import seed_for

@@ -79,6 +79,11 @@ class ReadSpec:
     default_fparam: Sequence[float] | None = None
     memory: Memory | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def num_conditions(self) -> dict[str, int]:
+        """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 where the model takes none."""
+        return {FPARAM: self.numb_fparam, APARAM: self.numb_aparam}
+
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
         """Return the specification for the section ``model``: ``labels`` and its conditions."""
@@ -169,6 +174,43 @@ class FrameSource(ABC):
     def where(self, index: int, array: str = "") -> Place:
         """Return the place where a frame, or one of its arrays, is stored."""
         return Place(self.name, index, self.num_frames)
+
+
+class FrameSubset(FrameSource):
+    """Some frames of a source, which keep their names and their numbers in the whole one.
+
+    Args:
+        whole: the source.
+        frames: (num_frames,) numbers of the frames in it, rising.
+    """
+
+    def __init__(self, whole: FrameSource, frames: Array) -> None:
+        kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
+        super().__init__(whole.name, whole.frame_sizes[frames], whole.unread, whole.notes, kinds, whole.is_slow)
+        self.whole, self.frames = whole, frames
+
+    def files(self) -> Sequence[Path] | None:
+        """Return every file of the whole source."""
+        return self.whole.files()
+
+    def frame(self, index: int) -> Frame:
+        """Return one frame."""
+        return self.whole.frame(int(self.frames[index]))
+
+    def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
+        """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
+        first = 0
+        for chunk in self.whole.chunks(names):
+            start, stop = np.searchsorted(self.frames, [chunk.first, chunk.first + chunk.num_frames])
+            rows = self.frames[start:stop] - chunk.first
+            if len(rows):
+                arrays = {name: array[rows] for name, array in chunk.arrays.items()}
+                yield Chunk(first, chunk.types[rows], arrays)
+                first += len(rows)
+
+    def where(self, index: int, array: str = "") -> Place:
+        """Return the place where a frame, or one of its arrays, is stored."""
+        return self.whole.where(int(self.frames[index]), array)
 
 
 def is_per_atom(name: str) -> bool:

@@ -16,7 +16,7 @@ from deepmd_ema.config import choose_head
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError, first_few
+from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
@@ -164,8 +164,8 @@ def write_changed(
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if request.values is not None:
-        record: dict[str, Any] = {"mode": GIVEN, "source": "values given"}
-        done = ChangedBias(path, file, head, record, before, _given(request.values, loaded.config.type_map))
+        given = _given(request.values, loaded.config.type_map)
+        done = ChangedBias(path, file, head, {"mode": GIVEN, "source": "values given"}, before, given)
         _write(done, None)
         return done
     systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
@@ -240,10 +240,9 @@ def _default_target(loaded: LoadedModel) -> Path:
 
 def _given(values: Sequence[float], type_map: Sequence[str]) -> Array:
     if len(values) != len(type_map):
-        found = f"{len(values)} value{'s' * (len(values) != 1)}"
         raise UserError(
-            f"-b: {found}, expected one for each of the {len(type_map)} elements of the model, in this order: "
-            f"{' '.join(type_map)}."
+            f"-b: {counted(len(values), 'value')}, expected one for each of the {len(type_map)} elements of the model, "
+            f"in this order: {' '.join(type_map)}."
         )
     bad = [f"{name} {value}" for name, value in zip(type_map, values) if not np.isfinite(value)]
     if bad:

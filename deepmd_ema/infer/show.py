@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     Raises:
         CheckpointError: if the file is missing, damaged or not a model.
     """
-    path = Path(path)
-    payload = None if path.suffix.lower() in FROZEN_SUFFIXES else _own_payload(path)
+    path, payload = Path(path), None
+    with suppress(checkpoint.DeepmdCheckpointError):
+        payload = None if path.suffix.lower() in FROZEN_SUFFIXES else checkpoint.load(path)
     if payload is None:
         file = load_models(path)
         infos = {name: loaded.info for name, loaded in file.models.items()}
@@ -61,14 +63,6 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
     run = [(name, text) for name, text in _run(config) if name not in dict(model)]
     rows = [*weights, *model, _size(tensors), *state, *run, ("config", "--config prints all of it")]
     return "\n".join(render(facts(title, rows), "  "))
-
-
-def _own_payload(path: Path) -> dict[str, Any] | None:
-    """Return the content of a checkpoint, or None if DeePMD-kit has written it."""
-    try:
-        return checkpoint.load(path)
-    except checkpoint.DeepmdCheckpointError:
-        return None
 
 
 def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -234,7 +234,7 @@ def _too_close(
 
 
 def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics, type_map: Sequence[str]) -> list[str]:
-    kept, option = descriptor.neighbors, descriptor.neighbors_option
+    kept, option, rcut = descriptor.neighbors, descriptor.neighbors_option, descriptor.cutoff
     if kept is None:
         return []
     needed = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
@@ -243,26 +243,25 @@ def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics, 
     if len(kept) > _MAX_ELEMENTS:
         short = [f"{type_map[k]} {n} (kept: {most})" for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
         return [
-            f"{option} is too small: within {descriptor.cutoff:g} angstrom an atom has up to {first_few(short)} "
+            f"{option} is too small: within {rcut:g} angstrom an atom has up to {first_few(short)} "
             f"neighbors, and the farthest are dropped, which makes the energy jump. Use {option} auto."
         ]
-    enough = [max(n, most) for n, most in zip(needed, kept)]
-    return [
-        f"{option} = {list(kept)} is too small: an atom has up to {needed} neighbors within {descriptor.cutoff:g} "
-        f"angstrom, and the farthest are dropped, which makes the energy jump. Use {option} {enough} or more, or auto."
-    ]
+    return [_too_small(option, list(kept), needed, rcut, [max(n, most) for n, most in zip(needed, kept)])]
 
 
 def _too_few_inside(descriptor: DescriptorConfig, found: NeighborStatistics) -> list[str]:
     if not isinstance(descriptor, HasInnerNeighbors):
         return []
-    lists = [(option, rcut, kept, found.max_within(rcut)) for option, rcut, kept in descriptor.inner_neighbors()]
-    return [
-        f"{option} = {kept} is too small: an atom has up to {most} neighbors within {rcut:g} angstrom, and the "
-        f"farthest are dropped, which makes the energy jump. Use {option} {most} or more, or auto."
-        for option, rcut, kept, most in lists
-        if most > kept
-    ]
+    lists = [(option, kept, found.max_within(rcut), rcut) for option, rcut, kept in descriptor.inner_neighbors()]
+    return [_too_small(option, kept, most, rcut, most) for option, kept, most, rcut in lists if most > kept]
+
+
+def _too_small(option: str, kept: object, needed: object, rcut: float, enough: object) -> str:
+    """Return a warning about neighbors that a descriptor does not keep; numbers are of all types or one per type."""
+    return (
+        f"{option} = {kept} is too small: an atom has up to {needed} neighbors within {rcut:g} angstrom, and the "
+        f"farthest are dropped, which makes the energy jump. Use {option} {enough} or more, or auto."
+    )
 
 
 def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, 
 from deepmd_ema.data.source import Frame, FrameSource, ReadSpec
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
-from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.sorting import Array
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
@@ -90,7 +89,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     """
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
     inventory, starts, sizes, kinds, problems = Inventory(given), list[int](), list[int](), list[str](), list[str]()
-    unread, taken = dict[str, None](), {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
+    unread = dict[str, None]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
             stored = read_block(block)
@@ -99,7 +98,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
             make_frame(stored, read, spec, (name, len(starts)))
             sizes.append(len(stored.symbols))
             kinds.append(kind_of(stored))
-            unread |= {p: None for p, number in taken.items() if not number and p in read}
+            unread |= {p: None for p, number in spec.num_conditions.items() if not number and p in read}
         if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)

@@ -83,8 +83,8 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
         return map(read_block, (block for _, block in blocks(path)))
     if file_format is not None and "/" in file_format:
         return _dpdata_frames(path, file_format, inventory)
-    if file_format is None and (found := _signature(path)) is not None:
-        return _of_program(path, *found, inventory)
+    if file_format is None and (frames := _of_program(path, inventory)) is not None:
+        return frames
     is_vasp = _look_at_vasp(path, inventory)
     try:
         return (_of_atoms(atoms, inventory) for atoms in _ase_frames(path, file_format, inventory))
@@ -96,23 +96,20 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
         raise error from None
 
 
-def _signature(path: Path) -> tuple[str, str] | None:
-    """Return program and format of dpdata of an output that ASE does not know, or takes for one of another program."""
+def _of_program(path: Path, inventory: Inventory) -> Iterator[StoredFrame] | None:
+    """Return the frames of an output that ASE does not know, or takes for one of another program; None of others."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    return next(((program, name) for mark, program, name in _SIGNATURES if mark in head), None)
-
-
-def _of_program(path: Path, program: str, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
-    try:
-        return _dpdata_frames(path, file_format, inventory)
-    except ModuleNotFoundError:
-        text = (
-            f"{path}: is an output of {program}, which dpdata reads, and dpdata is not installed: pip install dpdata."
-        )
-        raise DataError(text) from None
+    for mark, program, file_format in _SIGNATURES:
+        if mark in head:
+            try:
+                return _dpdata_frames(path, file_format, inventory)
+            except ModuleNotFoundError:
+                what = f"an output of {program}, which dpdata reads, and dpdata is not installed"
+                raise DataError(f"{path}: is {what}: pip install dpdata.") from None
+    return None
 
 
 def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[Atoms]:

@@ -136,11 +136,10 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     index_of = type_table(str(path), spec.type_map, names, index.types, str(path), problems, _META)
     if problems:
         raise DataError(problems)
-    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
-    read = {*LABELS, *taken, COORD, BOX, _ATYPE, *_DESCRIBE}
+    read = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
     left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(index.names.items()) if name not in read]
     notes = [f"does not read {first_few(left)}"] if left else []
-    unread = tuple(p for p, number in taken.items() if not number and p in index.names)
+    unread = tuple(p for p, number in spec.num_conditions.items() if not number and p in index.names)
     return LmdbFile(
         str(path), index.sizes, unread, notes, store=store, spec=spec, key_format=key_format, index_of=index_of
     )

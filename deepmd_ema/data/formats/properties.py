@@ -202,12 +202,12 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
 
 def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]) -> Frame:
     """Return a frame with the types of the model and what it reads; DataError if it lacks something it must have."""
-    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
-    read = labels_of(stored, sources, {*spec.labels, *(name for name, n in taken.items() if n)})
+    conditions = {name: number for name, number in spec.num_conditions.items() if number}
+    read = labels_of(stored, sources, {*spec.labels, *conditions})
     if spec.numb_fparam and spec.default_fparam is not None:
         read.setdefault(FPARAM, np.array(spec.default_fparam, np.float64))
-    for name, number in taken.items():
-        if number and (name not in read or read[name].shape[-1] != number):
+    for name, number in conditions.items():
+        if name not in read or read[name].shape[-1] != number:
             has = f"{read[name].shape[-1]} numbers" if name in read else "none"
             raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
     type_of = {element: number for number, element in enumerate(spec.type_map)}

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -79,11 +78,6 @@ class DeepmdSystem(FrameSource):
         known = [file for file in arrays if file is not None]
         return [*self.text_files, *known] if len(known) == len(arrays) else None
 
-    @cached_property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the labels that at least one set has."""
-        return tuple(label for label in self.spec.labels if any(label in s.arrays for s in self.sets))
-
     def frame(self, index: int) -> Frame:
         """Return one frame, without its virtual atoms."""
         part, k = self._locate(index)
@@ -103,7 +97,7 @@ class DeepmdSystem(FrameSource):
             box=arrays[BOX].reshape(3, 3) if self.periodic else None,
             labels={
                 name: arrays[name].reshape(LABELS[name].shape_in_frame(len(types)))
-                for name in self.labels
+                for name in self.spec.labels
                 if name in arrays
             },
             fparam=fparam,
@@ -185,8 +179,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     if problems:
         raise DataError(problems)
     atom_type = None if is_mixed else index_of[file_types]
-    taken = {FPARAM: spec.numb_fparam, APARAM: spec.numb_aparam}
-    unread = [p for p, number in taken.items() if not number and any(store.has(f"{s}/{p}.npy") for s in set_names)]
+    ignored = [name for name, number in spec.num_conditions.items() if not number]
+    unread = [name for name in ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)]
     sizes = np.broadcast_to(np.int64(len(file_types)), sum(part.num_frames for part in sets))  # takes no memory
     is_slow = any(array.rows is None for part in sets for array in part.arrays.values())
     return DeepmdSystem(
