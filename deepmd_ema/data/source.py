@@ -253,15 +253,19 @@ def _arrays_of(frame: Frame, names: Collection[str] | None) -> dict[str, Array]:
 
 
 def _stack(first: int, frames: Sequence[Mapping[str, Array]]) -> Chunk:
-    types, stacked = np.zeros(0), {}
-    for name in frames[0]:
+    """Return frames that have the same arrays as a chunk, in which smaller ones are padded."""
+
+    def padded(name: str, empty: float) -> Array:
         parts = [arrays[name] for arrays in frames]
-        largest = np.max([part.shape for part in parts], axis=0)
-        together = np.zeros((len(parts), *largest)) if name else np.full((len(parts), *largest), -1)
+        together = np.full((len(parts), *np.max([part.shape for part in parts], axis=0)), empty)
         for row, part in zip(together, parts):
             row[tuple(map(slice, part.shape))] = part
-        if not name:
-            types = together
+        return together
+
+    stacked = {}
+    for name in filter(None, frames[0]):
+        if is_per_atom(name) or is_per_pair(name):
+            stacked[name] = padded(name, 0.0)
         else:
-            stacked[name] = together if is_per_atom(name) or is_per_pair(name) else together[:, 0]
-    return Chunk(first, types, stacked)
+            stacked[name] = np.concatenate([arrays[name] for arrays in frames]).astype(np.float64)
+    return Chunk(first, padded("", -1), stacked)

@@ -142,7 +142,7 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
             f"{counted(frames, 'frame')} of {counted(len(clusters), 'different structure')} leave none for one of the "
             f"parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
         )
-    return Split(chosen, *_words(table, chosen, fraction, seed))
+    return Split(chosen, *_describe_parts(table, chosen, fraction, seed))
 
 
 def describe_frames(chunk: Chunk) -> Array:
@@ -324,7 +324,7 @@ def _keep_elements(table: FrameTable, clusters: Sequence[Sequence[int]], chosen:
             trained |= present[cluster[0]]
 
 
-def _words(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tuple[list[str], list[str]]:
+def _describe_parts(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tuple[list[str], list[str]]:
     """Return lines about the two parts, and warnings."""
     lines = [f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"]
     named = Counter(kind or "without a name" for kind in table.kinds)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepmd_ema.data.check.paths import PathRatios, path_ratios
+from deepmd_ema.data.check.scan import traceless
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs_once
@@ -132,12 +133,15 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     nearest = np.concatenate([one.nearest for one in bonds])
     nearest = nearest[np.isfinite(nearest)]
     free = _Free(looked, np.array(fit.histograms))
+    energies = np.array([[float(frame.labels.get(ENERGY, math.nan))] for frame in looked])
+    virials = np.array([np.reshape(frame.labels.get(VIRIAL, np.full(9, math.nan)), 9) for frame in looked])
+    fitted_energies, fitted_virials = (np.array(fit.energies) @ weights)[:, None], np.array(fit.virials) @ weights
     return Evidence(
         len(looked),
         float(np.quantile(nearest, 0.1)) if known and len(nearest) >= _MIN_FREE_FRAMES else None,
         _stiffness(bonds) if explained and len(looked) >= _MIN_FRAMES else None,
-        _energy_ratio(looked, free, np.array(fit.energies) @ weights) if explained else None,
-        _virial_ratio(looked, free, np.array(fit.virials) @ weights) if explained and boxes else None,
+        _ratio(energies, fitted_energies, free, with_volume=True) if explained else None,
+        _ratio(traceless(virials), traceless(fitted_virials), free, with_volume=False) if explained and boxes else None,
         float(np.mean([abs(np.linalg.det(box)) for box in boxes])) if boxes else None,
         path_ratios(looked),
     )
@@ -311,16 +315,6 @@ class _Free:
         return left, int(use.sum()) - int(np.linalg.matrix_rank(known, 1e-9 * len(known)))
 
 
-def _energy_ratio(frames: Sequence[Frame], free: _Free, fitted: Array) -> Ratio | None:
-    energy = np.array([float(f.labels.get(ENERGY, math.nan)) for f in frames])
-    return _ratio(energy[:, None], fitted[:, None], free, with_volume=True)
-
-
-def _virial_ratio(frames: Sequence[Frame], free: _Free, fitted: Array) -> Ratio | None:
-    virial = np.array([np.reshape(f.labels.get(VIRIAL, np.full(9, math.nan)), 9) for f in frames])
-    return _ratio(_traceless(virial), _traceless(fitted), free, with_volume=False)
-
-
 def _ratio(found: Array, fitted: Array, free: _Free, with_volume: bool) -> Ratio | None:
     use = np.isfinite(found).all(axis=1) & np.isfinite(fitted).all(axis=1)
     (a, num_free), (b, _) = free.of(found, use, with_volume), free.of(fitted, use, with_volume)
@@ -330,11 +324,6 @@ def _ratio(found: Array, fitted: Array, free: _Free, with_volume: bool) -> Ratio
     common = float((a * b).sum())
     correlation = common / math.sqrt(size_a * size_b)
     return Ratio(math.copysign(math.sqrt(size_a / size_b), common), correlation, num_free)
-
-
-def _traceless(virial: Array) -> Array:
-    trace = virial[:, [0, 4, 8]].mean(axis=1, keepdims=True)
-    return virial - trace * np.eye(3).reshape(9)
 
 
 def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:

@@ -216,8 +216,12 @@ def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], num_atoms: Array,
             values = arrays[name].reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
             scan.ranges.setdefault(name, Range()).add(values, first)
     if VIRIAL in arrays:
-        per_atom = arrays[VIRIAL] / num_atoms[:, None]
-        scan.shear.add(per_atom - per_atom[:, [0, 4, 8]].mean(axis=1, keepdims=True) * np.eye(3).reshape(9), first)
+        scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
+
+
+def traceless(virial: Array) -> Array:
+    """Return virials (F, 9) without their trace, which pressure changes."""
+    return virial - virial[:, [0, 4, 8]].mean(axis=1, keepdims=True) * np.eye(3).reshape(9)
 
 
 def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> Array:
